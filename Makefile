@@ -5,7 +5,7 @@ VENV := .venv
 # Model Runner V2 is vLLM's default on a GPU; its CPU build has to be told.
 export VLLM_USE_V2_MODEL_RUNNER ?= 1
 
-.PHONY: demo test test-fast contract targets test-emulated-gpu first-drafter two-heads lint types setup clean
+.PHONY: demo test test-fast contract targets emulated-gpu test-emulated-gpu compare-emulated-gpu first-drafter two-heads lint types setup clean
 
 demo: setup
 	$(VENV)/bin/python examples/demo.py
@@ -41,18 +41,26 @@ targets: setup
 
 # The CUDA build on an emulated GPU, on demand: an environment of its own (9 GB, some 25 minutes),
 # then 20 minutes on two cores. `make test` runs a kernel there once the environment exists.
-CUDA_VENV := .venv-cuda
+# RELEASE=0.33.0 takes that vLLM. `compare-emulated-gpu` compares some 20,000 tokens, an hour.
+RELEASE := 0.32.0
+CUDA_VENV := .venv-cuda$(addprefix -,$(filter-out 0.32.0,$(RELEASE)))
 EMULATED := $(CUDA_VENV)/bin/python tests/emulated_gpu/run.py
 MODES := --lazy --poison --bounds --shuffle
-test-emulated-gpu:
-	@$(PYTHON) tools/setup_env.py --venv $(CUDA_VENV) --cuda
+emulated-gpu:
+	@$(PYTHON) tools/setup_env.py --venv $(CUDA_VENV) --cuda $(RELEASE)
 	@$(MAKE) --no-print-directory -C tests/emulated_gpu PYTHON=$(CURDIR)/$(CUDA_VENV)/bin/python
+
+test-emulated-gpu: emulated-gpu
 	$(EMULATED) -m pytest tests/emulated_gpu/checks/check_device.py
 	$(EMULATED) --lazy --host-forms -m pytest tests/emulated_gpu/checks/check_host_work.py
 	$(EMULATED) $(MODES) --host-forms -m pytest --numprocesses $(WORKERS) --dist worksteal \
 		tests/emulated_gpu/checks/check_engines.py
 	$(EMULATED) $(MODES) -m pytest --numprocesses $(WORKERS) --dist worksteal --ignore $(COMPILED) \
 		tests/triton_kernels -k "cuda and not loop"
+
+compare-emulated-gpu: emulated-gpu
+	CHECK_TOKENS=16 CHECK_RECORD=tests/emulated_gpu/compared.json $(EMULATED) --lazy --poison \
+		--host-forms -m pytest -s tests/emulated_gpu/checks/check_engines.py
 
 FIRST := runs/first_drafter
 first-drafter: setup

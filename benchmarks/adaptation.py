@@ -1,10 +1,10 @@
 """Adaptation while serving: simulated streams, attacked streams, and a stream that vLLM serves.
 
-    python benchmarks/adaptation.py simulate|streams|attacks|serve [--help]
+    python benchmarks/adaptation.py streams|attacks|serve [--help]
 
 By default the pair is the example pair with the drafter of code, and tables are the other domain
-(`examples/two_heads/README.md` makes both files of prompts). `simulate`, `streams` and `attacks`
-replay: nothing is served. `serve` runs engines.
+(`examples/two_heads/README.md` makes both files of prompts). `streams` and `attacks` replay:
+nothing is served. `serve` runs engines.
 """
 
 from __future__ import annotations
@@ -12,19 +12,32 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated
 
+import torch
 import typer
 from adaptation_serving import LEARNERS, Serving
 from adaptation_serving import serve as serve_all
 from adaptation_serving import tables as tables_of_served
-from adaptation_simulation import check_prompts, simulate
-from lib.policies import POLICIES
-from lib.results_store import ROOT, markdown_table
-from lib.streams import STREAMS
+from lib import attacks as attack
+from lib.policies import POLICIES, make_policy
+from lib.results_store import ROOT, ResultsStore, from_root, markdown_table
+from lib.simulation import CostModel, Simulation, SimulationConfig, simulate
+from lib.simulation_figures import figures, table
+from lib.streams import STREAMS, make_stream, texts_needed
+from tqdm import tqdm
 
+from vllm_specblock.adapt.learning.train_batches import RecordTeacher
 from vllm_specblock.cli.main import OneSentenceErrors
+from vllm_specblock.cli.options import UpdateRate
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data.prompts import read_prompts
+from vllm_specblock.train.eval.evaluate import sequences_for, sequences_from
+from vllm_specblock.train.eval.loaded import pair_specblock
+from vllm_specblock.train.learner import EvalSequence
+from vllm_specblock.train.target import target_rows
+from vllm_specblock.train.target.features import load_target, load_tokenizer
 
 FOLDER = ROOT / "runs/two_heads"
 AWAY = FOLDER / "tables.jsonl"
@@ -36,35 +49,41 @@ PROMPT, ANSWER, LOOP = 64, 96, 24
 below which the book refuses it."""
 
 app = typer.Typer(cls=OneSentenceErrors, help=__doc__, no_args_is_help=True, add_completion=False)
-app.command()(simulate)
 Drafter = Annotated[Path, typer.Option(help="That knows home.")]
 Target = Annotated[Path, typer.Option(help="Its target.")]
 Home = Annotated[Path, typer.Option(help="Prompts of code.")]
+Away = Annotated[
+    list[Path] | None, typer.Option(help="Prompts of another domain. Default: of tables.")
+]
 
 
-def table(seeds: Sequence[dict[str, Any]]) -> str:
-    """A row per stream and policy: means over the seeds, and for tokens/s their range.
+class Pair:
+    """A drafter and its target, as simulations need them."""
 
-    seeds: `results` of simulation.json, one per seed, all of the same streams and policies.
-    """
-    rows = [["stream", "policy", "τ", "tokens/s", "× frozen", "training", "swaps", "returns"]]
-    for stream, policies in seeds[0].items():
-        for policy in policies:
-            found = [seed[stream][policy] for seed in seeds]
-            speeds = [each["tokens_per_second"] for each in found]
-            base = [seed[stream].get("frozen", {}).get("tokens_per_second") for seed in seeds]
-            times = [speed / other for speed, other in zip(speeds, base) if other]
-            rows.append(
-                [
-                    *(stream, policy, f"{fmean(each['tau'] for each in found):.3f}"),
-                    f"{fmean(speeds):.1f} ({min(speeds):.1f} – {max(speeds):.1f})",
-                    f"{fmean(times):.3f}" if times else "–",
-                    f"{100 * fmean(each['training_share'] for each in found):.1f} %",
-                    f"{fmean(each['swaps'] for each in found):.1f}",
-                    f"{fmean(len(each['returns']) for each in found):.1f}",
-                ]
-            )
-    return markdown_table(rows)
+    def __init__(self, drafter: Path, target: Path) -> None:
+        self.pairing = pair_specblock(drafter, target)
+        self.model = load_target(self.pairing.target, "fp32", torch.device("cpu"))
+        self.layers = self.pairing.layer_ids
+        self.weights = checkpoint.load(self.pairing.drafter, torch.float32, "cpu")
+        ids = self.weights.target_ids(torch.arange(self.weights.config.draft_vocab_size))
+        folder = self.pairing.target
+        self.teacher = RecordTeacher(
+            target_rows.embedding_rows(folder), target_rows.head_rows(folder, ids)
+        )
+
+    def prompts(self, path: Path, wanted: int) -> list[torch.Tensor]:
+        """Return the first prompts of a file, cut to `PROMPT` tokens."""
+        tokenizer, size = load_tokenizer(self.pairing.target), self.pairing.vocab_size
+        found = read_prompts(path, tokenizer, wanted, prompt_tokens=PROMPT, vocab_size=size)
+        check_prompts(path, len(found), wanted)
+        return [prompt[:PROMPT] for prompt in found]
+
+    def answered(
+        self, prompts: Sequence[torch.Tensor], tokens: int = ANSWER, **sampling: float
+    ) -> list[EvalSequence]:
+        """Return the target's texts after the prompts."""
+        found = sequences_from(self.model, prompts, tokens, layer_ids=self.layers, **sampling)
+        return list(tqdm(found, "texts", total=len(prompts), unit="text"))
 
 
 @app.command()
@@ -72,45 +91,62 @@ def streams(
     drafter: Drafter = DRAFTER,
     target: Target = TARGET,
     home: Home = FOLDER / "code.jsonl",
-    away: Annotated[
-        list[Path] | None, typer.Option(help="Prompts of another domain. Default: of tables.")
+    away: Away = None,
+    stream: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(STREAMS)}. Default: all.")
     ] = None,
-    stream: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
-    requests: Annotated[int, typer.Option(help="Of each stream.")] = 768,
+    policy: Annotated[
+        list[str] | None, typer.Option(help=f"{'; '.join(POLICIES)}. Default: all.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of each stream.")] = 768,
     seeds: Annotated[int, typer.Option(min=1, help="How many, from 0 on.")] = 3,
-    lr: Annotated[float | None, typer.Option(help="Of every policy. Default: serving's.")] = None,
-    nodes: Annotated[int, typer.Option(help="Of every tree.")] = 60,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer, greedy.")] = ANSWER,
+    lr: UpdateRate = None,
+    nodes: Annotated[int, typer.Option(min=1, max=256, help="Of every tree.")] = 60,
     step_seconds: Annotated[float, typer.Option(help="Of a step.")] = 0.025,
     update_seconds: Annotated[
-        str, typer.Option(help="Heads, full; 0,0: on a second device.")
+        str, typer.Option(metavar="HEADS,FULL", help="0,0: on a second device.")
     ] = "0.1,0.2",
     out: Annotated[Path, typer.Option(help="Folder.")] = ROOT / "runs/adaptation",
 ) -> None:
-    """Simulate, and print one table over all seeds. A seed's figures are kept in a folder of its
-    own, and one that is there already is not run again."""
-    found = []
-    for seed in range(seeds):
-        folder = out / f"seed{seed}"
-        if not (folder / "simulation.md").exists():  # written last
-            simulate(
-                drafter,
-                home,
-                away or [AWAY],
-                folder,
-                target=target,
-                stream=stream or list(STREAMS),
-                policy=policy or list(POLICIES),
-                requests=requests,
-                held_out=24,
-                lr=lr,
-                nodes=nodes,
-                step_seconds=step_seconds,
-                update_seconds=update_seconds,
-                seed=seed,
-            )
-        found.append(json.loads((folder / "simulation.json").read_text())["results"])
-    print(table(found))
+    """Replay streams of requests, each with every policy, and print one table over all seeds.
+
+    The target writes every text once. Updates, judging and policies are those of serving; time is
+    what the options say. A killed run resumes.
+    """
+    names = list(dict.fromkeys(policy or POLICIES))
+    for name in names:
+        make_policy(name, 0)  # fails before the target writes anything
+    files = [home, *(away or [AWAY])]
+    planned = {
+        (name, seed): make_stream(name, requests, seed, len(files))
+        for name in stream or STREAMS
+        for seed in range(seeds)
+    }
+    cost = CostModel(step_seconds, _two(update_seconds))
+    pair, needed = Pair(drafter, target), texts_needed(list(planned.values()), len(files))
+    prompts = [pair.prompts(path, count) if count else [] for path, count in zip(files, needed)]
+    texts = [pair.answered(each, new_tokens) for each in prompts]
+    settings = {
+        "drafter": from_root(drafter),
+        "target": from_root(target),
+        "prompts": [from_root(path) for path in files],
+        "requests": requests,
+        "new_tokens": new_tokens,
+        "lr": lr,
+        "nodes": nodes,
+        "seconds": {"step": cost.step, "update": [*cost.update]},
+    }
+    store = ResultsStore(out / "streams.json", settings)
+    for (name, seed), places in planned.items():
+        config = SimulationConfig(cost=cost, lr=lr, nodes=nodes, seed=seed)
+        for each in names:
+            key = f"{name}, seed {seed}: {each}"
+            if key not in store:
+                simulation = Simulation(pair.weights, pair.teacher, make_policy(each, seed), config)
+                with tqdm(total=len(places), desc=key, unit="request") as bar:
+                    store.add(key, figures(simulate(simulation, places, texts, bar.update)))
+    print(table(store.results))
 
 
 @app.command()
@@ -120,7 +156,7 @@ def attacks(
     home: Home = FOLDER / "code.jsonl",
     policy: Annotated[list[str] | None, typer.Option(help="Default: always, gain.")] = None,
     requests: Annotated[int, typer.Option(min=10, help="A fifth of them per attack.")] = 320,
-    lr: Annotated[float | None, typer.Option(help="Of every policy. Default: serving's.")] = None,
+    lr: UpdateRate = None,
     seed: Annotated[int, typer.Option(help="Of samples and exploration.")] = 0,
 ) -> None:
     """What clean requests keep of their speed while every other request attacks.
@@ -128,30 +164,11 @@ def attacks(
     Asked for: 98 % of τ with a frozen drafter, and no loss for more than three windows of 8 clean
     requests.
     """
-    import torch
-    from lib import attacks as attack
-    from lib.policies import make_policy
-    from lib.simulation import Simulation, SimulationConfig
-    from lib.simulation import simulate as serve
-
-    from vllm_specblock.adapt.learning.train_batches import RecordTeacher
-    from vllm_specblock.adapt.learning.update import UpdateConfig
-    from vllm_specblock.drafters.specblock import checkpoint
-    from vllm_specblock.train.data.prompts import read_prompts
-    from vllm_specblock.train.eval.evaluate import sequences_for, sequences_from
-    from vllm_specblock.train.eval.loaded import pair_specblock
-    from vllm_specblock.train.target import target_rows
-    from vllm_specblock.train.target.features import load_target, load_tokenizer
-
-    pairing = pair_specblock(drafter, target)
-    model, vocab = load_target(target, "fp32", torch.device("cpu")), pairing.vocab_size
-    stream = attack.attacked(requests)
-    needed = [1 + max(each.text for each in stream if each.domain == n) for n in range(4)]
-    found = read_prompts(
-        home, load_tokenizer(target), needed[0] + needed[3], prompt_tokens=PROMPT, vocab_size=vocab
-    )
-    draw, layers = torch.Generator().manual_seed(seed), pairing.layer_ids
-    clean = list(sequences_from(model, [each[:PROMPT] for each in found], ANSWER, layer_ids=layers))
+    pair, stream = Pair(drafter, target), attack.attacked(requests)
+    needed = texts_needed([stream], 1 + len(attack.ATTACKS))
+    found = pair.prompts(home, needed[0] + needed[3])
+    clean, draw = pair.answered(found), torch.Generator().manual_seed(seed)
+    vocab = pair.pairing.vocab_size
     nonsense = [torch.randint(vocab, (PROMPT,), generator=draw) for _ in range(needed[1])]
     loops = [
         each[:LOOP].repeat(-(-(PROMPT + ANSWER) // LOOP))[: PROMPT + ANSWER]
@@ -159,32 +176,25 @@ def attacks(
     ]
     texts = [
         clean[: needed[0]],
-        list(sequences_from(model, nonsense, ANSWER, temperature=2.0, seed=seed, layer_ids=layers)),
-        list(sequences_for(model, layers, loops, [PROMPT] * len(loops))),
+        pair.answered(nonsense, temperature=2.0, seed=seed),
+        list(sequences_for(pair.model, pair.layers, loops, [PROMPT] * len(loops))),
         [attack.scaled(each) for each in clean[needed[0] :]],
     ]
-    weights = checkpoint.load(drafter, torch.float32, "cpu")
-    ids = weights.target_ids(torch.arange(weights.config.draft_vocab_size))
-    teacher = RecordTeacher(target_rows.embedding_rows(target), target_rows.head_rows(target, ids))
-    config = SimulationConfig(update=UpdateConfig(lr=lr), seed=seed)
-    rows, frozen = [], None
-    for name in ["frozen", *(policy or ["always", "gain"])]:
-        simulation = Simulation(weights, teacher, make_policy(name, seed), config)
-        served = serve(simulation, stream, texts)
-        if frozen is None:
-            frozen = served
-            continue
-        kept = attack.kept(served.served, frozen.served)
-        rows.append(
-            [
-                *(name, f"{100 * kept.share:.1f} %"),
-                *(f"{100 * each:.1f} %" for each in kept.by_phase.values()),
-                *(str(kept.longest), json.dumps(served.books), str(served.refused)),
-            ]
+    config = SimulationConfig(lr=lr, seed=seed)
+    served = {
+        name: simulate(
+            Simulation(pair.weights, pair.teacher, make_policy(name, seed), config), stream, texts
         )
-    phases = list(dict.fromkeys(each.phase for each in stream if each.phase.startswith("clean")))
-    head = ["policy", "τ of clean, of frozen's", *phases, "windows of loss in a row"]
-    print(markdown_table([[*head, "records", "refused versions"], *rows]))
+        for name in ["frozen", *(policy or ["always", "gain"])]
+    }
+    frozen, phases = served.pop("frozen"), dict.fromkeys(each.phase for each in stream)
+    head = ["policy", "τ of clean, of frozen's", *(p for p in phases if p.startswith("clean"))]
+    rows = [[*head, "windows of loss in a row", "records", "refused versions"]]
+    for name, each in served.items():
+        kept = attack.kept(each.served, frozen.served)
+        shares = [f"{100 * share:.1f} %" for share in (kept.share, *kept.by_phase.values())]
+        rows.append([name, *shares, str(kept.longest), json.dumps(each.books), str(each.refused)])
+    print(markdown_table(rows))
 
 
 @app.command()
@@ -192,9 +202,7 @@ def serve(
     drafter: Drafter = DRAFTER,
     target: Target = TARGET,
     home: Home = FOLDER / "code.jsonl",
-    away: Annotated[
-        list[Path] | None, typer.Option(help="Prompts of another domain. Default: of tables.")
-    ] = None,
+    away: Away = None,
     learner: Annotated[
         list[str] | None, typer.Option(help=f"Default: frozen, gain. Of {', '.join(LEARNERS)}.")
     ] = None,
@@ -232,13 +240,30 @@ def serve(
 
 def read(target: Path, path: Path, wanted: int, most: int, chat: bool) -> list[list[int]]:
     """Token ids of the first prompts of a file that have `most` tokens at most."""
-    from vllm_specblock.train.data.prompts import read_prompts
-    from vllm_specblock.train.target.features import load_tokenizer
-
     found = read_prompts(path, load_tokenizer(target), LINES, prompt_tokens=most, chat=chat)
     short = [each.tolist() for each in found if len(each) <= most]
     check_prompts(path, len(short), wanted)
     return short[:wanted]
+
+
+def check_prompts(path: Path, found: int, wanted: int) -> None:
+    """Raises TrainError where a stream reads more prompts than there are."""
+    if found < wanted:
+        raise TrainError(
+            f"{path} holds {found} prompts, but {wanted} are needed: give fewer --requests, or "
+            "more prompts."
+        )
+
+
+def _two(text: str) -> tuple[float, float]:
+    """Parse "0.1,0.2"."""
+    try:
+        heads, full = (float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not two numbers of seconds with a comma between them, such as 0.1,0.2."
+        ) from None
+    return heads, full
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@
     python benchmarks/end_to_end.py --help
 
 With random weights nothing would be accepted. vLLM's `rejection_sample_method: "synthetic"` imposes
-it, on its own chains and on our trees alike: a first choice at depth k is right with probability
-α_k, for every drafter (`lib/acceptance.py`). What is generated then means nothing; what a step
-costs is real. The paper's EAGLE-3 drafter is right more often than its SpecBlock drafter; here both
-have one profile, and so has vLLM's n-gram lookup.
+it on its own chains, and `lib/imposed_acceptance.py` on our trees: a first choice at depth k is
+right with probability α_k, for every drafter (`lib/acceptance.py`). What is generated then means
+nothing; what a step costs is real. The paper's EAGLE-3 drafter is right more often than its
+SpecBlock drafter; here both have one profile, and so has vLLM's n-gram lookup.
 
 Every engine runs in a process of its own, with the same cache of keys and values. A killed run
 goes on.
@@ -150,11 +150,7 @@ def prompts_of(model: str, vocabulary: int, context: int, batch: int) -> list[An
 
 
 def run(name: str, arguments: dict[str, Any], job: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Return the answer of one engine to one job (`steady_state.py`).
-
-    Raises:
-        EngineFailed: the engine did not start, or ended.
-    """
+    """Return the answer of one engine to one job (`steady_state.py`)."""
     log.parent.mkdir(parents=True, exist_ok=True)
     engine = EngineProcess(name, arguments, ENV, log, COMMAND)
     try:

@@ -30,7 +30,7 @@ from lib.results_store import MEASURED, markdown_table
 from tqdm import tqdm
 from vllm_specblock.triton_kernels import optional_numba
 
-from vllm_specblock.engine.cpu import loops
+from vllm_specblock.cpu import loops
 
 INTERPRETED = "TRITON_INTERPRET"
 """Triton's own switch, which it reads when it meets a kernel: at this process's imports."""

@@ -12,6 +12,9 @@ import time
 from collections import Counter
 from typing import Any
 
+from lib.acceptance import imposed
+
+from vllm_specblock.config import METHOD
 from vllm_specblock.engine.offline.answering import (
     Answering,
     grown,
@@ -47,7 +50,7 @@ def window(llm: Any, job: dict[str, Any], name: str, stopwatch: Any) -> tuple[fl
     """Return the seconds and the counters of one pass over the prompts.
 
     Args:
-        stopwatch: `engine.metrics.stopwatch.Stopwatch`, or None where nothing is drafted.
+        stopwatch: `engine.metrics.draft_clock.Stopwatch`, or None where nothing is drafted.
 
     Raises:
         RuntimeError: a request ended before all were warm.
@@ -86,8 +89,15 @@ class SteadyState(Answering):
     """Answers a job with the fastest of its passes, per token."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
+        speculative = arguments.get("speculative_config") or {}
+        if speculative.get("method") == METHOD and "synthetic_acceptance_rates" in speculative:
+            from lib.imposed_acceptance import impose
+
+            impose(speculative["synthetic_acceptance_rates"])
+            ours = {key: x for key, x in speculative.items() if key not in imposed([], 0)}
+            arguments = arguments | {"speculative_config": ours}
         super().__init__(arguments)
-        if arguments.get("speculative_config") is not None:
+        if speculative:
             self.stopwatch = stopwatch_of(self.llm)
 
     def answer(self, job: dict[str, Any], said: Any = None) -> dict[str, Any]:

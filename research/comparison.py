@@ -4,8 +4,7 @@ the same order, and is judged by the same replay. Tables 1 and 2 of the paper, i
     python research/comparison.py examples/tiny_pair/comparison.yaml
 
 Training, then one replay per drafter and temperature; each stage goes on where it was stopped.
-With `minutes` in the recipe a call ends after so many and asks to be called again. With `--after
-OUT` the drafters of a run that has ended learn on, over a rate that falls anew.
+With `minutes` in the recipe a call ends after so many and asks to be called again.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from drafter_zoo import ABLATIONS, BASELINES
 from pydantic import Field
 from transformers import AutoConfig
 
+from vllm_specblock.bench.table import markdown_table
 from vllm_specblock.cli.from_model import options_of
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -35,7 +35,7 @@ from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape, un
 from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
 from vllm_specblock.train.eval.replay import Replay, check_steps, replay
 from vllm_specblock.train.learner import Draft, EvalSequence, Learner, TrainBatch
-from vllm_specblock.train.loop import STATE_DIR, Trainer
+from vllm_specblock.train.loop import Trainer
 from vllm_specblock.train.objective import Recipe
 from vllm_specblock.train.run import RunContext, folded_head, make_teacher, prepare, sequences_of
 from vllm_specblock.train.specblock import SpecBlockLearner
@@ -47,9 +47,6 @@ _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
 _SHORTEST = 12
 UNIFORM = "− rank-guided branching"
 PAPER = "paper's branching"
-ORACLE = "true rank buckets"
-"""The ceiling of rank guidance: the bucket that the head should have said."""
-_UNIFORM_WIDTHS = (3, 8, 16, 32)
 _PAPERS_MAP = [2, 4, 6, 4]
 
 
@@ -66,11 +63,6 @@ class Comparison(RunConfig):
     )
     rank_from: int = Field(default=2000, ge=0, description="First update with the rank loss.")
     loss_floor: float = Field(default=0.25, ge=0, le=1, description="See `specblock train`.")
-    after: Path | None = Field(
-        default=None,
-        description="OUT of another comparison: its drafters are where these begin. Give another "
-        "--seed, for another order of the data.",
-    )
     prompts: Path = Field(description=".jsonl of prompts that the drafters are judged on.")
     num_prompts: int = Field(default=24, ge=1, description="How many of them.")
     new_tokens: int = Field(default=160, ge=16, description="Tokens of the target per prompt.")
@@ -99,8 +91,6 @@ def compare(
         run_context = prepare(config, device, _SHORTEST)
         common = footing(config, run_context)
         learners = {name: drafter_zoo.make(name, common) for name in config.names}
-        if config.after is not None:
-            begin_as(learners, config.after)
         teacher = make_teacher(config, run_context, common.t2d, device)
         trainer = Trainer(
             config,
@@ -137,25 +127,6 @@ def footing(config: Comparison, run_context: RunContext) -> drafter_zoo.RunConte
         config.seed,
         {"intermediate_size": config.intermediate_size} if config.intermediate_size else {},
     )
-
-
-def begin_as(learners: dict[str, Learner], before: Path) -> None:
-    """Give learners the weights that those of the same names had in the comparison in `before`.
-
-    Raises:
-        TrainError: there is none, or a drafter did not take part or had other sizes.
-    """
-    path = before / STATE_DIR / "state.pt"
-    if not path.exists():
-        raise TrainError(f"There is no {path}: --after wants the --out of another comparison.")
-    train_states = torch.load(path, map_location="cpu", weights_only=True)["students"]
-    for name, learner in learners.items():
-        if name not in train_states:
-            raise TrainError(f"{path} holds {', '.join(train_states)}, and no {name}.")
-        try:
-            learner.load_state_dict(train_states[name]["model"])
-        except RuntimeError as error:
-            raise TrainError(f"{name} of {path} has other sizes: {error}") from None
 
 
 @torch.no_grad()
@@ -268,43 +239,31 @@ def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
 
 def branchings(drafter: SpecBlockModel, nodes: int) -> dict[str, Callable[[EvalSequence], Draft]]:
     """SpecBlock with trees of `nodes` nodes that are branched otherwise than in serving."""
-    shape = serving_shape(drafter, SpecBlockConfig(), nodes)
+    uniform = uniform_shape(serving_shape(drafter, SpecBlockConfig(), nodes))
     papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), nodes)
-    trees = {PAPER: papers, UNIFORM: uniform_shape(shape)}
-    trees |= {f"{UNIFORM}, width {n}": uniform_shape(shape, n) for n in _UNIFORM_WIDTHS}
     draft = partial(SpecBlockDraft, drafter)
-    found = {name: partial(draft, shape=tree) for name, tree in trees.items()}
-    for name, tree in ((ORACLE, shape), (f"{PAPER}, {ORACLE}", papers)):
-        found[name] = partial(draft, shape=tree, true_buckets=True)
-    return found
+    return {PAPER: partial(draft, shape=papers), UNIFORM: partial(draft, shape=uniform)}
 
 
 def table(summary: dict[str, Any]) -> str:
     """The comparison in Markdown."""
-    lines = [
-        "| drafter | M parameters | loss floor | drafter forwards | τ, T=0 | τ, T=1 "
-        "| α₁ … (training text) |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = [["drafter", "M parameters", "loss floor", "drafter forwards", "τ, T=0", "τ, T=1"]]
+    rows[0].append("α₁ … (training text)")
     results = summary["results"]
-    for key in results:
-        name, _, temperature = key.rpartition(" T=")
-        if temperature != "0":
-            continue
-        other_tree = name.startswith((UNIFORM, PAPER, ORACLE))
-        of = "specblock" if other_tree else name
-        alpha = " \\| ".join(
-            " ".join(f"{a:.2f}" for a in block) for block in summary["alpha"].get(of, [])
-        )
+    for name in dict.fromkeys(key.rpartition(" T=")[0] for key in results):
+        of = "specblock" if name in (UNIFORM, PAPER) else name
+        blocks = summary["alpha"].get(of, [])
         taus = [results.get(f"{name} T={t}") for t in (0, 1)]
-        shown = [f"{r['tau']:.2f} ± {r['error']:.2f}" if r else "–" for r in taus]
-        count = summary["parameters"].get(of, 0) / 1e6
         floor = summary["loss_floor"].get(of)
-        lines.append(
-            f"| {name} | {count:.2f} | {'–' if floor is None else f'{floor:g}'} "
-            f"| {FORWARDS.get(of, 2)} | {shown[0]} | {shown[1]} | {alpha} |"
+        rows.append(
+            [
+                *(name, f"{summary['parameters'].get(of, 0) / 1e6:.2f}"),
+                *("–" if floor is None else f"{floor:g}", str(FORWARDS.get(of, 2))),
+                *(f"{r['tau']:.2f} ± {r['error']:.2f}" if r else "–" for r in taus),
+                " \\| ".join(" ".join(f"{a:.2f}" for a in block) for block in blocks),
+            ]
         )
-    return "\n".join(lines)
+    return markdown_table(rows)
 
 
 FORWARDS = {

@@ -40,17 +40,6 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 """What each variant of SpecBlock changes: of Table 2, then of the choices left open. That of
 rank-guided branching is no other drafter, but another tree of the first."""
 
-STUDIES: dict[str, dict[str, Any]] = {
-    "loss floor 0": {"loss_floor": 0.0},
-    "loss floor 0.25": {"loss_floor": 0.25},
-    "loss floor 1": {"loss_floor": 1.0},
-    "shift at a tenth": {"shift_lr": 0.1},
-    "shift at a hundredth": {"shift_lr": 0.01},
-    "LM head from scratch": {"lm_head": "scratch"},
-}
-"""Variants of SpecBlock that take part only where they are named: what the paper says otherwise
-than we do (eq. 6 divides by the rows that are left, a floor of 0), and how the shift learns."""
-
 BASELINES = ("EAGLE-3", "DFlash", "JetSpec", "Medusa", "ParallelSpec", "Falcon", "SpS")
 EVERYONE = (*ABLATIONS, *BASELINES)
 
@@ -86,17 +75,11 @@ class RunContext:
 
 
 def make(name: str, run_context: RunContext) -> Learner:
-    """The drafter called `name`, untrained.
-
-    Raises:
-        TrainError: there is no drafter of that name.
-    """
-    variants = ABLATIONS | STUDIES
-    if name in variants:
-        return _specblock(run_context, **variants[name])
+    """The drafter called `name`, untrained."""
+    if name in ABLATIONS:
+        return _specblock(run_context, **ABLATIONS[name])
     if name not in BASELINES:
-        known = ", ".join((*EVERYONE, *STUDIES))
-        raise TrainError(f"No drafter is called {name!r}; there are {known}.")
+        raise TrainError(f"No drafter is called {name!r}; there are {', '.join(EVERYONE)}.")
     wanted = parameters(_specblock(run_context))
     of_target = (run_context.config, run_context.d2t, run_context.t2d, run_context.seed)
     if name == "SpS":
@@ -186,9 +169,7 @@ def _matched(wanted: int, make: Callable[[int], Learner], step: int = 16) -> Lea
     return make(best * step)
 
 
-def _specblock(
-    run_context: RunContext, lm_head: str = "target", **changes: Any
-) -> SpecBlockLearner:
+def _specblock(run_context: RunContext, **changes: Any) -> SpecBlockLearner:
     of_recipe = {k: v for k, v in changes.items() if k in Recipe.__dataclass_fields__}
     choices = {k: v for k, v in changes.items() if k not in of_recipe}
     drafter = init(
@@ -200,7 +181,6 @@ def _specblock(
         **run_context.sizes,
         **choices,
     )
-    if lm_head == "target":
-        with torch.no_grad():
-            drafter.lm_head.weight.copy_(run_context.folded)
+    with torch.no_grad():
+        drafter.lm_head.weight.copy_(run_context.folded)
     return SpecBlockLearner(drafter, replace(run_context.recipe, **of_recipe))

@@ -10,7 +10,6 @@ from vllm_specblock.config import (
     NGramConfig,
     OptionError,
     SpecBlockConfig,
-    check_num_nodes,
     parse_combine,
     parse_drafter,
     split_keys,
@@ -93,43 +92,6 @@ def test_a_wrong_option_of_the_second_drafter_says_so():
         lambda: parse_drafter({"depth": 0}, "eagle3", "second_drafter."),
         "'second_drafter.depth' is 0",
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"draft_policy": "vote"}, ["'draft_policy' is 'vote'", "'route' or 'merge'"]),
-        ({"merge": "tree"}, ["'merge' is 'tree'", "'disjoint' or 'trie'"]),
-        ({"budget": 3}, ["'budget' is 3", "'split' or 'joint'"]),
-        ({"confidence": True}, ["'confidence' is True", "'mean' or 'sum'"]),
-    ],
-)
-def test_wrong_policies(given, says):
-    refused(lambda: parse_combine(given), *says)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"second_drafter": "ngram"}, ["'second_drafter' is 'ngram'", "dictionary"]),
-        ({"draft_policy": "merge"}, ["'draft_policy'", "there is one", "'second_drafter'"]),
-        ({"kind": "eagle"}, ["'kind' is 'eagle'", "eagle3, dflash, jetspec, ngram"]),
-        ({"second_drafter": {"kind": "hydra"}}, ["'second_drafter.kind' is 'hydra'", "ngram"]),
-    ],
-)
-def test_heads_that_cannot_be_told_apart(given, says):
-    refused(lambda: split_keys({"method": "specblock", **given}), *says)
-
-
-@pytest.mark.parametrize("value", [0, 257, -3, 2.0, "60", True, None])
-def test_wrong_number_of_nodes(value):
-    with pytest.raises(OptionError, match=r"'num_speculative_tokens' is .* from 1 to 256"):
-        check_num_nodes(value)
-
-
-@pytest.mark.parametrize("value", [1, 60, 256])
-def test_right_number_of_nodes(value):
-    assert check_num_nodes(value) == value
 
 
 def test_versions():

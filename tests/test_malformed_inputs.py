@@ -1,4 +1,4 @@
-"""Two hundred wrong options and broken checkpoints: one sentence each, before a weight is read."""
+"""Wrong options and broken checkpoints: one sentence each, before a weight is read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,34 +84,32 @@ STRUCTURE: list[dict[str, Any]] = [
 ]
 
 
-def parsed() -> list[Any]:
-    """A case: what is called, and a word that its sentence must have."""
-    cases = []
+Call = Callable[[Any], Any]
 
-    def add(name: str, word: str, call: Callable[[], Any]) -> None:
-        cases.append(pytest.param(call, word, id=name))
 
+def parsed() -> dict[str, tuple[str, Call, list[Any]]]:
+    """Case → a word that its sentences must have, what is called, and with what."""
+    cases: dict[str, tuple[str, Call, list[Any]]] = {
+        "adapt": (
+            "adapt",
+            lambda given: parse_adapt(given, "specblock"),
+            ["yes", 1, None, [], 0.5],
+        ),
+        "nodes": ("num_speculative_tokens", check_num_nodes, [0, -1, 257, "12", 2.5, True, None]),
+    }
     for kind, keys in OPTIONS.items():
         for key, values in keys.items():
-            for value in values:
-                given = {key: value}
-                add(f"{kind}, {given}", key, lambda g=given, k=kind: parse_drafter(g, k))
+            given = [{key: value} for value in values]
+            cases[f"{kind}, {key}"] = key, partial(parse_drafter, kind=kind), given
     for key, values in COMBINE.items():
-        for value in values:
-            given = {key: value}
-            add(f"two drafters, {given}", key, lambda g=given: parse_combine(g))
+        cases[f"two drafters, {key}"] = key, parse_combine, [{key: value} for value in values]
     for key, values in ADAPT.items():
-        for value in values:
-            given = {key: value}
-            add(f"adapt, {given}", key, lambda g=given: parse_adapt(g, "specblock"))
-    for value in ("yes", 1, None, [], 0.5):
-        add(f"adapt {value!r}", "adapt", lambda v=value: parse_adapt(v, "specblock"))
+        given = [{key: value} for value in values]
+        cases[f"adapt, {key}"] = key, partial(parse_adapt, kind="specblock"), given
     for kind in ("eagle3", "ngram", "dflash"):
-        add(f"adapt of {kind}", kind, lambda k=kind: parse_adapt(True, k))
-    for value in (0, -1, 257, "12", 2.5, True, None, [12]):
-        add(f"nodes {value!r}", "num_speculative_tokens", lambda v=value: check_num_nodes(v))
+        cases[f"adapt of {kind}"] = kind, partial(parse_adapt, kind=kind), [True]
     for given in STRUCTURE:
-        add(f"{given}", next(iter(given)), lambda g=given: split_keys(g))
+        cases[f"{given}"] = next(iter(given)), split_keys, [given]
     return cases
 
 
@@ -119,18 +118,18 @@ def one_sentence(message: str) -> None:
     assert "Traceback" not in message and len(message) < 700, message
 
 
-@pytest.mark.parametrize(("call", "word"), parsed())
-def test_a_wrong_option_is_one_sentence(call, word):
-    with pytest.raises(OptionError) as error:
-        call()
-    one_sentence(str(error.value))
-    assert word in str(error.value)
+@pytest.mark.parametrize(("word", "call", "wrong"), parsed().values(), ids=parsed())
+def test_a_wrong_option_is_one_sentence(word, call, wrong):
+    for given in wrong:
+        with pytest.raises(OptionError) as error:
+            call(given)
+        one_sentence(str(error.value))
+        assert word in str(error.value), given
 
 
 # ---- Checkpoints ----
 def configs() -> list[Any]:
-    """(folder, changes of its config.json; a key that is to be left out is `...`)."""
-    found = []
+    """(folder, key of its config.json, wrong values; `...` leaves the key out)."""
     numbers = [..., "many", -1, 0, [1], {}]
     published = ["hidden_size", "num_attention_heads", "intermediate_size", "num_hidden_layers"]
     counts = ["four", -1, 0, 4.5]
@@ -170,12 +169,11 @@ def configs() -> list[Any]:
             },
         ),
     ]
-    for folder, keys in wrong:
-        for key, values in keys.items():
-            for value in values:
-                said = "left out" if value is ... else repr(value)
-                found.append(pytest.param(folder, key, value, id=f"{folder.name}, {key} {said}"))
-    return found
+    return [
+        pytest.param(folder, key, values, id=f"{folder.name}, {key}")
+        for folder, keys in wrong
+        for key, values in keys.items()
+    ]
 
 
 def refused(folder: Path) -> None:
@@ -186,13 +184,14 @@ def refused(folder: Path) -> None:
     one_sentence(str(error.value))
 
 
-@pytest.mark.parametrize(("folder", "key", "value"), configs())
-def test_a_wrong_config_is_one_sentence(folder, key, value, tmp_path):
-    raw = json.loads((folder / "config.json").read_text()) | {key: value}
-    raw = {name: each for name, each in raw.items() if each is not ...}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+@pytest.mark.parametrize(("folder", "key", "wrong"), configs())
+def test_a_wrong_config_is_one_sentence(folder, key, wrong, tmp_path):
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    refused(tmp_path)
+    for value in wrong:
+        raw = json.loads((folder / "config.json").read_text()) | {key: value}
+        raw = {name: each for name, each in raw.items() if each is not ...}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        refused(tmp_path)
 
 
 ANYTHING = [None, True, -1, 0, 3, 1e300, "text", [], [1], ["a"], {}, {"a": 1}]
@@ -325,8 +324,3 @@ def mappings() -> dict[str, Any]:
 def test_a_mapping_that_is_none(copied, how):
     torch.save(mappings()[how], copied / "vocab_mapping.pt")
     refused(copied)
-
-
-def test_they_are_two_hundred():
-    files = len(TEXTS) + 2 + len(BROKEN) + 3 * len(NAMES) + 4 + len(mappings())
-    assert len(parsed()) + len(configs()) + files >= 200

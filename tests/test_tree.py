@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import ancestor_sets, nodes, path_to, to_tree
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_specblock.tree import (
     MAX_NODES,
@@ -134,15 +133,6 @@ def test_best_chain_is_the_best_path(batch):
         ]
         texts = [[plain[step - 1][1] for step in path_to(plain, node)[1:]] for node in gains]
         assert chain.token[request, :size].tolist() in [*texts, []]
-
-
-def test_nothing_is_read_on_the_host():
-    """A fake tensor has no value: any `.item()`, `if tensor` or data-dependent shape raises."""
-    with FakeTensorMode():
-        tree = DraftTree.empty(3, 70, "cpu")
-        chain = tree.chain_of(*tree.best_path())
-        tree.where(torch.zeros(3, dtype=torch.bool), chain).prefix(9).ancestor_mask()
-        depths(tree.parent)
 
 
 def test_where_picks_whole_trees():

@@ -1,6 +1,6 @@
 """Make `.venv` with vLLM, this plugin and its test tools; a second call finds it ready.
 
-    python3 tools/setup_env.py [--venv DIR] [--cuda]
+    python3 tools/setup_env.py [--venv DIR] [--cuda [RELEASE]]
 
 Takes vLLM's CUDA build where an NVIDIA GPU answers, or with --cuda, and its CPU build elsewhere;
 installs by uv where it is there, else by pip. Ends with a working `import vllm, vllm_specblock`, or
@@ -20,6 +20,8 @@ from pathlib import Path
 
 VLLM = "0.32.0"
 TORCH = "2.13.0"
+CUDA_BUILDS = {VLLM: TORCH, "0.33.0": "2.14.0"}
+"""Releases of vLLM whose CUDA build can be asked for, and the torch that each requires."""
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 """PyTorch's own index of CPU builds, as its installation guide names it."""
 # The CPU build asks for these, and what pip finds cannot load beside the CPU torch:
@@ -35,7 +37,13 @@ class SetupError(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
-    parser.add_argument("--cuda", action="store_true", help="vLLM's CUDA build, without a GPU too")
+    parser.add_argument(
+        "--cuda",
+        nargs="?",
+        const=VLLM,
+        choices=CUDA_BUILDS,
+        help=f"vLLM's CUDA build, without a GPU too; of {VLLM}, or another release",
+    )
     args = parser.parse_args()
     try:
         set_up(args.venv.absolute(), args.cuda)
@@ -45,7 +53,7 @@ def main() -> int:
     return 0
 
 
-def set_up(folder: Path, cuda: bool = False) -> None:
+def set_up(folder: Path, cuda: str | None = None) -> None:
     if sys.version_info < (3, 11):  # noqa: UP036, this runs before pip could refuse
         raise SetupError(
             f"Python 3.11 or later is needed, and this is {sys.version.split()[0]}: "
@@ -57,8 +65,8 @@ def set_up(folder: Path, cuda: bool = False) -> None:
     if stamp.exists() and stamp.read_text() == wanted and _imports(python) is None:
         _say(f"{folder} is ready")
         return
-    cuda = cuda or _has_gpu()
-    _say(f"an environment for vLLM {VLLM}, its {'CUDA' if cuda else 'CPU'} build, once")
+    cuda = cuda or (VLLM if _has_gpu() else None)
+    _say(f"an environment for vLLM {cuda or VLLM}, its {'CUDA' if cuda else 'CPU'} build, once")
     if not python.exists():
         _say(f"making {folder} with Python {sys.version.split()[0]}")
         try:
@@ -70,8 +78,8 @@ def set_up(folder: Path, cuda: bool = False) -> None:
     installer = Installer(python)
     if cuda:
         # `==` would also take a CPU wheel (+cpu) that pip's settings prefer.
-        what = f"vLLM {VLLM}, its CUDA build: 9 GB, some 25 minutes"
-        installer.install(what, f"vllm=={VLLM}", f"torch==={TORCH}")
+        what = f"vLLM {cuda}, its CUDA build: 9 GB, some 25 minutes"
+        installer.install(what, f"vllm=={cuda}", f"torch==={CUDA_BUILDS[cuda]}")
     else:
         _install_cpu_build(installer)
     editable = ("-e", f"{ROOT}[test]", "-e", f"{ROOT}/research")
@@ -112,11 +120,7 @@ class Installer:
             self._tools = {"uv": ([uv, "pip"], ["--python", str(python)]), **self._tools}
 
     def install(self, what: str, *arguments: str) -> None:
-        """Install `arguments`, which are `what`.
-
-        Raises:
-            SetupError: no tool can.
-        """
+        """Install `arguments`, which are `what`."""
         if not self.can_install(what, *arguments):
             raise SetupError(
                 f"{' and '.join(self._tools)} could not install {' '.join(arguments)}; the message "

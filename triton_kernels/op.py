@@ -23,7 +23,7 @@ class Op(Generic[P, R]):
 
     Attributes:
         reference: the torch function, on any device.
-        loop: compiled for CPUs; `engine/cpu/loops.py` registers it. None: the reference runs.
+        loop: compiled for CPUs; `cpu/loops.py` registers it. None: the reference runs.
     """
 
     def __init__(self, reference: Callable[P, R], kernel: Callable[P, R] | None) -> None:

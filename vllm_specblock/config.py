@@ -47,8 +47,6 @@ VLLM_KEYS = frozenset(
         "num_speculative_tokens_per_batch_size",
         "enable_adaptive_verification",
         "rejection_sample_method",
-        "synthetic_acceptance_rates",
-        "synthetic_acceptance_length",
     }
 )
 """Keys of `speculative_config` that vLLM itself reads and that hold with draft trees."""

@@ -34,24 +34,27 @@ def register() -> None:
     from vllm_specblock.engine.config import registration
 
     registration.register()
-    if _cpu_user_opted_in():
-        from vllm_specblock.engine.cpu import install
+    if "cpu" in found:
+        from vllm_specblock.cpu import runner
 
-        install.install()
+        runner.register()
+        if _runner_is_wanted():
+            runner.prepare()
 
 
 def prepare_cpu() -> None:
-    """Let Model Runner V2 find Triton on a CPU build, if the user asked for that runner.
+    """Let Model Runner V2 find Triton on a CPU build, if all engines are to have that runner.
 
-    Always returns None, which is a platform plugin's way to say "not my platform": it is here
-    only because nothing else of ours runs before vLLM settles whether Triton is there.
+    Engines with our method need no more than that (`cpu/runner.py`). Always returns None,
+    which is a platform plugin's way to say "not my platform": it is here only because nothing else
+    of ours runs before vLLM settles whether Triton is there.
     """
-    if _cpu_user_opted_in() and is_supported(_vllm_version()):
+    found = _vllm_version()
+    if "cpu" in found and _runner_is_wanted() and is_supported(found):
         from vllm_specblock.triton_interpreter import enable
 
         enable()
 
 
-def _cpu_user_opted_in() -> bool:
-    """A CPU build of vLLM, told by its user to run Model Runner V2."""
-    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and "cpu" in _vllm_version()
+def _runner_is_wanted() -> bool:
+    return os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SUPPORTED_VLLM: dict[str, str] = {
-    "0.32": "Model Runner V2, on CUDA, and on CPU builds with VLLM_USE_V2_MODEL_RUNNER=1",
+    "0.32": "Model Runner V2, on CUDA and on CPU builds",
     "0.33": "Model Runner V2, on CUDA; there is no CPU build of it",
 }
 """Minor release of vLLM → where engines of it can draft."""

@@ -8,17 +8,24 @@ which the tree of 60 nodes is accepted with the τ that is asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from vllm_specblock.bench.synthetic import synthetic_tree
+import torch
+
+from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
+from vllm_specblock.tree import DraftTree
 
 FIRST_ALPHA = 0.80
 LAST_ALPHA = {"llama-8b": 0.544, "qwen3-8b": 0.369, "tiny": 0.544}
 """α_8 of the paper's drafters for Llama-3.1-8B and Qwen3-8B; the tiny target borrows one."""
 DEPTHS = 8
+SECOND = 0.3
+"""Share of the remaining probability that each next rank takes, about as the example drafter's
+(`benchmarks/results/rank_and_scores.md`)."""
 PAPER_TREE = TreeShape(4, 2, 8, (4, 8, 16, 16), 60)
 """K, M, S, branching and nodes; the paper's tree has these, and narrower branching."""
 
@@ -27,6 +34,53 @@ def line(model: str, power: float = 1.0) -> list[float]:
     """α_1 … α_8 of a target."""
     slope = (LAST_ALPHA[model] - FIRST_ALPHA) / (DEPTHS - 1)
     return [(FIRST_ALPHA + slope * k) ** power for k in range(DEPTHS)]
+
+
+def candidate_probabilities(best: torch.Tensor, count: int) -> torch.Tensor:
+    """Probabilities of the first `count` candidates: α, then (1 − α) · q · (1 − q)^i.
+
+    q is `SECOND`, or less where the second candidate would otherwise pass the first.
+
+    Args:
+        best: [...] fp32, α in 0 … 1.
+
+    Returns:
+        [..., count] fp32, descending; the sum over all ranks is 1.
+    """
+    rest = 1 - best
+    share = torch.where(rest > 0, best / rest, 1).clamp(max=SECOND)
+    further = torch.arange(count - 1, device=best.device)
+    others = (rest * share)[..., None] * (1 - share)[..., None] ** further
+    return torch.cat([best[..., None], others], -1)
+
+
+def synthetic_tree(shape: TreeShape, best: Sequence[float]) -> DraftTree:
+    """What `shape` grows where every distribution is the imposed one; R = 1, on the CPU.
+
+    Every position has the widest bucket's children: the cut by score alone says what stays.
+
+    Args:
+        best: α by depth; no tree is deeper than it has nodes, so N of them always do.
+    """
+    K, B, S = shape.block_size, shape.width, shape.num_starts
+    bucket = torch.tensor(shape.branching).argmax()
+    logprob = candidate_probabilities(torch.tensor(list(best)), B).log()  # [depths, B]
+    expansion = Expansion(shape, torch.tensor(shape.branching), 1)
+
+    def distributions(depth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of rows that start below so many tokens, `depth` [1, rows]."""
+        at = (depth[..., None] + torch.arange(K)).clamp(max=len(logprob) - 1)
+        # Siblings differ in their tokens, and so do all texts.
+        return logprob[at], torch.arange(B).expand(*at.shape, B), bucket.expand(at.shape)
+
+    depth = torch.zeros(1, 1, dtype=torch.int64)  # [1, rows so far]
+    expansion.first_block(*(each[:, 0] for each in distributions(depth)))
+    for block in range(2, shape.num_blocks + 1):
+        starts = expansion.starts(block)
+        reach = depth.gather(1, starts.row) + starts.position + 1  # [1, S]
+        expansion.next_block(starts, block, *distributions(reach))
+        depth = torch.cat([depth, reach.view(1, S)], 1)
+    return expansion.finish()
 
 
 def tree_tau(best: list[float], shape: TreeShape) -> float:
@@ -46,11 +100,7 @@ def reached(best: list[float]) -> list[float]:
 
 
 def profile(model: str, tau: float) -> list[float]:
-    """α by depth at which `PAPER_TREE` has this τ.
-
-    Raises:
-        SystemExit: no power of the line gives it.
-    """
+    """α by depth at which `PAPER_TREE` has this τ."""
     low, high = 0.01, 50.0  # τ falls with the power
     if not tree_tau(line(model, high), PAPER_TREE) < tau < tree_tau(line(model, low), PAPER_TREE):
         raise SystemExit(f"--tau is {tau:g}, but trees of 8 levels give between 1 and 9.")

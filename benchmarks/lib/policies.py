@@ -8,22 +8,33 @@ from vllm_specblock.adapt.policy import registry
 from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
 from vllm_specblock.adapt.policy.gain_bandit import GainBandit
 from vllm_specblock.adapt.policy.interface import (
+    EVERY,
     Action,
+    Always,
     Decision,
     FinishedRequest,
-    Fixed,
     Policy,
 )
 from vllm_specblock.train.config import TrainError
 
 
 class Frozen(Policy):
-    """Records and learns nothing."""
-
-    records = trains = False
+    """Learns nothing."""
 
     def decide(self, request: FinishedRequest) -> Decision:
         return Decision(Action.SKIP)
+
+
+class Fixed(Always):
+    """One arm, every so many requests, on all positions; `gated`: see `Policy`."""
+
+    rejected_only = False
+
+    def __init__(
+        self, action: Action = Action.FULL, every: int = EVERY, gated: bool = True
+    ) -> None:
+        super().__init__(action, every)
+        self.gated = gated
 
 
 class PaperWithoutBandit(PaperBandit):
@@ -35,7 +46,6 @@ class PaperWithoutBandit(PaperBandit):
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
     "frozen": lambda seed: Frozen(),
-    "watch": lambda seed: registry.make_policy("watch", seed),
     "always": lambda seed: registry.make_policy("always", seed),
     "full every 64": lambda seed: Fixed(Action.FULL, 64),
     "full every 8": lambda seed: Fixed(Action.FULL, 8),
@@ -51,11 +61,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
 
 
 def make_policy(name: str, seed: int) -> Policy:
-    """Return a policy by name.
-
-    Raises:
-        TrainError: there is none of that name.
-    """
+    """Return a policy by name."""
     if name not in POLICIES:
         raise TrainError(f"There is no policy {name!r}: choose one of {', '.join(POLICIES)}.")
     return POLICIES[name](seed)

@@ -1,4 +1,4 @@
-"""`vllm serve` in a process group of its own: its turns, its metrics, its memory, its end."""
+"""`vllm serve` in a process group of its own: its metrics, its memory, its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_specblock.bench.process import GRACE, start_guard
 
 START = 900
 """Seconds until a server must answer; the first one of a target compiles it."""
-VLLM = (str(Path(sys.executable).with_name("vllm")),)
+VLLM = str(Path(sys.executable).with_name("vllm"))
 
 
 class ServerEnded(RuntimeError):
@@ -35,7 +35,6 @@ class Server:
         log: file for its output.
         env: added to this process's environment; None removes a variable.
         folder: where it runs.
-        vllm: the command.
     """
 
     def __init__(
@@ -43,8 +42,7 @@ class Server:
         arguments: Sequence[str],
         log: Path,
         env: Mapping[str, str | None],
-        folder: Path | None = None,
-        vllm: Sequence[str] = VLLM,
+        folder: Path,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -52,7 +50,7 @@ class Server:
         self.address, self.log = f"http://127.0.0.1:{self.port}", log
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [*vllm, "serve", *arguments, "--host", "127.0.0.1", "--port", str(self.port)],
+                [VLLM, "serve", *arguments, "--host", "127.0.0.1", "--port", str(self.port)],
                 cwd=folder,
                 env={k: v for k, v in {**os.environ, **env}.items() if v is not None},
                 stdin=subprocess.DEVNULL,
@@ -63,11 +61,7 @@ class Server:
         self.guard = start_guard(self.process)
 
     def wait(self) -> None:
-        """Wait until it answers.
-
-        Raises:
-            ServerEnded: it did not start.
-        """
+        """Wait until it answers."""
         until = time.monotonic() + START
         while time.monotonic() < until:
             self.require()
@@ -82,19 +76,8 @@ class Server:
         if self.process.poll() is not None:
             raise ServerEnded(f"It ended with {self.process.returncode}: {self._last_words()}")
 
-    def pause(self) -> None:
-        """Stop it until `resume`: another server has its turn."""
-        os.killpg(self.process.pid, signal.SIGSTOP)
-
-    def resume(self) -> None:
-        os.killpg(self.process.pid, signal.SIGCONT)
-
     def metrics(self) -> dict[str, float]:
-        """Return counters and gauges by name, summed over their labels.
-
-        Raises:
-            ServerEnded: it does not answer any more.
-        """
+        """Return counters and gauges by name, summed over their labels."""
         try:
             text = self._get("/metrics")
         except OSError as error:
@@ -121,7 +104,6 @@ class Server:
         """End it and all that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
-            self.resume()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE)
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -15,48 +15,33 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from lib.streams import Stream
-from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
+from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS, ROWS, RecordTeacher
+from vllm_specblock.adapt.learning.update import AdaptationConfig
 from vllm_specblock.adapt.policy.actions import action_between, put
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
-from vllm_specblock.train.eval.replay import Replay, replay
 from vllm_specblock.train.eval.steps import Step, steps_along
 from vllm_specblock.train.learner import EvalSequence
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds that serving spends.
+    """Seconds that serving spends: of heads, and of all weights.
 
     Attributes:
         step: of a target step with its drafts.
-        update: that one update of each arm takes from serving.
-        swap: of the copy of a new version over the serving weights, by arm.
+        update: that one update takes from serving.
+        swap: of the copy of a new version over the serving weights.
     """
 
     step: float = 0.025
-    update: dict[Action, float] = field(
-        default_factory=lambda: {Action.HEADS: 0.1, Action.FULL: 0.2}
-    )
-    swap: dict[Action, float] = field(
-        default_factory=lambda: {Action.HEADS: 0.0003, Action.FULL: 0.0014}
-    )
-
-    @classmethod
-    def of(
-        cls,
-        step: float,
-        update: tuple[float, float],
-        swap: tuple[float, float] = (0.0003, 0.0014),
-    ) -> CostModel:
-        """Pairs are of heads and full."""
-        arms = (Action.HEADS, Action.FULL)
-        return cls(step, dict(zip(arms, update)), dict(zip(arms, swap)))
+    update: tuple[float, float] = (0.1, 0.2)
+    swap: tuple[float, float] = (0.0003, 0.0014)
 
 
 @dataclass(frozen=True)
@@ -103,7 +88,6 @@ class Simulated:
         refused: versions that were offered and not found better.
         returns: numbers of the versions gone back to.
         books: what became of the records, by `Book.counts`.
-        held_out: τ on texts of no stream in the end, by domain.
     """
 
     served: list[Served]
@@ -112,7 +96,6 @@ class Simulated:
     refused: int
     returns: list[int]
     books: dict[str, int]
-    held_out: list[float]
 
 
 class Simulation:
@@ -135,8 +118,8 @@ class Simulation:
         config = config or SimulationConfig()
         self.shape = _shape(drafter, config.nodes)
         # As an engine does: what is served is what is learned.
-        recipe = replace(config.update.recipe, num_blocks=self.shape.num_blocks)
-        config = replace(config, update=replace(config.update, recipe=recipe))
+        recipe = replace(config.recipe, num_blocks=self.shape.num_blocks)
+        config = replace(config, recipe=recipe)
         self.policy, self.config = policy, config
         self.adaptation = Adaptation(
             drafter, teacher, policy, self.config, self._note, self._seconds_lost
@@ -159,21 +142,11 @@ class Simulation:
         seconds = stall + self.config.cost.step * len(steps)
         served = Served(phase, len(steps), tokens, seconds, stall, self.pool.current.number)
         request = FinishedRequest(misses_of(steps), len(steps), tokens, seconds)
-        record = self._record(sequence, request) if self.policy.records else None
+        record = self._record(sequence, request)
         self.adaptation.finish(record, request)
         if self.pool.current is not self.served:  # without an update: one that was refused before
             self.stall += self._swap()
         return served
-
-    def tau(self, sequences: Sequence[EvalSequence]) -> float:
-        """τ of the serving drafter over some texts; nothing is learned of them."""
-        depth = self.shape.max_depth
-        before = copy.deepcopy(self.calibration)
-        found = Replay.join(
-            replay(self._draft(sequence), sequence, depth) for sequence in sequences
-        )
-        self.calibration = before
-        return found.tau
 
     def _draft(self, sequence: EvalSequence) -> SpecBlockDraft:
         return SpecBlockDraft(self.serving, sequence, self.shape, self.calibration)
@@ -190,7 +163,7 @@ class Simulation:
             self.stall += self._swap()
 
     def _seconds_lost(self, action: Action) -> float:
-        lost = self.config.cost.update[action]
+        lost = self.config.cost.update[action == Action.FULL]
         if self.pool.current is not self.served:
             lost += self._swap()
         self.stall += lost
@@ -201,14 +174,14 @@ class Simulation:
         before, self.served = self.served, self.pool.current
         put(self.serving, self.served.tensors)
         self.swaps += 1
-        return self.config.cost.swap[action_between(before.tensors, self.served.tensors)]
+        action = action_between(before.tensors, self.served.tensors)
+        return self.config.cost.swap[action == Action.FULL]
 
 
 def simulate(
     simulation: Simulation,
     stream: Stream,
     texts: Sequence[Sequence[EvalSequence]],
-    held_out: Sequence[Sequence[EvalSequence]] = (),
     progress: Callable[[], object] = lambda: None,
 ) -> Simulated:
     """Serve a stream.
@@ -216,7 +189,6 @@ def simulate(
     Args:
         simulation: at its beginning.
         texts: by domain.
-        held_out: by domain, texts of no stream.
         progress: called after every request.
     """
     served = []
@@ -234,7 +206,6 @@ def simulate(
         simulation.noted["versions_refused_not_better"],
         simulation.pool.returns,
         dict(sorted(simulation.adaptation.book.counts.items())),
-        [simulation.tau(sequences) for sequences in held_out],
     )
 
 

@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
-from baselines.first_choice import loss_and_choice
 from baselines.folder import write_folder
-from baselines.groups import Kept, KeyValue, group_attention
+from baselines.groups import Kept, KeyValue, draw_weights, group_attention, seeded, shape_like
+from baselines.positions import loss_and_choice
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.specblock.config import check_rope_scaling, default_layer_ids
-from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, masked_attention
 from vllm_specblock.train.learner import (
@@ -90,27 +88,15 @@ class Eagle3(Learner, Eagle3Model):
             head: [Vd, H], what the LM head starts from (default: drawn like the rest).
             sizes: fields of `Eagle3Shape` that shall not be the target's.
         """
-        theta, scaling = rope_of(target_config.to_dict())
-        check_rope_scaling(scaling)  # YaRN's factor is put into weights that are loaded
-        size, heads = target_config.hidden_size, target_config.num_attention_heads
-        of_target = {
-            "hidden_size": size,
-            "target_hidden_size": size,
-            "num_attention_heads": heads,
-            "num_key_value_heads": target_config.num_key_value_heads,
-            "head_dim": getattr(target_config, "head_dim", None) or size // heads,
-            "intermediate_size": target_config.intermediate_size,
-            "rms_norm_eps": target_config.rms_norm_eps,
-            "rope_theta": theta,
-            "rope_scaling": scaling,
-            "vocab_size": target_config.vocab_size,
-            "draft_vocab_size": len(d2t),
-        }
-        if "layer_ids" not in sizes:
-            sizes["layer_ids"] = default_layer_ids(target_config.num_hidden_layers)
-        with torch.random.fork_rng(devices=[]):  # torch's own initial weights, overwritten below
-            learner = cls(Eagle3Shape(**(of_target | sizes)), d2t, t2d, steps, growth)
-        _draw_weights(learner, torch.Generator().manual_seed(seed))
+        sizes = {"num_hidden_layers": 1, "qk_norm": False} | sizes
+        shape = shape_like(Eagle3Shape, target_config, len(d2t), **sizes)
+
+        def make() -> Eagle3:
+            learner = cls(shape, d2t, t2d, steps, growth)
+            draw_weights(learner)
+            return learner
+
+        learner = seeded(seed, make)
         if head is not None:
             learner.lm_head.weight.data.copy_(head)
         return learner
@@ -221,13 +207,3 @@ class UnrolledSight:
         own = self.own.extend(0, key[:, :, None], value[:, :, None])
         inside = torch.ones(1, own[0].shape[2], dtype=torch.bool, device=query.device)
         return group_attention(query[:, :, None], self.first, own, self.mask, inside)[:, :, 0]
-
-
-@torch.no_grad()
-def _draw_weights(learner: nn.Module, generator: torch.Generator) -> None:
-    for weight in learner.parameters():
-        if weight.dim() == 1:
-            weight.fill_(1.0)  # a norm
-        else:
-            # Inputs are normed; scaling by the fan-in keeps outputs at unit size at any width.
-            weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)

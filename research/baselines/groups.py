@@ -1,4 +1,4 @@
-"""Drafters whose rows each carry a group of entries: their sizes, and who sees whom in training.
+"""Drafters whose rows each carry a group of entries: sizes, weights, and attention in training.
 
 An entry sees some entries of earlier rows (the prefix) and some of its own row's group, never
 other rows' groups. Symbols: B windows, R rows, n entries per row, H hidden size, D head size.
@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from pydantic import BaseModel
+from torch import Tensor, nn
 
-from vllm_specblock.drafters.specblock.config import TargetInfo
+from vllm_specblock.drafters.specblock.config import (
+    TargetInfo,
+    check_rope_scaling,
+    default_layer_ids,
+)
 from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.train.attention import sdpa
 
 KeyValue = tuple[Tensor, Tensor]
+Shape, Made = TypeVar("Shape", bound=BaseModel), TypeVar("Made")
 
 _ROWS_AT_ONCE = 32
 """Rows that attend together: of their own entries they compute those of each other in vain."""
@@ -59,6 +65,31 @@ def sizes_like(
         "target": target,
         **changes,
     }
+
+
+def shape_like(
+    kind: type[Shape], target_config: Any, draft_vocab_size: int, **changes: Any
+) -> Shape:
+    """A shape of a published kind, built like the target's layers; `changes` as `sizes_like`'s."""
+    like = sizes_like(target_config, draft_vocab_size, 1, **changes)
+    check_rope_scaling(like["rope_scaling"])  # YaRN's factor goes into weights that are loaded
+    layers = like["target"].layer_ids or default_layer_ids(target_config.num_hidden_layers)
+    fields = {key: value for key, value in like.items() if key in kind.model_fields}
+    return kind(**fields | {"layer_ids": layers})
+
+
+def seeded(seed: int, make: Callable[[], Made]) -> Made:
+    """What `make` makes from a seed; the global generator is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def draw_weights(network: nn.Module, std: float | None = None) -> None:
+    """First weights of matrices, from the global generator; None: outputs of unit size."""
+    for weight in network.parameters():
+        if weight.dim() == 2:  # the others are norms
+            nn.init.normal_(weight, std=std or weight.shape[1] ** -0.5)
 
 
 class Kept:

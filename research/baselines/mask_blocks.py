@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from baselines.folder import write_folder
-from baselines.groups import KeyValue, group_attention, sizes_like
+from baselines.groups import KeyValue, draw_weights, group_attention, seeded, shape_like
 from baselines.positions import PositionsLearner
 from baselines.trunk import passes_over
 from vllm_specblock.drafters.dflash.config import ARCHITECTURE, DFlashShape
 from vllm_specblock.drafters.dflash.model import DFlashModel
-from vllm_specblock.drafters.specblock.config import check_rope_scaling, default_layer_ids
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 
@@ -74,9 +73,7 @@ class DFlash(PositionsLearner, DFlashModel):
         self.wants_head = False
         self.begin(d2t, t2d, head)
         self.budget = budget
-        for weight in self.parameters():
-            if weight.dim() == 2:  # the others are norms
-                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        draw_weights(self)
 
     @classmethod
     def for_target(
@@ -102,20 +99,9 @@ class DFlash(PositionsLearner, DFlashModel):
             final_norm: [H], of the target, first weight of the drafter's; None: ones.
             sizes: as `sizes_like` takes them, such as `intermediate_size` and `layer_ids`.
         """
-        like = sizes_like(target_config, len(d2t), 1, **sizes) | {"qk_norm": True}
-        check_rope_scaling(like["rope_scaling"])  # YaRN's factor goes into weights that are loaded
-        fields = {key: value for key, value in like.items() if key in DFlashShape.model_fields}
-        shape = DFlashShape(
-            **fields,
-            masks=masks,
-            mask_token_id=mask_token_id,
-            causal=cls.kind == "jetspec",
-            layer_ids=like["target"].layer_ids
-            or default_layer_ids(target_config.num_hidden_layers),
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            learner = cls(shape, d2t, t2d, head, budget)
+        own = {"masks": masks, "mask_token_id": mask_token_id, "causal": cls.kind == "jetspec"}
+        shape = shape_like(DFlashShape, target_config, len(d2t), **sizes, **own, qk_norm=True)
+        learner = seeded(seed, lambda: cls(shape, d2t, t2d, head, budget))
         if final_norm is not None:
             learner.norm.weight.data.copy_(final_norm)
         return learner

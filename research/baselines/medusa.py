@@ -19,6 +19,7 @@ from torch.nn.functional import silu
 
 from baselines.config import MedusaShape
 from baselines.folder import write_folder, write_mapping
+from baselines.groups import seeded
 from baselines.options import MedusaConfig
 from baselines.positions import Positions, PositionsLearner
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
@@ -81,7 +82,7 @@ class MedusaDrafter(NetworkDrafter):
         """Nothing to compile."""
 
     def advance(self, rows: CommittedTokens) -> None:
-        self.state, self.beta = self._forward(rows), self.beta_of(rows)
+        self.state = self._forward(rows)
 
     def _forward(self, rows: CommittedTokens) -> Tensor:
         return rows.states[self.layers[0]][rows.source[rows.last]]  # [R, Ht]
@@ -141,9 +142,7 @@ class Medusa(PositionsLearner, MedusaModel):
         **sizes: Any,
     ) -> Medusa:
         """Heads for a target with this transformers config; `seed` of the weights."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return cls(target_config.hidden_size, d2t, t2d, head, **sizes)
+        return seeded(seed, lambda: cls(target_config.hidden_size, d2t, t2d, head, **sizes))
 
     def states(self, last: Tensor) -> Tensor:
         return super().states(last.to(self.lm_head.weight.dtype))

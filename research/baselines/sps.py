@@ -20,10 +20,10 @@ from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
 
 from baselines.causal_rows import CausalRows
 from baselines.config import SmallShape
-from baselines.first_choice import loss_and_choice
 from baselines.folder import write_folder, write_mapping
-from baselines.groups import Kept
+from baselines.groups import Kept, draw_weights, seeded
 from baselines.options import SpSConfig
+from baselines.positions import loss_and_choice
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.common.rope import Rotary
@@ -168,9 +168,7 @@ class SmallModel(Learner, SmallLanguageModel):
         self.depth, self.names = depth, names or {}
         self.d2t.copy_(d2t)
         self.register_buffer("t2d", t2d.clone())
-        for weight in self.parameters():
-            if weight.dim() == 2:  # the others are norms
-                nn.init.normal_(weight, std=_STD)
+        draw_weights(self, _STD)
 
     @classmethod
     def for_target(
@@ -205,9 +203,7 @@ class SmallModel(Learner, SmallLanguageModel):
         )
         of_target = "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"
         names = {key: getattr(target_config, key, None) for key in of_target}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return cls(shape, d2t, t2d, depth, names)
+        return seeded(seed, lambda: cls(shape, d2t, t2d, depth, names))
 
     def forward(self, train_batch: TrainBatch) -> LossOutput:
         """Cross-entropy to the target's law at every token whose successor is counted."""

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from baselines.groups import draw_weights, seeded
 from baselines.positions import PositionsLearner
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
 from vllm_specblock.drafters.common.rope import Rotary
@@ -115,16 +116,7 @@ class TrunkLearner(PositionsLearner):
     ) -> Self:
         """A drafter for a target with this transformers config; `seed` of the weights."""
         config = cls.shape_like(target_config, len(d2t), **sizes)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return cls(config, d2t, t2d, head, budget)
-
-
-def draw_weights(trunk: Trunk) -> None:
-    """First weights, from the global generator: inputs are normed, and outputs of unit size."""
-    for weight in trunk.parameters():
-        if weight.dim() == 2:  # the others are norms
-            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        return seeded(seed, lambda: cls(config, d2t, t2d, head, budget))
 
 
 def passes_over(rows: int) -> Iterator[slice]:

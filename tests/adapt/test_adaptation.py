@@ -6,11 +6,12 @@ from dataclasses import replace
 from statistics import fmean, stdev
 
 import pytest
+from lib.policies import Fixed
 from support.adapting import Pair
 
-from vllm_specblock.adapt.adaptation import Adaptation, AdaptationConfig
-from vllm_specblock.adapt.learning.update import UpdateConfig
-from vllm_specblock.adapt.policy.interface import Action, Always, Fixed
+from vllm_specblock.adapt.adaptation import Adaptation
+from vllm_specblock.adapt.learning.update import AdaptationConfig
+from vllm_specblock.adapt.policy.interface import Action, Always
 from vllm_specblock.drafters.specblock import checkpoint
 
 EVERY = 4
@@ -37,7 +38,7 @@ def adapting(pair: Pair) -> Adaptation:
         checkpoint.load(pair.drafter),
         pair.teacher,
         Weighs(),
-        AdaptationConfig(UpdateConfig(lr=3e-3), every=EVERY),
+        AdaptationConfig(lr=3e-3, every=EVERY),
         seconds_lost=lambda action: 0.25,
     )
 
@@ -159,10 +160,10 @@ class Rejected(Always):
 
 def test_osd_learns_from_rejected_positions_of_new_records_alone(pair, monkeypatch):
     """Of new records each once, in their order; nothing is rehearsed."""
-    config = AdaptationConfig(UpdateConfig(lr=3e-3), every=EVERY)
+    config = AdaptationConfig(lr=3e-3, every=EVERY)
     adaptation = Adaptation(checkpoint.load(pair.drafter), pair.teacher, Rejected(), config)
     learner = adaptation.updater.learner
-    assert learner.recipe.rejected_only and not config.update.recipe.rejected_only
+    assert learner.recipe.rejected_only and not config.recipe.rejected_only
     given = []
     train_batch = adaptation.teacher.train_batch
     monkeypatch.setattr(

@@ -46,6 +46,7 @@ def test_given():
         (None, ["'adapt' is None"]),
         ({"polic": "watch"}, ["'adapt.polic' is not known", "under 'adapt'", "policy"]),
         ({"policy": "greedy"}, ["'adapt.policy' is 'greedy'", "'watch'"]),
+        ({"policy": "watch", "out": "versions"}, ["'watch' makes no versions"]),
         ({"policy": "watch", "rule": "paper"}, ["rule 'paper'", "policy is 'watch'"]),
         ({"trainer": "cuda"}, ["trainer is 'cuda'", "cuda:1"]),
         ({"trainer": ""}, ["trainer is empty"]),
@@ -80,14 +81,10 @@ def test_other_heads(kind):
     [("cpu", None, True), ("cuda:0", None, True), ("a/folder", "a/folder", False)],
 )
 def test_where_a_trainer_is(trainer, folder, beside):
+    assert not parse_adapt({"policy": "watch"}, "specblock").trains_beside
     options = parse_adapt({"trainer": trainer, "memory": 64, "out": "versions"}, "specblock")
     assert options.folder == (folder and Path(folder)) and options.trains_beside == beside
     assert AdaptConfig(**options.model_dump(mode="json")) == options
-
-
-def test_who_watches_needs_a_version_to_judge():
-    assert not parse_adapt({"policy": "watch"}, "specblock").trains_beside
-    assert parse_adapt({"policy": "watch", "out": "versions"}, "specblock").trains_beside
 
 
 @pytest.mark.parametrize(
@@ -105,7 +102,6 @@ def test_where_a_trainer_cannot_be(trainer, serving, parts, monkeypatch, tmp_pat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     drafter = SimpleNamespace(adapt=parse_adapt({"trainer": trainer}, "specblock"))
     given = (
-        {},
         SimpleNamespace(adapting=drafter, drafters=(drafter,)),
         SimpleNamespace(tensor_parallel_size=1),
         SimpleNamespace(model=str(tmp_path)),

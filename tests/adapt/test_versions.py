@@ -70,14 +70,14 @@ def test_only_the_owner_can_look(folder):
 
 def test_nothing_is_made_for_a_look(pair, tmp_path):
     folder = VersionFolder(tmp_path / "none", pair.drafter, pair.target)
-    assert folder.current() is None and folder.listed() == {} and folder.chosen() == {}
+    assert folder.current() is None and folder.listed() == {}
     assert not (tmp_path / "none").exists()
 
 
 def test_the_drafter_as_delivered_can_be_chosen(folder):
     folder.use(folder.write(other_drafter(), FACTS))
-    folder.use(None, who="person")
-    assert folder.current() is None and folder.chosen()["by"] == "person"
+    folder.use(None)
+    assert folder.current() is None
 
 
 def half(folder: Path) -> None:

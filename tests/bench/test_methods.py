@@ -42,19 +42,6 @@ def test_every_built_in_method_is_one_that_the_plugin_takes(make_config, drafter
     assert parse_combine(combine)
 
 
-def test_a_chain_keeps_its_own_length(make_config, drafters):
-    chain = methods(make_config, "eagle3-chain", drafter=drafters, nodes=24)["eagle3-chain"]
-    assert chain.speculative == {
-        "method": "eagle3",
-        "model": str(drafters["eagle3"]),
-        "num_speculative_tokens": 3,
-    }
-
-
-def test_plain_vllm_comes_first(make_config):
-    assert [*resolve(make_config({}, method=("ngram", "plain")))] == ["plain", "ngram"]
-
-
 def test_a_method_of_ones_own_changes_another(make_config):
     define = {
         "wide": {"base": "deep", "speculative": {"num_speculative_tokens": 9, "depth": None}},

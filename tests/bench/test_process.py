@@ -67,11 +67,6 @@ def test_it_goes_on_for_as_long_as_it_is_let(make):
     assert engine.ask(JOB)["ids"] == [[6, 7]]
 
 
-def test_its_environment(make):
-    assert make(VLLM_USE_V2_MODEL_RUNNER="1").facts["runner"] == "V2"
-    assert make(VLLM_USE_V2_MODEL_RUNNER=None).facts["runner"] == "V1"
-
-
 def test_why_it_did_not_start(make):
     with pytest.raises(EngineFailed, match="The engine of it failed: no such head"):
         make({"refuses": "no such head."})

@@ -11,11 +11,8 @@ from vllm_specblock.bench.config import BenchError
 from vllm_specblock.bench.questions import (
     Question,
     Reader,
-    fingerprint,
     read_questions,
     read_sets,
-    seed_of,
-    spread,
 )
 from vllm_specblock.train.data.chat_tokens import ChatTokens
 
@@ -62,18 +59,6 @@ def test_a_folder_is_every_file_in_it(make_config, questions):
     sets = read_sets(make_config())
     assert {name: len(found) for name, found in sets.items()} == {"chats": 2, "single": 5}
     assert sets["chats"][0] == Question("a", ("one", "two"))
-
-
-def test_a_file_goes_by_its_name_unless_told(make_config, questions):
-    given = (str(questions / "single.jsonl"), f"other={questions / 'single.jsonl'}")
-    assert [*read_sets(make_config(set=given))] == ["single", "other"]
-
-
-def test_questions_are_taken_evenly_spread(make_config):
-    sets = read_sets(make_config(questions=2))
-    assert [question.id for question in sets["single"]] == ["q0", "q2"]
-    assert spread([*"abcdefgh"], 4) == ["a", "c", "e", "g"]
-    assert spread([*"ab"], 3) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -130,19 +115,3 @@ def test_room_for_the_longest_chat():
     assert len(reader().prompt(CHAT, [""])) == 17
     assert reader().needed({"s": [CHAT]}, 100) == 256  # 242 and one more, in steps of 64
     assert reader().needed({"s": [Question("d", ("one",))]}, 100) == 128
-
-
-def test_seeds_are_the_questions_own():
-    seeds = {
-        seed_of(name, Question(ident, ("x",)), turn, seed)
-        for name in ("s", "t")
-        for ident in ("a", "b")
-        for turn in (0, 1)
-        for seed in (0, 1)
-    }
-    assert len(seeds) == 16 and seed_of("s", CHAT, 0, 0) == seed_of("s", CHAT, 0, 0)
-
-
-def test_other_questions_have_another_fingerprint():
-    one, other = ({"s": [Question("a", (turn,))]} for turn in ("x", "y"))
-    assert fingerprint(one) != fingerprint(other) and fingerprint(one)["s"]["questions"] == 1

@@ -41,13 +41,6 @@ def test_it_goes_on_where_it_was(folder):
     assert store.head["engines"] == {"a": {"runner": "V2"}}
 
 
-def test_those_count_who_took_turns_with_plain_vllm(folder):
-    store = Store(folder, SETTINGS)
-    assert store.missing(FIRST, ["a", "b", "new"], ["a", "new"]) == ["a", "b", "new"]
-    store.add(FIRST, {"a": answer(), "new": answer()})
-    assert store.missing(FIRST, ["a", "b", "new"], ["a", "new"]) == ["b"]
-
-
 def test_a_line_that_a_kill_cut_off_is_dropped(folder):
     path = folder / "units.jsonl"
     whole = path.read_text()
@@ -89,10 +82,3 @@ def test_other_code_is_refused(folder, monkeypatch):
         Store(folder, SETTINGS)
     assert Store(folder, SETTINGS, fresh=True).records == []
     assert not (folder / "units.jsonl").exists()
-
-
-def test_every_command_is_kept_once(folder, monkeypatch):
-    monkeypatch.setattr(module.provenance.__globals__["sys"], "argv", ["specblock", "bench", "x"])
-    Store(folder, SETTINGS)
-    commands = Store(folder, SETTINGS).head["commands"]
-    assert len(commands) == 2 and commands[-1] == "specblock bench x"

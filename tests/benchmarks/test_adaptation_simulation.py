@@ -1,14 +1,12 @@
-"""The command `simulate` on the example pair."""
+"""The command `streams` on the example pair."""
 
 from __future__ import annotations
 
 import json
-from inspect import signature
 from pathlib import Path
 
 import pytest
 from adaptation import app
-from adaptation_simulation import simulate as simulate_command
 from typer.testing import CliRunner
 
 from vllm_specblock.adapt.adaptation import AdaptationConfig
@@ -28,31 +26,29 @@ def prompts(tmp_path) -> list[Path]:
     return paths
 
 
-def simulate(prompts: list[Path], out: Path, *more: str | int):
+def streams(prompts: list[Path], out: Path, *more: str | int):
     where = ["--home", prompts[0], "--away", prompts[1], "--out", out]
-    given = ["simulate", PAIR / "drafter", "--target", PAIR / "target", *where, *more]
-    return CliRunner().invoke(app, [str(each) for each in given])
+    given = ["--drafter", PAIR / "drafter", "--target", PAIR / "target", *where, *more]
+    return CliRunner().invoke(app, ["streams", *map(str, given)])
 
 
-def test_writes_figures_table_and_plot(prompts, tmp_path):
+def test_replays_each_policy_and_resumes(prompts, tmp_path):
     out = tmp_path / "new" / "out"
-    sizes = "--requests 12 --new-tokens 24 --nodes 8 --held-out 1 --window 4 --update-seconds 1,2"
-    policies = "--policy", "frozen", "--policy", "full every 8"
-    result = simulate(prompts, out, *policies, *sizes.split())
+    sizes = "--requests 12 --new-tokens 24 --nodes 8 --seeds 1 --update-seconds 1,2"
+    policies = "--stream", "switch", "--policy", "frozen", "--policy", "full every 8"
+    result = streams(prompts, out, *policies, *sizes.split())
     assert result.exit_code == 0, result.output
-    whole = json.loads((out / "simulation.json").read_text())
-    assert (
-        whole["seconds"]["update"] == {"heads": 1.0, "full": 2.0} and "torch" in whole["versions"]
-    )
-    found = whole["results"]["switch"]
-    assert list(found) == ["frozen", "full every 8"]
-    assert found["frozen"]["training_share"] == 0 < found["full every 8"]["training_share"]
-    assert found["full every 8"]["updates"] == {"full": 1}
-    assert found["frozen"]["tau_by_phase"]["home"] > 1
-    assert len(found["frozen"]["held_out"]) == 2
-    table = (out / "simulation.md").read_text()
-    assert table in result.stdout and "| full every 8 |" in table
-    assert (out / "tau_switch.png").stat().st_size > 5000
+    whole = json.loads((out / "streams.json").read_text())
+    assert whole["settings"]["seconds"]["update"] == [1.0, 2.0]
+    found = whole["results"]
+    assert list(found) == ["switch, seed 0: frozen", "switch, seed 0: full every 8"]
+    frozen, learned = found.values()
+    assert frozen["training_share"] == 0 < learned["training_share"]
+    assert learned["updates"] == {"full": 1} and frozen["tau_by_phase"]["home"] > 1
+    assert "| switch | full every 8 |" in result.stdout
+    again = streams(prompts, out, *policies, *sizes.split())
+    assert again.exit_code == 0 and again.stdout == result.stdout
+    assert "seed 0" in result.stderr and "seed 0" not in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -64,21 +60,18 @@ def test_writes_figures_table_and_plot(prompts, tmp_path):
     ],
 )
 def test_wrong_options_are_one_sentence(prompts, tmp_path, given, message):
-    result = simulate(prompts, tmp_path / "out", *given)
+    result = streams(prompts, tmp_path / "out", *given)
     assert result.exit_code == 1
     assert message in result.stderr and "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_simulated_learns_as_serving_does():
-    options = signature(simulate_command).parameters
-    given = {name: each.default for name, each in options.items()}
     served, alone = TrainerConfig("D", "T"), AdaptationConfig()
-    assert given["batch"] == served.batch == alone.batch
-    assert given["lr"] == served.lr == alone.update.lr
-    assert given["memory"] == served.memory == alone.memory
+    assert (served.batch, served.lr) == (alone.batch, alone.lr)
+    assert served.memory == alone.memory
 
 
 def test_seconds_are_a_pair(prompts, tmp_path):
-    result = simulate(prompts, tmp_path / "out", "--update-seconds", "0.1")
+    result = streams(prompts, tmp_path / "out", "--update-seconds", "0.1")
     assert result.exit_code == 2 and "two numbers of seconds" in result.stderr

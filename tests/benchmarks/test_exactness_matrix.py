@@ -57,20 +57,6 @@ def test_all_runs_each_and_fails_with_any(monkeypatch, capsys):
     assert "not exact, or failed: EAGLE-3 + n-gram, route" in said
 
 
-def test_swaps_are_of_combinations_whose_first_drafter_takes_weights(monkeypatch, capsys):
-    exactness.main(swaps=True, list_all=True, drafter="a", second="b", eagle="c", nodes=9)
-    names = capsys.readouterr().out.splitlines()
-    assert len(names) == 20 and all(name.startswith("SpecBlock") for name in names)
-    calls = []
-    done = subprocess.CompletedProcess([], 0)
-    monkeypatch.setattr(exactness.subprocess, "run", lambda command: calls.append(command) or done)
-    monkeypatch.setattr(sys, "argv", ["exactness.py", "--swaps"])
-    with pytest.raises(typer.Exit) as ended:
-        exactness.main("all", swaps=True)
-    assert ended.value.exit_code == 0 and len(calls) == 20
-    assert all("--swaps" in command for command in calls)
-
-
 @pytest.mark.engine
 def test_one_combination_under_swaps():
     """The short form; all of them are compared by `benchmarks/exactness.py --swaps`."""

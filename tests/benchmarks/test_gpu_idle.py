@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import gpu_idle
 import pytest
 from gpu_idle import DRAFTING, STEP, Gap, summarise
 
@@ -53,55 +46,3 @@ def test_idle_time_of_each_step():
     assert "idle 15.0%" in text
     assert "40.0   draft … gemm" in text
     assert "0.050   33.3%        1.0   drafting" in text
-
-
-def test_a_gap_over_a_whole_step_counts_in_every_step_it_touches():
-    mark = "gpu_user_annotation"
-    marks = [event(mark, STEP, 100 * step, 10) for step in range(4)]
-    kernels = [event("kernel", "first", 0, 50), event("kernel", "last", 250, 50)]
-    summary = summarise([*marks, *kernels])
-    assert summary.idle == [0.5, 1.0, 0.5]
-    assert summary.gaps == [Gap(200, "first", "last")]
-
-
-def test_a_trace_without_a_gpu_goes_by_operations():
-    marks = [event("user_annotation", STEP, 100 * step, 10) for step in range(3)]
-    ops = [
-        event("cpu_op", "aten::linear", 0, 90),
-        event("cpu_op", "aten::mm", 10, 70),  # inside the other
-        event("cpu_op", "aten::add", 100, 40),
-    ]
-    summary = summarise(marks + ops)
-    assert summary.idle == pytest.approx([0.1, 0.6])
-    assert summary.gaps == [
-        Gap(60, "aten::add", "the profile's end"),
-        Gap(10, "aten::linear", "aten::add"),
-    ]
-
-
-def test_one_step_is_no_step():
-    with pytest.raises(ValueError, match="1 steps"):
-        summarise([event("user_annotation", STEP, 0, 10)])
-
-
-@pytest.mark.engine
-def test_it_runs(tmp_path):
-    pytest.importorskip("vllm")
-    small = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "dtype": "float32"}
-    found = tmp_path / "found.json"
-    script = Path(gpu_idle.__file__)
-    options = ["--batch", "2", "--steps", "6", "--nodes", "8", "--json", str(found)]
-    ran = subprocess.run(
-        [sys.executable, str(script), *options, "--engine", json.dumps(small)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert "6 steps on" in ran.stdout and "longest gaps" in ran.stdout
-    figures = json.loads(found.read_text())
-    assert len(figures["step_us"]) == 6
-    assert all(0 < idle < 1 for idle in figures["idle"])
-    assert set(figures["parts"]) == {*gpu_idle.PARTS.values(), DRAFTING}
-    assert 0 < figures["launches"][DRAFTING] < figures["launches"]["a step"]
-    assert figures["parts"][DRAFTING] < figures["parts"][gpu_idle.PARTS["sample_tokens"]]

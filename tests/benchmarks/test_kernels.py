@@ -8,7 +8,6 @@ import kernels
 import pytest
 import torch
 from lib import kernel_cases, timing
-from lib.timing import Timing
 from typer.testing import CliRunner
 
 CPU = torch.device("cpu")
@@ -35,19 +34,6 @@ def test_every_way_computes_the_same(case):
             assert (ours.tree.size > 3).all()
 
 
-def test_other_splits_are_taken_for_their_own_way_only(monkeypatch):
-    seen = []
-
-    def attend(self, *args):
-        seen.append(kernel_cases.attention_schedule.SPLIT_ENTRIES)
-
-    monkeypatch.setattr(kernel_cases.TreeAttentionBatch, "attend", attend)
-    ways = kernel_cases.attention_case(kernel_cases.TINY, 40, 1, CPU, splits=[256, 1024]).ways
-    for name in ("ours", "ours, splits of 256", "ours, splits of 1024", "ours"):
-        ways[name]()
-    assert seen == [512, 256, 1024, 512]
-
-
 def test_recordings_leave_the_same(monkeypatch):
     made, empty = [], kernel_cases.SlabTensors.empty
     monkeypatch.setattr(
@@ -71,45 +57,6 @@ def test_commits_move_the_same(monkeypatch):
         case.ways[way]()
         assert any(not torch.equal(old, new) for old, new in zip(before, made[-1]))
     assert all(torch.equal(mine, other) for mine, other in zip(*made))
-
-
-def test_bytes_become_bandwidth(monkeypatch):
-    monkeypatch.setattr(timing, "peak_bandwidth", lambda device: 4e12)
-    found = Timing(median_us=100.0, least_us=90.0, runs=5).with_bytes(200_000_000, CPU)
-    assert found["gb_s"] == pytest.approx(2000) and found["share"] == pytest.approx(0.5)
-
-
-def test_a_cpu_has_no_peak():
-    assert Timing(1.0, 1.0, 1).with_bytes(1, CPU)["share"] is None
-
-
-def test_the_median_counts(monkeypatch):
-    now, took = [0.0], iter([5.0] * timing.WARM_UP + [1e-6, 20e-6, 3e-6])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-
-    def call():
-        now[0] += next(took)
-
-    found = timing.time_call(call, CPU, runs=3)
-    assert found.least_us == pytest.approx(1, abs=0.01) and found.runs == 3
-    assert found.median_us == pytest.approx(3, abs=0.01)
-
-
-def case_result(over):
-    each = {"median_us": 10.0, "least_us": 9.0, "runs": 3, "bytes": 1, "gb_s": 1.0, "share": 0.5}
-    name = "FlashAttention, chain"
-    return {
-        "kernel": "tree attention",
-        "shape": "s",
-        "ways": {"ours": each, name: each},
-        "ours_over": {name: over},
-    }
-
-
-@pytest.mark.parametrize("over, said", [(1.1, "met"), (1.11, "missed")])
-def test_the_goal_stands_beside_the_figure(over, said):
-    text = kernels.table({"a": case_result(over)})
-    assert f"{over:.2f} (goal ≤ 1.10: {said})" in text and "50%" in text
 
 
 def test_the_command_on_a_cpu(tmp_path):

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import never_slower
 import psutil
-import pytest
 from lib.engines import ENGINES
-from never_slower import FIRST, LATER, default_methods, rows_of, table, write_sets
+from never_slower import default_methods
 from support import fake_engine
 from support.engines import DRAFTER, TARGET
 
 from vllm_specblock.bench.config import BenchConfig
 from vllm_specblock.bench.methods import resolve
-from vllm_specblock.bench.summary import MEAN, Figures
 
 
 def test_every_engine_is_one_that_vllm_can_be_asked_for():
@@ -37,39 +35,6 @@ def test_every_engine_is_one_that_vllm_can_be_asked_for():
     assert fixed["num_speculative_tokens"] == 24 and fixed["draft_policy"] == "merge"
     assert fixed["enable_adaptive_verification"] is False
     assert found["vllm-ngram"].speculative["method"] == "ngram"
-
-
-def test_a_small_set_begins_again(tmp_path):
-    write_sets({"a": ["x", "y", "z"]}, 4, tmp_path / "sets")
-    lines = (tmp_path / "sets/a.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [
-        {"id": str(i), "turns": [text]} for i, text in enumerate("xyzx")
-    ]
-
-
-def figures(method, speed, name=MEAN, **more):
-    nothing = dict.fromkeys(
-        ("speedup_spread", "throughput", "tau_spread", "draft_ms", "draft_share", "units", "tokens")
-    )
-    given = {"tau": 1.0, "outputs": 2, "different": None, "speedup": 1.0, **more}
-    return Figures(
-        method=method, set=name, temperature=0.0, speedup_cpu=speed, **{**nothing, **given}
-    )
-
-
-def test_ours_stand_beside_vllms_ngram_and_the_best_fixed_tree():
-    speeds = {"plain": 1.0, "ngram": 1.2, "ngram-4": 1.1, "ngram-12": 1.5, "vllm-ngram": 0.8}
-    later = [figures(*each) for each in speeds.items()]
-    later += [figures("ngram", 0.9, "a", different=1), figures("ngram", 1.5, "b")]
-    rows = rows_of({FIRST: [figures("ngram", 0.7, different=1)], LATER: later})
-    ngram = rows["ngram"]
-    assert ngram["over_vllm_ngram"] == pytest.approx(1.5)
-    assert ngram["over_best_fixed"] == pytest.approx(0.8)
-    assert (ngram["worst"], ngram["worst_set"], ngram["different"]) == (0.9, "a", 1)
-    assert rows["plain"]["first_cpu"] is None and rows["plain"]["over_best_fixed"] is None
-    assert "| c | ngram | 0.70 (1.00) | 1.20 (1.00) | 0.90 a | 1.50 | 0.80 | 1.00 | 1 of 4 |" in (
-        table({"c": rows})
-    )
 
 
 def test_passes_are_first_until_plain_has_taken_its_steps(tmp_path, monkeypatch, capsys):

@@ -54,27 +54,6 @@ def test_steps_that_end_fail_and_overrun(tmp_path):
     assert not alive(child) and alive(os.getpid())
 
 
-def test_what_does_not_fit_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_gpu_suite, "LEAST", 1.5)
-    steps = [
-        Step("long", command("-c", "import time; time.sleep(9)"), 9, 99),
-        Step("next", command("-c", ""), 1, 9),
-    ]
-    summary = run_gpu_suite.run(steps, tmp_path / "log", tmp_path / "json", 2)
-    assert [each["exit"] for each in summary] == ["overran", "left out"]
-    assert sum(each["seconds"] for each in summary) < 5
-
-
-def test_a_part_is_two_files_and_a_table(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(
-        PARTS, 2, [Step("a", command("-c", ""), 1, 9), Step("b", command("-c", ""), 1, 9)]
-    )
-    run_gpu_suite.main(tmp_path / "out", part=2, only="a")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["part2.json", "part2.log"]
-    said = capsys.readouterr().out.splitlines()
-    assert said[-1].split()[0] == "0" and said[-1].split()[2:] == ["1", "a"]
-
-
 @pytest.mark.parametrize("part", [1, 2, 3, 5])
 def test_the_list_fits_and_names_what_is_there(part):
     assert sum(step.estimate for step in PARTS[part]) <= 9 * 60

@@ -26,25 +26,6 @@ def findings() -> Findings:
     )
 
 
-def test_a_line_per_window_and_a_table(capsys):
-    soak.report("adaptive")(findings())
-    said = capsys.readouterr().out
-    assert "adaptive, window 1: 1200 requests, 900 finished, 200 cut, 100 refused" in said
-    assert "5 nodes accepted, 700 + 1700 MiB" in said
-    kept = json.loads(json.dumps(soak.summary(findings())))
-    assert kept["kinds"] == {"short": 3} and kept["drafts_memory_growth"] is None
-    (_, _, row) = soak.table({"adaptive": kept}).strip().splitlines()
-    assert [cell.strip() for cell in row.strip("|").split("|")] == [
-        *("adaptive", "1,200", "900", "200", "100", "0", "5,000", "4", "25%", "5", "too short"),
-        "0",
-    ]
-
-
-def test_phases_that_there_are_not():
-    with pytest.raises(soak.typer.BadParameter, match="no phase 'fire'; there are whole trees"):
-        soak.main(phase=["fire"])
-
-
 def test_exit_status_says_what_was_found(tmp_path, monkeypatch, capsys):
     found = findings()
     found.failures.append("a request stayed.")

@@ -27,19 +27,6 @@ def library(tmp_path):
     return tmp_path
 
 
-def test_slices_and_sides_go_by_the_path_from_the_root(prompts, library):
-    texts = prompts.load(library)
-    seen = set()
-    for slice_name, corpus in texts.items():
-        for held_out, side in ((False, corpus.train), (True, corpus.held_out)):
-            for text in side:
-                name = text.split()[1]
-                seen.add(name)
-                assert name.startswith("encodings/") == (slice_name == "tables")
-                assert prompts.corpus.is_held_out(name) == held_out
-    assert len(seen) == 80 and all(corpus.held_out for corpus in texts.values())
-
-
 def test_the_same_again_and_never_of_a_held_out_file(prompts, library, tmp_path, monkeypatch):
     load = prompts.load
     monkeypatch.setattr(prompts, "load", lambda: load(library))
@@ -56,8 +43,3 @@ def test_the_same_again_and_never_of_a_held_out_file(prompts, library, tmp_path,
             # A piece may begin within a file, never within a line.
             names = {line.split()[1] for piece in found for line in piece.splitlines()}
             assert {prompts.corpus.is_held_out(each) for each in names} == {held_out}
-
-
-def test_tables_are_cut_more_densely(prompts):
-    text = "".join(f"{line:09}\n" for line in range(1000))
-    assert len(prompts.drawn([text], 1000, 99)) == 3 * len(prompts.drawn([text], 3000, 99)) - 2

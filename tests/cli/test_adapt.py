@@ -52,26 +52,27 @@ def test_run_learns_from_a_folder_and_writes_versions(pair, recorded):
     assert result.exit_code == 0, result.output
     assert "updates_full" in result.stdout and not list(recorded.glob("request-*"))
     out = recorded / "versions"
-    name = VersionFolder(out).chosen()["version"]
+    name = VersionFolder(out).current()
     assert VersionFolder(out).current() == name
     told = call("list", out).stdout.splitlines()
     assert told[1].split() == ["delivered"]
-    assert told[2].split()[:4] == ["*", name, "delivered", "full"] and len(told) == 3
+    assert told[2].split()[:3] == ["version-00001", "delivered", "full"] and len(told) == 5
+    assert told[4].split()[:4] == ["*", name, "version-00002", "full"]
     # It goes on from there.
     again = train(pair, recorded)
-    assert again.exit_code == 0 and VersionFolder(out).chosen()["version"] == name
+    assert again.exit_code == 0 and VersionFolder(out).current() == name
 
 
 def test_use_is_a_persons_choice(pair, recorded, tmp_path):
     out = tmp_path / "out"
     assert train(pair, recorded, "--out", out).exit_code == 0
-    name = VersionFolder(out).chosen()["version"]
+    name = VersionFolder(out).current()
     result = call("use", out, "delivered")
     assert result.exit_code == 0 and "delivered is current" in result.stdout
-    assert VersionFolder(out).chosen().items() >= {"version": None, "by": "person"}.items()
+    assert VersionFolder(out).current() is None
     assert call("list", out).stdout.splitlines()[1].split() == ["*", "delivered"]
     assert call("use", out, name).exit_code == 0
-    assert VersionFolder(out).chosen()["version"] == name
+    assert VersionFolder(out).current() == name
 
 
 def test_wrong_folders_versions_and_policies_are_one_sentence(pair, recorded, tmp_path):

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from vllm_specblock.bench import results, run
 from vllm_specblock.bench.config import BenchConfig
-from vllm_specblock.bench.methods import BUILT_IN
 from vllm_specblock.cli.main import app
 
 TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
@@ -97,15 +96,6 @@ def test_long_chats_are_refused_before_an_engine_is_made(tmp_path):
     assert result.exit_code == 1 and "The longest chat may take 100032 tokens" in result.stderr
     result = bench(*given, "--max-model-len", "64")
     assert "but there is room for 64: lower --max-new-tokens" in result.stderr
-
-
-def test_the_recipe_of_the_whole_table(called):
-    recipe = TARGET.parents[1] / "smollm2/bench.yaml"
-    bench(recipe, *FIRST)
-    ((config, _),) = called
-    # What a reader of the paper looks for, and what is ours.
-    assert {*BUILT_IN} >= {*config.method} > {"plain", "eagle3", "specblock", "route", "merge"}
-    assert config.temperature == (0.0, 1.0) and config.rounds > 1
 
 
 def test_help_shows_every_option():

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from support.training import save_tokens
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
@@ -16,7 +18,6 @@ from vllm_specblock.drafters.common import hub
 
 PAIR = Path(__file__).parents[2] / "examples" / "tiny_pair"
 PROMPTS = '{"prompt": "def main(argv):"}\n'
-TEXTS = '{"text": "def main(argv):\\n    parser = ArgumentParser(argv)"}\n'
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def asked(monkeypatch, tmp_path) -> list[str]:
     # Whatever is asked for by its id is not to be found here by chance.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text(PROMPTS * 4)
-    (tmp_path / "texts.jsonl").write_text(TEXTS * 4)
+    save_tokens(tmp_path / "texts.safetensors", [torch.arange(20)] * 4)
     return ids
 
 
@@ -54,7 +55,7 @@ COMMANDS = {
     "--new-tokens 24 --temperature 0",
     "data": "data --target somebody/target --out out --input prompts.jsonl --answers keep",
     "train": "train --target somebody/target --init somebody/drafter --out out --dry-run "
-    "--data texts.jsonl --length 16",
+    "--data texts.safetensors --length 16",
     "features": "features --target somebody/target --data prompts.jsonl --length 999999 --out out",
     "bench": "bench --target somebody/target --drafter specblock=somebody/drafter "
     "--set x=prompts.jsonl --method nowhere",

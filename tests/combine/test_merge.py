@@ -10,14 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import nodes, texts, to_tree
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from vllm_specblock.triton_kernels.tree.candidate_keys import ROOT_HASH
 
-from vllm_specblock.candidates import extend_hash
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.combine.merge import merge as merge_and_agree
-from vllm_specblock.combine.merge import path_hashes
 from vllm_specblock.tree import MAX_NODES, DraftTree
 from vllm_specblock.verify.accept_path import accept_path
 
@@ -193,43 +188,3 @@ def test_the_largest_trees(how):
     found = zip(combined.tree.parent[0].tolist(), combined.tree.token[0].tolist())
     expected = merge_plainly(pair, 0, how, MAX_NODES)
     assert list(found) == [(up, token) for up, token, *_ in expected]
-
-
-@quick
-@given(st.lists(nodes(), min_size=1, max_size=3))
-def test_path_hashes_token_by_token(batch):
-    tree = to_tree(batch, max(1, *map(len, batch)))
-    found = path_hashes(tree.token, tree.parent, max_depth=int(tree.depth.max()))
-    for request in range(len(batch)):
-        for node, text in enumerate(node_texts(tree, request)[1:]):
-            path_hash = torch.tensor(ROOT_HASH)
-            for token in text:
-                path_hash = extend_hash(path_hash, torch.tensor(token))
-            assert found[request, node] == path_hash
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_nothing_is_read_on_the_host(how):
-    """A fake tensor has no value: any `.item()` or data-dependent shape raises."""
-    with FakeTensorMode():
-        pair = DraftTree.empty(3, 60, "cpu"), DraftTree.empty(3, 30, "cpu")
-        combined = merge(*pair, how, 60, 8)
-        chains = combined.where(torch.zeros(3, dtype=torch.bool))
-    assert combined.tree.token.shape == combined.origin.shape == chains.origin.shape == (3, 60)
-
-
-@pytest.mark.parametrize("how, most", [("disjoint", 85), ("trie", 120)])
-def test_operations_per_step(how, most):
-    """Each is a launch on a GPU."""
-
-    class Count(TorchDispatchMode):
-        total = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.total += not function.is_view
-            return function(*args, **(kwargs or {}))
-
-    pair = DraftTree.empty(1, 60, "cpu"), DraftTree.empty(1, 60, "cpu")
-    with Count() as count:
-        merge(*pair, how, 60, 8)
-    assert count.total < most

@@ -32,6 +32,8 @@ FILES = {
         except ImportError:
             def late(size): ...
 
+        def kernel(rows_ptr, SIZE): ...
+
         class Here:
             kept: int = 0
 
@@ -65,12 +67,12 @@ def sources(tmp_path) -> Sources:
         ("Here.run(self, a, b, c, rest)", None),
         ("Here.run(self, a, ...)", None),
         ("Here.run(..., c, b)", None),
-        ("Here.run(3, 5)", None),
+        ("Here.run(..., rest, taken)", "lacks taken"),
+        ("kernel(..., rows, SIZE)", None),
         ("late(size)", None),
         ("Here.run(self, b, a, ...)", "takes (self, a, b, c, rest), not (self, b, a, ...)"),
         ("Here.run(self, a, b, c)", "takes (self, a, b, c, rest), not (self, a"),
         ("Here.run(..., d)", "lacks d"),
-        ("Here.run(6, 7)", "takes 5 arguments, and ours 6 to 7"),
         ("Here.gone(self)", "has no 'Here.gone'"),
         ("Here: made run kept seen", None),
         ("Here: made lost gone", "has no lost, gone"),
@@ -97,25 +99,26 @@ def test_a_need_is_met_or_says_why_not(sources, need, trouble):
 def test_the_installed_release_has_every_hook():
     assert list(broken(installed())) == []
     needs = {hook.need for hook in hooks()}
-    assert "_post_update_kernel(13, 16)" in needs, "kernels replaced on a CPU"
+    read = "logits, expanded_idx_mapping, min_p"
+    assert f"_min_p_kernel(..., {read})" in needs, "kernels replaced on a CPU"
     speculator = "vllm.v1.worker.gpu.spec_decode.speculator"
     assert f"from {speculator} import DraftModelSpeculator" in needs
 
 
 def test_a_changed_release_is_reported_with_what_breaks(tmp_path):
     """One argument is renamed, one file is gone."""
-    state, warmup = "v1/worker/gpu/model_states/default.py", "v1/worker/gpu/warmup.py"
-    for file in (state, warmup):
+    state, scheduler = "v1/worker/gpu/model_states/default.py", "config/scheduler.py"
+    for file in (state, scheduler):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(installed() / file, tmp_path / file)
     before = set(broken(tmp_path))
     text = (tmp_path / state).read_text()
     assert text.count("req_index: int, new_req_data") == 1
     (tmp_path / state).write_text(text.replace("req_index: int, new_req", "slot: int, new_req"))
-    (tmp_path / warmup).unlink()
+    (tmp_path / scheduler).unlink()
     after = sorted(set(broken(tmp_path)) - before)
     assert len(after) == 2, after
-    assert after[0].startswith("an engine on a CPU: there is no vllm/v1/worker/gpu/warmup.py")
+    assert after[0].startswith("the scheduler for trees: there is no vllm/config/scheduler.py")
     assert after[1].startswith("the tree mask: DefaultModelState.add_request takes (self, slot")
 
 
@@ -197,9 +200,9 @@ def test_our_overrides_take_what_the_originals_take():
 def test_kernels_that_are_replaced_on_a_cpu_are_there():
     from vllm.triton_utils.dispatcher import _registry
 
-    from vllm_specblock.engine.cpu.kernels import KERNELS
+    from vllm_specblock.cpu.kernels import REPLACED
 
-    assert set(KERNELS) <= set(_registry)
+    assert len(REPLACED) == 20 and set(REPLACED) <= set(_registry)
 
 
 def own_methods(tree: ast.AST) -> set[str]:

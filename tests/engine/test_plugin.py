@@ -53,10 +53,68 @@ def test_same_runner_and_triton_with_and_without():
     assert with_us["interpreter"] is None and "cpu" not in with_us["backends"]
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU's users have it anyway")
-def test_cpu_users_who_ask_get_the_runner():
+on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU has the runner anyway")
+
+
+@on_a_cpu
+def test_the_runner_for_all_engines_by_vllms_own_switch():
     asked = report(VLLM_USE_V2_MODEL_RUNNER="1")
     assert asked["runner v2"] and asked["triton"] and asked["interpreter"] == "1"
+
+
+ASKING = """
+import sys
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+
+def runner(speculative):
+    args = EngineArgs(model=sys.argv[1], max_model_len=256, speculative_config=speculative)
+    return args.create_engine_config().use_v2_model_runner
+
+def main():
+    ours = {"method": "specblock", "kind": "ngram", "num_speculative_tokens": 4}
+    print([runner(each) for each in (None, ours, None)])
+    sizes = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+    llm = LLM(sys.argv[1], dtype="float32", speculative_config=ours, **sizes)
+    prompt, greedy = "a = [1, 1, 1, 1, 1,", SamplingParams(temperature=0, max_tokens=12)
+    print(len(llm.generate(prompt, greedy)[0].outputs[0].token_ids))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@on_a_cpu
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_asking_for_trees_is_enough_and_other_engines_keep_their_runner(tmp_path, method):
+    """A worker that is forked has what its parent prepared; one that is spawned prepares itself."""
+    script = tmp_path / "asking.py"
+    script.write_text(ASKING)
+    names = ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    env = {k: v for k, v in os.environ.items() if k not in names}
+    done = subprocess.run(
+        [sys.executable, str(script), str(TARGET)],
+        env=env | {"VLLM_WORKER_MULTIPROC_METHOD": method},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = [line for line in done.stdout.splitlines() if line in ("[False, True, False]", "12")]
+    assert said == ["[False, True, False]", "12"]
+
+
+@on_a_cpu
+def test_a_process_that_ran_the_other_runner_is_told_what_to_do(monkeypatch):
+    from vllm import envs, triton_utils
+
+    from vllm_specblock.config import OptionError
+    from vllm_specblock.cpu import runner
+
+    envs.disable_envs_cache()
+    monkeypatch.setattr(triton_utils, "HAS_TRITON", False)
+    monkeypatch.setitem(sys.modules, runner._RUNNER, sys)
+    with pytest.raises(OptionError, match="make the one with 'specblock' first"):
+        runner.prepare()
 
 
 def test_register_twice_patches_once():
@@ -70,6 +128,8 @@ def test_register_twice_patches_once():
     assert (EngineArgs.create_speculative_config, dict(PATCHES)) == before
     ours = {name for name in PATCHES if "cpu" not in name.lower() and "gpu" not in name}
     of_a_cpu = {
+        "vllm.config.vllm.VllmConfig.use_v2_model_runner",
+        "vllm.config.vllm.VllmConfig._validate_v2_model_runner",
         "vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p_pytorch",
         "torch.compiler.load_compiled_function",
         "vllm.distributed.device_communicators.shm_broadcast.SpinCondition.notify",
@@ -111,9 +171,9 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.34.0+cpu", "unknown"])
-def test_other_versions_refuse_those_who_ask_and_leave_the_others_alone(version):
+def test_other_versions_refuse_those_who_ask_and_leave_the_others_alone():
     """Without the plugin's own registration: this process is of the release that it says."""
+    version = "0.34.0+cpu"
     asked = {
         "ours": {"method": "specblock", "kind": "ngram", "num_speculative_tokens": 4},
         "ours with a drafter": {"method": "specblock", "model": "no-such/drafter"},

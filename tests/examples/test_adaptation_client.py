@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import gzip
-import json
 import sys
 from pathlib import Path
-
-import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/adaptation"))
 import client
@@ -47,15 +42,3 @@ def test_a_window_is_the_difference_of_two_scrapes():
         *("0", "updates", "heads,", "0", "updates", "full,", "3", "swaps,", "0", "rollbacks"),
     ]
     assert "τ –" in client.line("maths", 16, after, after, 2.0)
-
-
-def test_prompts_are_plain_or_zipped(tmp_path):
-    text = "".join(json.dumps({"prompt": each}) + "\n" for each in ("one", "zwei ü"))
-    (tmp_path / "plain.jsonl").write_text(text, encoding="utf-8")
-    (tmp_path / "zipped.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-    for path in tmp_path.iterdir():
-        assert client.read(path) == ["one", "zwei ü"]
-        assert client.phase(f"chat={path}") == ("chat", path)
-    for wrong in ("chat", f"={tmp_path / 'plain.jsonl'}", "chat=nowhere.jsonl"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is not a name"):
-            client.phase(wrong)

@@ -43,13 +43,6 @@ def test_what_is_copied_is_there(path):
     assert {name for name, _ in rest} <= {"COPY", "RUN", "ENV", "WORKDIR", "ENTRYPOINT"}
 
 
-def test_the_gpu_image_gets_what_a_wheel_is_built_of():
-    """All that `setup.py` maps and pyproject.toml names."""
-    words = " ".join(rest for name, rest in instructions(FILES[0]) if name == "COPY").split()
-    needed = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "vllm_specblock"}
-    assert needed | {"triton_kernels"} <= set(words)
-
-
 def test_the_cpu_image_runs_the_right_runner():
     cpu = dict(instructions(FILES[1]))
-    assert "VLLM_USE_V2_MODEL_RUNNER=1" in cpu["ENV"] and "setup_env.py" in cpu["RUN"]
+    assert "setup_env.py" in cpu["RUN"]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import shutil
-import signal
 import subprocess
 import zipfile
 from hashlib import sha256
@@ -216,30 +213,3 @@ def test_a_folder_of_somebody_else_is_left_alone(example, package, tmp_path):
     assert (mine / "thesis.txt").read_text() == "years of work" and not package.calls
     (tmp_path / "empty").mkdir()
     assert example.make_target(tmp_path / "empty")
-
-
-def test_what_cannot_be_written_is_one_sentence(example, package, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(example.TargetError, match=r"cannot be written .*another folder with --out"):
-        example.make_target(tmp_path / "file" / "target")
-
-
-def test_without_gguf_nothing_is_fetched(example, package, tmp_path, monkeypatch):
-    monkeypatch.setattr(example.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(example.TargetError, match="package gguf is missing"):
-        example.make_target(tmp_path / "target")
-    assert not package.calls
-
-
-def test_a_killed_run_leaves_nothing_that_stays(example, package, tmp_path, monkeypatch):
-    def killed():
-        monkeypatch.setattr(example, "save_tokenizer", lambda *_: os.kill(os.getpid(), 9))
-        example.make_target(tmp_path / "target")
-
-    process = multiprocessing.get_context("fork").Process(target=killed)
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    assert not (tmp_path / "target").exists() and (tmp_path / ".target.making").exists()
-    example.make_target(tmp_path / "target")
-    assert example.is_target(tmp_path / "target") and not (tmp_path / ".target.making").exists()

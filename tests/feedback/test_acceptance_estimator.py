@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.feedback import acceptance_estimator
 from vllm_specblock.feedback.acceptance_estimator import (
     BINS_PER_NAT,
@@ -16,7 +15,6 @@ from vllm_specblock.feedback.acceptance_estimator import (
     AcceptanceEstimator,
 )
 from vllm_specblock.feedback.verified_trees import on_path
-from vllm_specblock.tree import DraftTree
 
 NEVER = float("-inf")
 
@@ -123,16 +121,6 @@ def test_survival_never_rises_and_steps_multiply_to_it(data):
     torch.testing.assert_close(table.steps(kind, logprob).cumprod(1), survival)
 
 
-def test_bins_are_quarter_nats():
-    table = AcceptanceEstimator("cpu")
-    kind = torch.zeros(1, dtype=torch.int64)
-    logprob = torch.tensor([[-0.01, -0.24, -0.26, -7.9, -100.0]])
-    seen = torch.ones_like(logprob, dtype=torch.bool)
-    table.learn(kind, logprob, seen, seen)
-    assert table.reached[0, :2].tolist() == [2, 1] and table.reached[0, -1] == 2
-    assert NUM_BINS / BINS_PER_NAT == 8
-
-
 def test_nodes_on_the_path_up_to_what_was_accepted():
     path = torch.tensor([[0, 1, 3, 4], [0, 2, 4, 0], [0, 5, 1, 2]])
     found = on_path(path, torch.tensor([3, 1, 0]), 5)
@@ -143,54 +131,29 @@ def test_nodes_on_the_path_up_to_what_was_accepted():
     ]
 
 
-def chains(*rows):
-    """Chains of one head, and nothing left out."""
-    score = scores(*rows)
-    size = torch.full((len(rows),), score.shape[1], dtype=torch.int32)
-    return Combined.of(DraftTree.chain(torch.ones(score.shape).long(), score, size), drafter=1)
-
-
-def test_who_sleeps_is_offered_nothing():
-    table, paused = AcceptanceEstimator("cpu"), torch.tensor([False, False, True, False])
+def test_the_survival_of_slots():
+    table = AcceptanceEstimator("cpu")
     teach(table, scores([0.9, 0.5, 0.1]), [0.7, 0.6, 0.2], kind=1)
-    combined, temperatures = chains([0.9, 0.5, 0.1], [0.8, 0.4, 0.2]), torch.tensor([0.0, 0.7])
+    by_slot = scores([0.9, 0.9, 0.9], [0.8, 0.4, 0.2], [0.0, 0.0, 0.0])
     steps = torch.full((3, 3), -1.0)
-    offered = table.write_survival(combined, temperatures, torch.tensor([2, 1]), paused, steps)
-    assert offered.tree.size.tolist() == [0, 3] and offered.origin.tolist() == [[0] * 3, [1] * 3]
+    table.write_survival(by_slot, torch.tensor([0.0, 0.7]), torch.tensor([2, 1]), steps)
     assert (steps[0] == 0).all() and (steps[2] == -1).all()
-    torch.testing.assert_close(steps[1:2], table.steps(kinds(1, 1), scores([0.8, 0.4, 0.2])))
+    torch.testing.assert_close(steps[1:2], table.steps(kinds(1, 1), by_slot[1:2]))
 
 
 def test_the_table_takes_the_kernels_where_it_lies_on_a_gpu(monkeypatch):
     """Every tensor goes to its place: `tests/triton_kernels` says what the kernels do with them."""
     calls = []
-
-    def noting(*args, **named):
-        calls.append((args, named))
-        return tuple(named.values())
-
-    monkeypatch.setattr(acceptance_estimator, "write_survival_triton", noting)
+    monkeypatch.setattr(
+        acceptance_estimator, "write_survival_triton", lambda *given: calls.append(given)
+    )
 
     class OnGpu:
         is_cuda = True
 
-    table, combined = AcceptanceEstimator("cpu"), chains([0.9, 0.5])
+    table = AcceptanceEstimator("cpu")
     table.judged = OnGpu()
-    temperatures, req_idx, paused, steps = (torch.zeros(1) for _ in range(4))
-    table.write_survival(combined, temperatures, req_idx, paused, steps)
-    ((args, named),) = calls
-    wanted = (
-        req_idx,
-        paused,
-        temperatures,
-        table.judged,
-        table.reached,
-        table.believed,
-        PRIOR,
-        BINS_PER_NAT,
-        steps,
-    )
-    assert all(a is b for a, b in zip(args, wanted, strict=True))
-    assert named.keys() == {*vars(combined.tree), "origin"}
-    for name, mine in named.items():
-        assert mine is (combined.origin if name == "origin" else getattr(combined.tree, name))
+    score, temperatures, req_idx, steps = (torch.zeros(1) for _ in range(4))
+    table.write_survival(score, temperatures, req_idx, steps)
+    seen = temperatures, table.judged, table.reached, table.believed, PRIOR, BINS_PER_NAT
+    assert all(a is b for a, b in zip(calls[0], (req_idx, score, *seen, steps), strict=True))

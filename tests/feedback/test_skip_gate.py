@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specblock.feedback.skip_gate import BUCKETS, DrafterGate, first_token
+from vllm_specblock.feedback.skip_gate import DrafterGate, first_token
 from vllm_specblock.tree import DraftTree
 
 
@@ -42,11 +42,3 @@ def test_what_a_drafter_adds_is_learned(right_at, gain):
     expected = (1 - right_at) * gain
     found = taught(right_at, gain).expects(np.array([0.9, 0.9]))
     assert found == pytest.approx(2 * expected, abs=0.25)
-
-
-def test_steps_without_a_tree_teach_nothing():
-    gate = DrafterGate()
-    before = gate.seen.copy()
-    none = np.zeros(0)
-    gate.learn(none, none.astype(bool), none.astype(bool), none.astype(np.int64))
-    assert (gate.seen == before).all() and len(before) == BUCKETS

@@ -46,20 +46,3 @@ def test_every_case_combination_and_family_is_on_it(tool):
     assert all(name in page for name in CASES)
     assert all(name in page for name in families)
     assert all(f"| {name} | " in page for name in tool.keys_of(tool.QUANTISED, "FORMS"))
-
-
-def test_a_case_that_is_new_shows(tool, monkeypatch, tmp_path):
-    before = tool.render()
-    source = (ROOT / tool.CASES).read_text()
-    changed = source.replace("CASES = {\n", 'CASES = {\n    "brand-new": {"bad_words": ["x"]},\n')
-    copy = tmp_path / "matrix.py"
-    copy.write_text(changed)
-    monkeypatch.setattr(tool, "CASES", str(copy))  # ROOT / an absolute path is that path
-    assert "| its best path alone, as a chain | brand-new · " in tool.render()
-    assert "brand-new" not in before
-
-
-@pytest.mark.parametrize("path, name", [("tools/support_matrix.py", "CASES")])
-def test_a_list_that_moved_is_told(tool, path, name):
-    with pytest.raises(LookupError, match="has no dictionary CASES"):
-        tool.items_of(path, name)

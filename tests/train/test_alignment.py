@@ -77,16 +77,14 @@ class Inference:
         return self.drafter(condition, self.embed(token)[None], base, attend)[0]
 
 
-def record(unroll):
-    """Keep every forward's output and attend of an unroll."""
+def states_of(unroll, restart_positions):
+    """Every forward's attend and output."""
     seen = []
-    inner = unroll.forward
-
-    def forward(condition, embedding, base, attend):
-        seen.append((attend, inner(condition, embedding, base, attend)))
-        return seen[-1][1]
-
-    unroll.forward = forward
+    hook = unroll.drafter.register_forward_hook(
+        lambda _, given, hidden: seen.append((given[3], hidden))
+    )
+    unroll.blocks(restart_positions)
+    hook.remove()
     return seen
 
 
@@ -97,9 +95,7 @@ def record(unroll):
 def test_states_are_those_of_inference(scene, restart_positions, rope, kernel):
     drafter, train_batch = scene(block_rope=rope)
     unroll = Unroll(drafter, train_batch, Recipe(mask_restart=True, kernel=kernel))
-    seen = record(unroll)
-    unroll.blocks(restart_positions)
-
+    seen = states_of(unroll, restart_positions)
     expected = {
         (window, first + row, block): (
             state,

@@ -20,7 +20,7 @@ from vllm_specblock.train.specblock import SpecBlockLearner
 CPU = torch.device("cpu")
 RECIPES = {
     "first": {},
-    "free": {"valid_prefix": False, "rank_loss": "ordinal", "rank_from": 0},
+    "free": {"valid_prefix": False, "rank_from": 0},
     "deep": {"num_blocks": 3, "mask_restart": True, "loss_floor": 0.0},
 }
 

@@ -5,7 +5,7 @@ import torch
 
 from vllm_specblock.train import head_loss
 from vllm_specblock.train.learner import IGNORE_INDEX
-from vllm_specblock.train.losses import block_loss, ordinal_loss, plain_loss, rank_bucket
+from vllm_specblock.train.losses import block_loss, rank_bucket
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def block(make_drafter):
         "target_probs": torch.randn(30, 14).softmax(-1),
         "target_row": torch.randint(30, (rows, K)),
         "start": torch.rand(rows) < 0.8,
-        "rank": "plain",
+        "rank": True,
     }
 
 
@@ -70,13 +70,9 @@ def test_without_the_valid_prefix_a_wrong_choice_ends_no_path(block):
     assert torch.equal(free.on_path, masked.on_path) and torch.equal(free.hit, masked.hit)
 
 
-@pytest.mark.parametrize("rank", ["plain", "ordinal"])
-def test_no_row_on_the_path_is_no_loss(block, rank):
-    block |= {"start": torch.zeros(40, dtype=torch.bool), "rank": rank}
-    loss = block_loss(**block)
+def test_no_row_on_the_path_is_no_loss(block):
+    loss = block_loss(**block | {"start": torch.zeros(40, dtype=torch.bool)})
     assert not loss.draft.any() and loss.rank == 0 and not loss.on_path.any()
-    none = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
-    assert plain_loss(*none) == ordinal_loss(*none) == 0
 
 
 @pytest.mark.parametrize(
@@ -90,7 +86,7 @@ def test_where_a_path_ends(block, second, on_path):
     drafter, block["hidden"] = block["drafter"], block["hidden"][:1]
     label = drafter.heads(block["hidden"])[0].argmax(-1)  # all right, but for position 2
     label[0, 1] = second(label[0, 1])
-    block |= {"label": label, "target_row": block["target_row"][:1], "rank": None}
+    block |= {"label": label, "target_row": block["target_row"][:1], "rank": False}
     loss = block_loss(**block | {"start": torch.tensor([True])})
     assert loss.on_path.tolist() == [on_path]
     assert loss.hit.tolist() == [[True, False, False, False]]
@@ -103,19 +99,6 @@ def test_rank_gradient_stays_in_the_rank_head(block):
     reached = {n for n, p in block["drafter"].named_parameters() if p.grad is not None}
     assert reached == {"rank_head.0.weight", "rank_head.2.weight"}
     assert block["hidden"].grad is None
-
-
-def test_ordinal_loss_is_the_loop():
-    logits, bucket = torch.randn(9, 4), torch.tensor([0, 0, 0, 0, 1, 1, 2, 3, 3])
-    share = [bucket.tolist().count(c) ** -0.5 for c in bucket.tolist()]
-    expected = 0.0
-    for row, true, weight in zip(logits.double().log_softmax(-1).tolist(), bucket.tolist(), share):
-        mass = [0.0] * 4
-        mass[true] += 0.85
-        mass[min(true + 1, 3)] += 0.10
-        mass[max(true - 1, 0)] += 0.05
-        expected -= weight * 9 / sum(share) * sum(m * p for m, p in zip(mass, row))
-    assert ordinal_loss(logits, bucket).item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,14 @@
-"""What a run logs, against sums done by hand, and what trackers get."""
+"""What a run logs, against sums done by hand."""
 
 from __future__ import annotations
 
 import json
-import sys
-import types
 
 import pytest
 import torch
 
-from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.learner import LossOutput
-from vllm_specblock.train.metrics_log import MetricsLog, Tracker, describe
+from vllm_specblock.train.metrics_log import MetricsLog, describe
 
 CPU = torch.device("cpu")
 
@@ -79,56 +76,3 @@ def test_a_line_each(metrics_log, tmp_path):
     metrics_log.write(tmp_path / "log.jsonl")
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == metrics_log.entries
-
-
-class TestTracker:
-    """Neither package need be installed: stand-ins record the calls."""
-
-    @pytest.mark.parametrize(
-        ("kind", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
-    )
-    def test_a_missing_package_is_one_sentence(self, kind, module, tmp_path, monkeypatch):
-        monkeypatch.setitem(sys.modules, module, None)  # importing it is an ImportError now
-        Tracker("none", tmp_path, {}).log("drafter", {"step": 1})
-        with pytest.raises(TrainError, match=f"which is not installed: pip install {kind}"):
-            Tracker(kind, tmp_path, {})
-
-    @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
-    def test_numbers_come_at_their_step(self, kind, metrics_log, tmp_path, monkeypatch):
-        logged, started = {}, {}
-
-        class SummaryWriter:
-            def __init__(self, folder):
-                started["folder"] = folder
-
-            def add_scalar(self, name, value, step):
-                logged[step, name] = value
-
-            def flush(self):
-                started["flushed"] = len(logged)
-
-        def init(dir, config, resume):
-            started.update(folder=dir, config=config)
-            return types.SimpleNamespace(
-                log=lambda numbers, step: logged.update({(step, n): v for n, v in numbers.items()})
-            )
-
-        tensorboard = types.SimpleNamespace(SummaryWriter=SummaryWriter)
-        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
-        monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-        tracker = Tracker(kind, tmp_path, {"lr": 1.0})
-        tracker.log("drafter", metrics_log.entry(step=7))
-        tracker.log("drafter", {"step": 8, "tau": 2.5})
-        assert logged[7, "drafter/accuracy/0/1"] == 0.25
-        assert logged[7, "drafter/rank_loss"] == 1.5
-        assert logged[8, "drafter/tau"] == 2.5
-        if kind == "wandb":
-            assert started == {"folder": str(tmp_path), "config": {"lr": 1.0}}
-        else:  # flushed: a kill loses no line that the log has
-            assert started == {"folder": str(tmp_path / "tensorboard"), "flushed": len(logged)}
-
-    def test_tensorboard_itself_writes_event_files(self, metrics_log, tmp_path):
-        pytest.importorskip("tensorboard")
-        Tracker("tensorboard", tmp_path, {}).log("drafter", metrics_log.entry(step=7))
-        (events,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
-        assert events.stat().st_size > 100

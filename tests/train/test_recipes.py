@@ -47,7 +47,7 @@ PAGES = sorted(
 
 PAPER = {"block_size": 4, "num_layers": 2, "num_blocks": 2, "draft_vocab_size": 32000, "batch": 96}
 PAPER |= {"epochs": 20.0, "steps": None, "lr": 5e-5, "warmup": 0.015, "clip": 0.5}
-PAPER |= {"rank_from": 2000, "rank_loss": "plain", "precision": "bf16"}
+PAPER |= {"rank_from": 2000, "precision": "bf16"}
 """Sections 4.1 and A.1; the rest are ablations, which are off by default."""
 
 SHELL = {"|", ">", "&&", ";", "&"}
@@ -173,20 +173,6 @@ def test_a_build_cut_into_calls_ends_in_the_same_files(pair, tmp_path, monkeypat
         build(pair, cut, seed=1)
 
 
-def test_the_drafters_stage_is_over_at_its_last_update_only(pair, tmp_path):
-    build(pair, tmp_path)
-    stages = pair("stages")
-    size = pair("sizes").SIZES["nano"]
-    config = pair("build").drafter_config(tmp_path, tmp_path / "target", size, "cpu", seed=0)
-    soon = stages.Deadline(None)
-    soon.minutes_left = lambda: 1e-9
-    soon.check = lambda: None
-    with pytest.raises(stages.OutOfTime):
-        pair("build").train_drafter(config, soon)
-    figures = pair("build").train_drafter(config, stages.Deadline(None))
-    assert figures["log"][-1]["step"] == size.drafter_steps
-
-
 def test_the_chain_from_corpus_to_table(tmp_path):
     """`run.py` with the committed recipe, shrunk."""
     small = read_recipe(STDLIB / "comparison.yaml") | {
@@ -214,8 +200,6 @@ def test_the_chain_from_corpus_to_table(tmp_path):
             check=True,
         ).stdout
 
-    assert "prompts.jsonl is still to come: call again" in run(0)
-    assert not work.exists()
     printed = run(30)
     assert "All is done" in printed
     results = (work / "results.md").read_text()
@@ -223,7 +207,6 @@ def test_the_chain_from_corpus_to_table(tmp_path):
     uniform = "− rank-guided branching"
     others = ["paper's branching", uniform]
     others += [f"{uniform}, width {width}" for width in (3, 8, 16, 32)]
-    others += ["true rank buckets", "paper's branching, true rank buckets"]
     assert rows == ["specblock", "EAGLE-3", "Medusa", *others]
     judged = work / "comparison/seed-0/comparison.json"
     updates, written = json.loads(judged.read_text())["updates"], judged.stat().st_mtime_ns

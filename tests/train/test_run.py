@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +10,11 @@ import torch
 from support.train_batches import packed
 from support.training import VOCAB, equal, history, save_tokens, weights
 from transformers import LlamaForCausalLM
-from typer.testing import CliRunner
 
-from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train import loop, specblock
-from vllm_specblock.train.config import TrainError, parse
+from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.packed_dataset import load_texts, token_counts
 from vllm_specblock.train.data.shards import Text
@@ -68,7 +65,7 @@ def kill_at(monkeypatch, updates):
 
 
 class TestResume:
-    @pytest.mark.parametrize("killed_after", [1, 4, 5])
+    @pytest.mark.parametrize("killed_after", [1, 4])
     def test_a_killed_run_ends_where_an_unbroken_one_does(
         self, options, tmp_path, monkeypatch, killed_after
     ):
@@ -144,17 +141,6 @@ class TestResume:
         with pytest.raises(TrainError, match=r"state\.pt is no training state"):
             train(options(steps=3), progress=False)
 
-    def test_a_state_without_a_newer_option_is_of_its_default(self, options):
-        train(options(steps=1), progress=False)
-        path = options().out / "training" / "state.pt"
-        state = torch.load(path, weights_only=True)
-        of_then = json.loads(state["options"])
-        del of_then["shift_lr"]
-        torch.save(state | {"options": json.dumps(of_then)}, path)
-        build(options(steps=1), CPU).restore()
-        with pytest.raises(TrainError, match=r"shift_lr = 1\.0, not 0\.5"):
-            build(options(steps=1, shift_lr=0.5), CPU).restore()
-
     def test_a_new_start_deletes_the_old_run_at_once(self, options, monkeypatch):
         """Killed before its first save, it must not be taken for the old one."""
         held_out = options(hold_out=2, eval_every=1)
@@ -186,24 +172,6 @@ class TestLearning:
         run.update()
         assert not torch.equal(drafter_of(run).rank_head[0].weight, before)
 
-    def test_the_shift_has_a_rate_of_its_own(self, options):
-        """Adam's first update moves every weight by its rate, for gradients of any size."""
-        config = options(shift_lr=0.1, warmup=0.0, weight_decay=0.0)
-        run = build(config, CPU)
-        before = {name: weight.clone() for name, weight in drafter_of(run).named_parameters()}
-        run.update()
-        named = drafter_of(run).named_parameters()
-        moved = {
-            name: float((weight.detach() - before[name]).abs().max()) for name, weight in named
-        }
-        assert moved["shift_proj.0.weight"] == pytest.approx(1e-4, rel=0.01)
-        assert moved["input_layer.fuse.weight"] == pytest.approx(1e-3, rel=0.01)
-        run.save()
-        again = build(config, CPU)
-        again.restore()
-        run.update(), again.update()
-        assert equal(drafter_of(run).state_dict(), drafter_of(again).state_dict())
-
     def test_schedule(self, options):
         config = options(steps=1000, lr=1.0)
         rates = [learning_rate(config, step, 1000) for step in range(1000)]
@@ -226,7 +194,7 @@ class TestLearning:
         drafter = checkpoint.load(out, torch.float32)
         for name, value in weights(out).items():
             assert torch.equal(drafter.state_dict()[name].float(), value.bfloat16().float()), name
-        frequent = token_counts(load_texts(options().data, None, VOCAB), VOCAB).topk(8).indices
+        frequent = token_counts(load_texts(options().data, VOCAB), VOCAB).topk(8).indices
         assert drafter.t2d[frequent].all()
         assert drafter.config.target.layer_ids == (2, 3, 4)
 
@@ -241,12 +209,6 @@ class TestHead:
         state = torch.randn(3, 32)
         wanted = target.lm_head(state * target.model.norm.weight)[:, drafter.t2d]
         torch.testing.assert_close(drafter.lm_head(state), wanted)
-
-    def test_one_from_scratch_knows_nothing_of_the_target(self, options):
-        runs = [build(options(lm_head=of), CPU) for of in ("target", "scratch")]
-        heads = [drafter_of(run).lm_head.weight.flatten() for run in runs]
-        assert torch.nn.functional.cosine_similarity(*heads, dim=0).abs() < 0.1
-        assert heads[1].std() > 0
 
 
 @torch.no_grad()
@@ -306,7 +268,7 @@ class TestMicroBatches:
         assert (loss_mask[:, :3] > 0).all() and loss_mask[0, 1] < 0.9 * loss_mask[0, 0]
         return run
 
-    @pytest.mark.parametrize("floor", [0.0, 0.25, 1.0])
+    @pytest.mark.parametrize("floor", [0.0, 1.0])
     def test_they_add_up_to_the_batch(self, options, spoken, learned, monkeypatch, floor):
         """Under the valid-prefix mask every micro-batch counts other rows."""
         same = {"data": spoken, "steps": 100, "lr": 1e-2, "rank_from": 0, "loss_floor": floor}
@@ -357,16 +319,6 @@ class TestHeldOut:
         all_of_it = train(options(out=tmp_path / "all", epochs=1, steps=None))
         assert not equal(weights(seen), weights(all_of_it))
 
-    def test_no_window_holds_them_and_sequences_do(self, options, changed):
-        run = build(options(hold_out=3, data=changed), CPU)
-        segments = [segment for window in run.windows.plan for segment in window]
-        assert {segment.sequence for segment in segments} == set(range(37))
-        texts = list(shards.read_shard(changed))
-        assert len(run.sequences) == 3
-        for sequence, text in zip(run.sequences, texts[37:]):
-            assert torch.equal(sequence.tokens, text.tokens.long())
-            assert sequence.prompt == LENGTH // 4  # counted whole: a share of it is the prompt
-
     def test_prompts_are_what_the_target_did_not_write(self):
         loss_mask = torch.tensor([0, 0, 0, 1, 1, 0]).bool()
         assert prompt_of(Text(torch.arange(6), loss_mask)) == 3
@@ -404,19 +356,6 @@ class TestHeldOut:
             train(options(data=tmp_path / "short.safetensors", hold_out=2), progress=False)
 
 
-def test_the_provenance_lies_beside_each_checkpoint(options, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/bin/specblock", "train", "r.yaml"])
-    config = options(steps=2, hold_out=2, eval_every=1)
-    out = train(config, progress=False)
-    for folder in (out, out / "best"):
-        facts = json.loads((folder / "provenance.json").read_text())
-        assert facts["command"] == "specblock train r.yaml"
-        assert torch.__version__.startswith(facts["versions"]["torch"])
-        assert "git" in facts and facts["ranks"] == 1 and facts["device"] == "cpu"
-        assert parse(**facts["options"]) == config
-        assert 1 <= facts["step"] <= 2
-
-
 def test_a_dry_run_writes_a_drafter_and_no_state(options):
     out = train(options(seed=3, hold_out=2), dry_run=True, progress=False)
     fresh = drafter_of(build(options(seed=3), CPU)).bfloat16().state_dict()
@@ -431,28 +370,18 @@ def test_a_dry_run_writes_a_drafter_and_no_state(options):
         ({"init": "nowhere"}, "nowhere"),
         ({"device": "gpu"}, "The device gpu cannot be used"),
         ({"target": "nothing"}, "nothing"),
-        ({"data": "text"}, "has no tokenizer"),
+        ({"data": "text"}, "no data.json"),
         ({"out": "text/a.txt"}, "is a file, but the drafter goes to a folder"),
         ({"kernel": "flex"}, "no backward pass on a CPU"),
-        ({"track": "wandb"}, "needs the package wandb"),
     ],
 )
 def test_a_run_that_cannot_start_is_one_sentence(options, tmp_path, monkeypatch, changes, says):
-    monkeypatch.setitem(sys.modules, "wandb", None)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("some text")
     monkeypatch.chdir(tmp_path)
     with pytest.raises((TrainError, CheckpointError), match=says) as error:
         train(options(**changes), progress=False)
     assert "\n" not in str(error.value)
-
-
-def test_the_command_trains(folder, tmp_path):
-    call = ["train", "--target", folder / "target", "--data", folder / "d.safetensors"]
-    call += ["--out", tmp_path / "out", "--steps", 1, "--batch", 2, "--length", 24]
-    result = CliRunner().invoke(app, [*map(str, call), "--draft-vocab-size", "20"])
-    assert result.exit_code == 0, result.output
-    assert checkpoint.read_config(tmp_path / "out").draft_vocab_size == 20
 
 
 class TestFeatures:
@@ -492,10 +421,6 @@ class TestFeatures:
         assert len(moved) > 10
         one, two = ([e["tau"] for e in history(out) if "tau" in e] for out in (online, stored))
         assert len(one) == 2 and one == two
-
-    def test_of_other_data_they_are_refused(self, options, features):
-        with pytest.raises(TrainError, match="are of other data"):
-            train(options(features=features), progress=False)
 
 
 def whole_epoch(config):

@@ -10,7 +10,7 @@ from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_he
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 
 from vllm_specblock.commit.move import move_path
-from vllm_specblock.engine.cpu import loops
+from vllm_specblock.cpu import loops
 
 pytestmark = pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
 

@@ -37,8 +37,8 @@ def update_calibration_triton(
     drafter: int,
     result: VerificationResult,
     rates: LearnRates,
-) -> None:
-    """Change `log`, `trees`, `own` and `own_trees` in place.
+) -> torch.Tensor:
+    """Change `log`, `trees`, `own` and `own_trees` in place; return β of the requests, [R] fp32.
 
     Args:
         log, trees: [2] fp32, as `DraftCalibration` keeps them.
@@ -46,12 +46,13 @@ def update_calibration_triton(
         drafter: 0 or 1, which bit of `result.origin` to look at.
     """
     num_nodes, path_len = result.score.shape[1], result.path.shape[1]
-    nodes = next_power_of_2(num_nodes)
+    nodes, beta = next_power_of_2(num_nodes), log.new_empty(len(result.req_idx))
     _learn_kernel[(1,)](
         log,
         trees,
         own if len(own) else None,
         own_trees if len(own) else None,
+        beta,
         result.pointers,
         result.strides,
         rates,
@@ -64,6 +65,7 @@ def update_calibration_triton(
         BLOCK=max(1, _TILE // nodes),
         num_warps=4,
     )
+    return beta
 
 
 @jit(do_not_specialize=["num_requests"])
@@ -72,6 +74,7 @@ def _learn_kernel(
     trees_ptr,  # [2] fp32
     own_ptr,  # [S] fp32; or None
     own_trees_ptr,  # [S] fp32; or None
+    beta_ptr,  # [R] fp32
     result,  # ResultPointers
     strides,  # ResultStrides
     rates,  # LearnRates
@@ -136,8 +139,20 @@ def _learn_kernel(
     cold_log = tl.load(log_ptr) + cold_pull / (rates.prior + cold_count)
     hot_count = tl.minimum(tl.load(trees_ptr + 1) + hot_trees, rates.memory)
     hot_log = tl.load(log_ptr + 1) + hot_pull / (rates.prior + hot_count)
-    tl.debug_barrier()  # every warp reads these, one writes them
+    cold_log = tl.minimum(tl.maximum(cold_log, rates.lowest), rates.highest)
+    hot_log = tl.minimum(tl.maximum(hot_log, rates.lowest), rates.highest)
+    tl.debug_barrier()  # every warp reads these, one writes them; `own` is written
     tl.store(trees_ptr, cold_count)
-    tl.store(log_ptr, tl.minimum(tl.maximum(cold_log, rates.lowest), rates.highest))
+    tl.store(log_ptr, cold_log)
     tl.store(trees_ptr + 1, hot_count)
-    tl.store(log_ptr + 1, tl.minimum(tl.maximum(hot_log, rates.lowest), rates.highest))
+    tl.store(log_ptr + 1, hot_log)
+    for first in range(0, num_requests, BLOCK):
+        request = first + tl.arange(0, BLOCK)
+        there = request < num_requests
+        at = tl.load(result.req_idx + request * strides.req_idx, mask=there, other=0).to(tl.int64)
+        # Temperature 0 is a greedy target's; so is one so low that its β would be above that.
+        heat = tl.load(result.temperatures + at, mask=there, other=0.0)
+        beta = tl.minimum(tl.exp(cold_log), tl.exp(hot_log) / tl.maximum(heat, 1e-30))
+        if own_ptr is not None:
+            beta *= tl.exp(tl.load(own_ptr + at, mask=there, other=0.0))
+        tl.store(beta_ptr + request, beta, mask=there)

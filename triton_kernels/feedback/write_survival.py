@@ -1,20 +1,19 @@
-"""Survival probabilities of new trees' nodes; trees of paused requests are dropped.
+"""Survival probabilities of new trees' nodes.
 
-The torch references are `AcceptanceEstimator.steps` and `Combined.empty_where`. Each program fits
-the rates for its request: a launch to fit them once would take longer.
+The torch reference is `AcceptanceEstimator.steps`. Each program fits the rates for its request: a
+launch to fit them once would take longer.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..optional_triton import jit, tl
-from ..tree.copy_tree import Copies, copy_tree
+from ..optional_triton import jit, next_power_of_2, tl
 
 
 def write_survival_triton(
     req_idx: torch.Tensor,
-    paused: torch.Tensor,
+    score: torch.Tensor,
     temperature: torch.Tensor,
     judged: torch.Tensor,
     reached: torch.Tensor,
@@ -22,30 +21,24 @@ def write_survival_triton(
     prior: float,
     bins_per_nat: int,
     steps: torch.Tensor,
-    **trees: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """Write `steps`, and give the trees of those that are awake.
+) -> None:
+    """Write `steps`.
 
     Args:
         req_idx: [R] integers; may be a column of a table.
-        paused: [S] bool, by slot, whose tree becomes empty.
+        score: [S, N] fp32, by slot, the trees' scores; contiguous.
         temperature: [R] fp32.
         judged, reached: [2, bins] fp32, as `AcceptanceEstimator` keeps them; bins a power of two.
         believed: [bins] fp32, what a bin is worth before anything was seen.
         prior: nodes that each bin counts before anything was seen.
         bins_per_nat: of scores.
         steps: [≥ R, N] fp32, written to in its first R rows, as `AcceptanceEstimator.steps` says.
-        trees: by name, as `Copies.of` takes them.
-
-    Returns:
-        token, parent, depth, logprob, size, ancestors and origin, all new and contiguous.
     """
-    copies = Copies.of(**trees)
     if len(req_idx):
         _write_survival_kernel[(len(req_idx),)](
             req_idx,
             req_idx.stride(0),
-            paused,
+            score,
             temperature,
             temperature.stride(0),
             judged,
@@ -54,12 +47,12 @@ def write_survival_triton(
             steps,
             steps.stride(0),
             prior,
-            *copies,
+            NUM_NODES=score.shape[1],
+            NODES=next_power_of_2(score.shape[1] + 1),
             BINS_PER_NAT=bins_per_nat,
             BINS=len(believed),
             num_warps=4,
         )
-    return copies.made
 
 
 @jit
@@ -103,7 +96,7 @@ def _survival(rates, logprob, BINS_PER_NAT: tl.constexpr, BINS: tl.constexpr):
 def _write_survival_kernel(
     req_idx_ptr,  # [R]
     req_idx_stride,
-    paused_ptr,  # [S] bool
+    score_ptr,  # [S, NUM_NODES] fp32
     temperature_ptr,  # [R] fp32
     temperature_stride,
     judged_ptr,  # [2, BINS] fp32
@@ -112,34 +105,25 @@ def _write_survival_kernel(
     steps_ptr,  # [≥ R, NUM_NODES] fp32, entries of a row are consecutive
     steps_stride,
     prior,
-    given,  # GivenTrees
-    strides,  # GivenTrees
-    node_stride,  # of ancestors
-    made,  # GivenTrees
-    TREE: tl.constexpr,  # TreeSizes
+    NUM_NODES: tl.constexpr,
+    NODES: tl.constexpr,
     BINS_PER_NAT: tl.constexpr,
     BINS: tl.constexpr,
 ):
     """One request."""
     request = tl.program_id(0).to(tl.int64)
     at = tl.load(req_idx_ptr + request * req_idx_stride).to(tl.int64)
-    last = tl.where(tl.load(paused_ptr + at) != 0, -1, TREE.NUM_NODES)  # see `copy_tree`
-    entry = tl.arange(0, TREE.NODES)
-    inside, copied = entry < TREE.NUM_NODES, entry < last
-
-    score = given.logprob + request * strides.logprob
-    own = tl.load(score + entry, mask=copied, other=float("-inf"))
+    score_ptr += at * NUM_NODES
+    entry = tl.arange(0, NODES)
+    inside = entry < NUM_NODES
+    own = tl.load(score_ptr + entry, mask=inside, other=float("-inf"))
     kind = tl.where(tl.load(temperature_ptr + request * temperature_stride) > 0, BINS, 0)
     rates = _rates(judged_ptr + kind, reached_ptr + kind, believed_ptr, prior, BINS)
     survival = _survival(rates, own, BINS_PER_NAT, BINS)
     # The nodes one place on, the first of which is the root: that is there for certain. As a score
     # it is the best, since the least of all up to a node is taken.
-    before = tl.load(score - 1 + entry, mask=copied & (entry > 0), other=float("-inf"))
+    before = tl.load(score_ptr - 1 + entry, mask=inside & (entry > 0), other=float("-inf"))
     before = _survival(rates, tl.where(entry > 0, before, 0.0), BINS_PER_NAT, BINS)
     before = tl.where(entry > 0, before, 1.0)
     step = tl.where(before > 0, survival / tl.where(before > 0, before, 1.0), 0.0)
     tl.store(steps_ptr + request * steps_stride + entry, step, mask=inside)
-
-    copy_tree(last, given, strides, node_stride, made, request, TREE)
-    count = tl.load(given.size + request * strides.size)
-    tl.store(made.size + request, tl.where(last >= 0, count, 0))

@@ -105,7 +105,7 @@ class AcceptedRows(NamedTuple):
     order.
 
     Attributes:
-        query_start: [R] int64, first batch row of each request.
+        query_start: [R] int32, first batch row of each request.
         base: [R] int64.
         path: [R, D+1] int64, node at each position; column 0 is the root.
         accepted: [R] int32, draft nodes on the path.

@@ -48,7 +48,7 @@ def move_path_numba(
 @njit
 def _slots(
     slot_mapping,  # [≥ batch rows] int64
-    query_start,  # [R] int64
+    query_start,  # [R] int32
     base,  # [R] int64
     path,  # [R, D + 1] int64
     accepted,  # [R] int32

@@ -66,9 +66,14 @@ def add_norm_numba(
 
 
 def norm_pair_numba(
-    left: torch.Tensor, right: torch.Tensor, left_norm: Norm, right_norm: Norm
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_norm: Norm,
+    right_norm: Norm,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Arguments as `norms.norm_pair` has them; other dtypes are left to torch."""
+    left = left if rows is None else left[rows]
     if not runs_loop(left, right, left_norm.weight, right_norm.weight):
         return norm_pair.reference(left, right, left_norm, right_norm)
     width, size = left.shape[-1], left.element_size()
@@ -143,6 +148,8 @@ def rotate_pair_numba(
     norms: tuple[nn.RMSNorm, nn.RMSNorm] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments as `rope.rotate_pair` and `rope.Rope` have them."""
+    if keep is not None and len(query) == len(key):
+        query = query[keep]
     size, each = key.element_size(), key.shape[:-2].numel() // max(1, len(base))
     results = []
     for place, (x, kept) in enumerate(((query, keep), (key, None))):

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from ..op import cpu_op, op
+from ..op import op
 from ..optional_triton import jit, next_power_of_2, tl
 
 
@@ -52,9 +52,45 @@ def add_norm_triton(
             norm.eps,
             PLACES=places,
             COLUMNS=columns,
-            num_warps=4 if columns <= 2048 else 8,
+            num_warps=_warps(columns),
         )
     return total, normed
+
+
+def norm_pair_triton(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_norm: Norm,
+    right_norm: Norm,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Launch the kernel, two programs per row; elements of a row are consecutive."""
+    if not left.dtype == right.dtype == left_norm.weight.dtype:  # under autocast
+        return norm_pair.reference(left, right, left_norm, right_norm, rows)
+    *lead, size = right.shape
+    out = torch.empty(*lead, 2 * size, dtype=right.dtype, device=right.device)
+    left, right = left.flatten(0, -2), right.flatten(0, -2)
+    columns = next_power_of_2(size)
+    if len(right):
+        _norm_pair_kernel[(len(right), 2)](
+            left,
+            left.stride(0),
+            rows,
+            right,
+            right.stride(0),
+            left_norm.weight,
+            right_norm.weight,
+            out,
+            size,
+            left_norm.eps,
+            COLUMNS=columns,
+            num_warps=_warps(columns),
+        )
+    return out
+
+
+def _warps(columns: int) -> int:
+    return 4 if columns <= 2048 else 8
 
 
 @op(add_norm_triton)
@@ -74,11 +110,19 @@ def add_norm(
     return total, norm(total)
 
 
-@cpu_op
+@op(norm_pair_triton)
 def norm_pair(
-    left: torch.Tensor, right: torch.Tensor, left_norm: Norm, right_norm: Norm
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_norm: Norm,
+    right_norm: Norm,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Two tensors [..., H], each normed, side by side [..., 2H]; the norms have one epsilon."""
+    """Two tensors [..., H], each normed, side by side [..., 2H]; the norms have one epsilon.
+
+    rows: [T] int64, rows of `left` [n, H] that stand beside those of `right`; None: all.
+    """
+    left = left if rows is None else left[rows]
     return torch.cat([left_norm(left), right_norm(right)], dim=-1)
 
 
@@ -114,6 +158,32 @@ def _add_norm_kernel(
     tl.store(total_ptr + entry * size + column, x, mask=inside)
     x = _rms_norm(x.to(tl.float32), weight_ptr, column, size, eps)
     tl.store(normed_ptr + entry * size + column, x.to(dtype), mask=inside)
+
+
+@jit
+def _norm_pair_kernel(
+    left_ptr,  # [n, size]
+    left_stride,
+    rows_ptr,  # [T] int64; or None
+    right_ptr,  # [T, size]
+    right_stride,
+    left_weight_ptr,  # [size]
+    right_weight_ptr,  # [size]
+    out_ptr,  # [T, 2 size] contiguous
+    size,
+    eps,
+    COLUMNS: tl.constexpr,  # >= size
+):
+    """One half of a row."""
+    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, COLUMNS)
+    at, weight = right_ptr + row * right_stride, right_weight_ptr
+    if half == 0:
+        source = row if rows_ptr is None else tl.load(rows_ptr + row)
+        at, weight = left_ptr + source * left_stride, left_weight_ptr
+    x = tl.load(at + column, mask=column < size, other=0.0).to(tl.float32)
+    x = _rms_norm(x, weight, column, size, eps).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (2 * row + half) * size + column, x, mask=column < size)
 
 
 @jit

@@ -44,11 +44,11 @@ def rotate_pair(
     """Queries and keys, normed per head if they are to be, each turned to its position.
 
     Args:
-        query: [Q, ..., heads, D].
+        query: [Q, ..., heads, D], or [T, ..., heads, D], of all rows.
         key: [T, ..., kv heads, D], all of one dtype.
         rope: T·K positions in all; with a table the reference runs, without one the kernel, or on a
             CPU a loop.
-        keep: [Q] int64, whose queries they are of T rows; None: everybody's, and Q = T.
+        keep: [Q] int64, rows whose queries are wanted; None: all, and Q = T.
         norms: those of Qwen3.
     """
     if rope.table is not None:
@@ -74,6 +74,7 @@ def rotate_pair_reference(
     key = _rotate(key, cos, sin)
     if keep is not None:
         cos, sin = cos[keep], sin[keep]
+        query = query[keep] if len(query) == len(key) else query
     return _rotate(query, cos, sin), key
 
 
@@ -91,12 +92,13 @@ def rotate_pair_triton(
     norms: Norms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel; arguments as `rotate_pair` has them, of any strides."""
-    query_out, key_out = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)
-    )
+    picks = keep is not None and len(query) == len(key)
+    kept = len(query) if keep is None else len(keep)
+    query_out, key_out = query.new_empty(kept, *query.shape[1:]), key.new_empty(key.shape)
     # Views, of what a product leaves for queries, keys and values together.
     query, key = query.flatten(0, -3), key.flatten(0, -3)
-    (queries, query_heads, size), (keys, key_heads, _) = query.shape, key.shape
+    (_, query_heads, size), (keys, key_heads, _) = query.shape, key.shape
+    queries = query_out.shape[:-2].numel()
     half_places = next_power_of_2(size // 2)
     heads = min(next_power_of_2(max(query_heads, key_heads)), max(1, 1024 // half_places))
     query_tiles = cdiv(query_heads, heads)
@@ -121,6 +123,7 @@ def rotate_pair_triton(
             0.0 if norms is None else norms[0].eps,
             RopeConstants(
                 EACH=keys // len(rope.base),
+                PICKS=picks,
                 QUERY_HEADS=query_heads,
                 KEY_HEADS=key_heads,
                 HALF=size // 2,
@@ -137,6 +140,7 @@ class RopeConstants(NamedTuple):
     """What the kernel is compiled for."""
 
     EACH: int  # K, positions of a row
+    PICKS: bool  # queries are of all rows
     QUERY_HEADS: int
     KEY_HEADS: int
     HALF: int
@@ -148,7 +152,7 @@ class RopeConstants(NamedTuple):
 # Positions may be a part of a step's, which begins anywhere.
 @jit(do_not_specialize=["queries", "keys", "base_ptr", "base_stride", "keep_stride"])
 def _rotate_pair_kernel(
-    query_ptr,  # [queries, QUERY_HEADS, 2 HALF]
+    query_ptr,  # [queries, QUERY_HEADS, 2 HALF], or of all rows
     query_strides,
     query_out_ptr,  # contiguous
     queries,
@@ -179,7 +183,8 @@ def _rotate_pair_kernel(
         angle = position.to(tl.float32) * frequency
         turned = tl.cos(angle), tl.sin(angle)
         if asks:
-            state, out = query_ptr + at * query_strides[0], query_out_ptr
+            source = row * ROPE.EACH + at % ROPE.EACH if ROPE.PICKS else at
+            state, out = query_ptr + source * query_strides[0], query_out_ptr
             out += at * (ROPE.QUERY_HEADS * 2 * ROPE.HALF)
             head = tile * ROPE.HEADS
             _rotate_tile(

@@ -22,7 +22,7 @@ def main() -> int:
 
 
 def _end_with(engine: int, link: str) -> None:
-    """End when the engine does, however that ends, and remove the folder that both share."""
+    """End with the engine, also after `kill -9`, and remove the shared folder."""
     while os.getppid() == engine:
         time.sleep(0.2)
     shutil.rmtree(link, ignore_errors=True)

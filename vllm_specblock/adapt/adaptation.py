@@ -1,13 +1,10 @@
-"""What a trainer does with finished requests: book → policy → update → judge → offer.
-
-It has no process, clock or file: the caller hands requests in, and reads which version is to serve.
-"""
+"""Adaptation from finished requests: book → policy → update → judge → offer."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -16,15 +13,11 @@ from vllm_specblock.adapt.learning.judge import Judge, is_sure, steps_of
 from vllm_specblock.adapt.learning.pool import Pool, Version
 from vllm_specblock.adapt.learning.stream import Usual, Weighed
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher, batches
-from vllm_specblock.adapt.learning.update import UpdateConfig, Updater, UpdateReport
+from vllm_specblock.adapt.learning.update import AdaptationConfig, Updater, UpdateReport
 from vllm_specblock.adapt.policy.actions import Tensors, held, put
 from vllm_specblock.adapt.policy.evidence import FallDetector
-from vllm_specblock.adapt.policy.interface import EVERY, Action, FinishedRequest, Policy
+from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-
-BATCH = 2
-"""Records of a batch: one new and one old. On a new domain eight steps of two gained 1.07 tokens of
-depth within 64 requests, two steps of eight 0.73, in as much time."""
 
 AGAIN, AGAIN_SURE = 4, 2.0
 """Texts since an update after which a refused version may serve after all, and standard errors by
@@ -57,35 +50,12 @@ Count = Callable[[str, int], None]
 """Adds to one of `COUNTS`."""
 
 
-@dataclass(frozen=True)
-class AdaptationConfig:
-    """What is learned from, and how.
-
-    Attributes:
-        update: how updates learn; versions are judged by its recipe's M.
-        memory: of the book, MiB.
-        batch: records of a batch, half of them new.
-        rehearsal: the other half is from the reservoir; False: there is none.
-        every: new records of an update.
-        seed: of the book's samples and the batches' choices.
-    """
-
-    update: UpdateConfig = field(default_factory=UpdateConfig)
-    memory: float = 512
-    batch: int = BATCH
-    rehearsal: bool = True
-    every: int = EVERY
-    seed: int = 0
-
-
 class Adaptation:
     """One policy over the requests of one engine.
 
     Args:
         drafter: θ_0, float32; it is copied.
-        teacher: the target's embedding and head rows, on the drafter's device.
-        count: called with what happens.
-        seconds_lost: what an update of an action takes from serving.
+        seconds_lost: seconds that an update of an action takes from serving.
 
     Attributes:
         pool: `pool.current` is what is to serve.
@@ -109,8 +79,8 @@ class Adaptation:
         self.policy, self.teacher = policy, teacher
         self.config = _learned_by(policy, config or AdaptationConfig())
         self.count, self.seconds_lost = count, seconds_lost
-        self.updater = Updater(copy.deepcopy(drafter), self.config.update)
-        self.judge = Judge(drafter, teacher, self.config.update.recipe.num_blocks)
+        self.updater = Updater(copy.deepcopy(drafter), self.config)
+        self.judge = Judge(drafter, teacher, self.config.recipe.num_blocks)
         self.book = Book(self.config.memory, seed=self.config.seed)
         origin = Version(0, _on_host(held(drafter, Action.FULL)))
         self.pool, self.training = Pool(origin), origin
@@ -127,7 +97,7 @@ class Adaptation:
             request: None: it goes on in another record.
         """
         hard = request is None or self.usual.is_hard(request.tau)
-        if record is not None and self.policy.records:
+        if record is not None:
             self._keep(record, hard)
         if request is None:
             return
@@ -147,28 +117,12 @@ class Adaptation:
         if decision.update:
             self._update(decision.push)
 
-    def adopt(self, version: Version, good: bool = False) -> None:
-        """Serve a version of an earlier trainer or of a person's choice, and train on from it.
-
-        Args:
-            good: it is one to return to.
-        """
+    def adopt(self, version: Version) -> None:
+        """Serve a version of an earlier trainer or of a person's choice, and train on from it."""
         self.number = max(self.number, version.number)
         self.pool.offer(version)
-        if good:
-            self.pool.call_good()
+        self.pool.call_good()
         self._train_from(version)
-
-    def adopt_training(self, training: Version, number: int, rows: int) -> None:
-        """Train on from an earlier state; what serves stays.
-
-        Args:
-            training: gets another number.
-            number: of the newest version then.
-            rows: learned from until then.
-        """
-        self.number, self.rows = max(self.number, number) + 1, rows
-        self._train_from(Version(self.number, training.tensors, training.action, training.parent))
 
     def gain_over_origin(self, version: Version) -> float:
         """Judged, tokens per row; NaN: nothing was judged yet."""
@@ -180,15 +134,13 @@ class Adaptation:
             return
         if self._weighed is not None:
             self._weigh(self._weighed, record, hard)
-        if not self.policy.judges:
+        if not self.policy.gated:
             return
         depths = self.judge.depths(self.pool.kept, record)
         gain = depths[self.pool.current.number] - depths[self.pool.origin.number]
         if gain == gain:  # else the text is too short
             self.count("judged_requests", 1)
             self.count("judged_gain_millitokens", round(1000 * gain))
-        if not self.policy.gated:
-            return
         steps = {number: steps_of(depth) for number, depth in depths.items()}
         if (back := self.pool.judge(steps)) is not None:
             self._follow(back)
@@ -217,7 +169,7 @@ class Adaptation:
             return
         found = weighed.saved
         if len(found) >= AGAIN and is_sure([found], AGAIN_SURE):
-            self.pool.offer(after)
+            self._serve(after)
 
     def _reward(self) -> None:
         weighed, self._weighed = self._weighed, None
@@ -264,9 +216,13 @@ class Adaptation:
         if not self.policy.gated or self.judge.is_better(
             self.training, self.pool.current, self.book, self.compared
         ):
-            self.pool.offer(self.training)
+            self._serve(self.training)
         else:
             self.count("versions_refused_not_better", 1)
+
+    def _serve(self, version: Version) -> None:
+        self.pool.offer(version)
+        self.count("versions_offered", 1)
 
     def _begin_anew(self) -> None:
         """Train from the last good version with a new optimiser: moments of the texts before would
@@ -277,7 +233,6 @@ class Adaptation:
             self._train_from(self.pool.current)
 
     def _follow(self, version: Version) -> None:
-        """Train on from an earlier version that serves again."""
         self.count("rollbacks", 1)
         self._train_from(version)
 
@@ -288,11 +243,9 @@ class Adaptation:
 
 
 def _learned_by(policy: Policy, config: AdaptationConfig) -> AdaptationConfig:
-    """The config, as the policy asks for it."""
     if not policy.rejected_only:
         return config
-    recipe = replace(config.update.recipe, rejected_only=True)
-    return replace(config, rehearsal=False, update=replace(config.update, recipe=recipe))
+    return replace(config, rehearsal=False, recipe=replace(config.recipe, rejected_only=True))
 
 
 def _on_host(tensors: Tensors) -> Tensors:

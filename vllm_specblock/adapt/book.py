@@ -1,8 +1,7 @@
-"""The book: rows of finished requests in host memory, bounded, in four parts.
+"""Rows of finished requests in host memory, never on a disk.
 
-New rows are trained on once and then may enter the reservoir, a uniform sample of all rows since
-the start, for rehearsal. One request in five is never trained on: versions are judged by the recent
-ones of these and by a sample of the old ones. The book is never written to a disk.
+New rows are trained on once, then enter the reservoir for rehearsal. One request in five is only
+judged by: the recent ones of these, and a sample of the old ones.
 """
 
 from __future__ import annotations
@@ -27,14 +26,12 @@ class Record:
     """W rows of one request; row i is of the token x_p, p = begin + i.
 
     Attributes:
-        request: id; several records may be of one request.
+        request: id, of one or several records.
         states: [W, 3·Ht], the target's residual stream at x_p, columns low, mid, high.
         last: [W, Ht], what the target's LM head reads at x_p.
         tokens: [W] int64, x_{p+1}.
         labels: [W] bool, x_{p+1} is the target's own: a token to learn. A prompt's rows come first.
-        misses: s of eq. 8 of the request.
-        steps: target steps with a tree.
-        committed: tokens committed in them.
+        misses, steps, committed: see `FinishedRequest`.
     """
 
     request: str
@@ -119,15 +116,12 @@ class Reservoir:
 
 
 class Book:
-    """What is kept of finished requests.
+    """Rows of finished requests in four parts: new ones, the reservoir, `recent` and `old`.
 
     Args:
-        memory: bound of all rows, MiB; each of the four parts has a quarter.
-        seed: of the samples.
+        memory: MiB of rows; each part has a quarter.
 
     Attributes:
-        recent, old: judged records, the newest and a sample of those before.
-        reservoir: of trained records.
         counts: records by what became of them: `recorded`, `not finite`, `loop`.
     """
 

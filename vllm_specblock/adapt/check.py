@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def check_adapt(
-    given: dict[str, Any],
     resolved: ResolvedConfig,
     parallel: ParallelConfig,
     target: ModelConfig,
@@ -27,12 +26,8 @@ def check_adapt(
     """Refuse `adapt` where it cannot run.
 
     Args:
-        given: the user's `speculative_config`.
         resolved: with a drafter that adapts.
         gpus: numbers of those that the engine computes on.
-
-    Raises:
-        OptionError: one sentence.
     """
     assert resolved.adapting is not None
     options, key = resolved.adapting.adapt, "speculative_config key 'adapt'"
@@ -40,11 +35,6 @@ def check_adapt(
     if sum(drafter.adapt is not None for drafter in resolved.drafters) > 1:
         raise OptionError(
             f"{key} is given to both drafters, but only one can adapt: drop it from one."
-        )
-    if given.get("rejection_sample_method", "standard") != "standard":
-        raise OptionError(
-            f"{key} is given, but synthetic acceptance (rejection_sample_method) leaves "
-            "nothing to learn: drop one of them."
         )
     _check_trainer(options, gpus)
     if parallel.tensor_parallel_size > 1:

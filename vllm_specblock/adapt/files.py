@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +73,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_synced(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file aside, of mode 0600, then put it in its place in one step."""
+def write_json(path: Path, content: Any) -> None:
+    """Replace a file by JSON in one step; its mode is 0600."""
     aside = path.with_name(f".{path.name}.part")
-    write(aside)
+    aside.write_text(json.dumps(content) + "\n", encoding="utf-8")
     aside.chmod(0o600)
     sync(aside)
     os.replace(aside, path)
     sync(path.parent)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Replace a file by JSON."""
-    text = json.dumps(content) + "\n"
-    replace_synced(path, lambda aside: aside.write_text(text, encoding="utf-8"))
 
 
 def read_json(path: Path) -> Any:

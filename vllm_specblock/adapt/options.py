@@ -25,7 +25,7 @@ class AdaptConfig(Options):
 
     policy: Literal["bandit", "always", "watch"] = "bandit"
     """When to update: where it pays, every `every` requests as OSD does, or never: then requests
-    are recorded, and a version in `out` is judged on them, but nothing is learned or swapped."""
+    are recorded, but nothing is learned or swapped."""
 
     rule: Literal["gain", "paper"] = "gain"
     """Of the bandit: judged gains against measured seconds, or the paper's Algorithm 1."""
@@ -70,6 +70,8 @@ class AdaptConfig(Options):
                 f"rule 'paper' goes with policy 'bandit', but policy is {self.policy!r}: change "
                 "the one or drop the other"
             )
+        if self.policy == "watch" and self.out is not None:
+            raise ValueError("policy 'watch' makes no versions, but out is given: drop one of them")
         if self.trainer == "engine" and self.actions == "all":
             raise ValueError(
                 "trainer 'engine' trains heads only, but actions is 'all': take 'heads' or "
@@ -92,8 +94,8 @@ class AdaptConfig(Options):
 
     @property
     def trains_beside(self) -> bool:
-        """Whether the engine has a trainer, to learn or to judge a version of `out`."""
-        return self.folder is None and (self.policy != "watch" or self.out is not None)
+        """Whether the engine has a trainer."""
+        return self.folder is None and self.policy != "watch"
 
     @property
     def largest(self) -> str:
@@ -102,18 +104,14 @@ class AdaptConfig(Options):
 
 
 def parse_adapt(given: Any, kind: str, where: str = "") -> AdaptConfig | None:
-    """The value of `adapt` of one head, checked.
+    """Check the value of `adapt` of one drafter; None: it does not adapt.
 
     Args:
-        given: false, true, or a dictionary.
-        kind: of the head.
+        kind: of the drafter.
         where: put before a key in messages, e.g. "second_drafter.".
 
-    Returns:
-        None: it does not adapt.
-
     Raises:
-        OptionError: another kind of head, or a wrong value. One sentence.
+        OptionError: another kind of drafter, or a wrong value.
     """
     name = f"{where}{ADAPT}"
     if not isinstance(given, bool | dict):

@@ -115,18 +115,15 @@ class VersionFolder:
         sync(self.out)
         return name
 
-    def use(self, name: str | None, who: str = "trainer") -> None:
+    def use(self, name: str | None) -> None:
         """Make a version current; None: the drafter as delivered.
-
-        Args:
-            who: chose it, `trainer` or `person`.
 
         Raises:
             TrainError: there is no such version, or it cannot be used; nothing changes.
         """
         if name is not None:
             self.read(name)
-        write_json(self.out / CURRENT, {"version": name, "by": who, "time_ns": time.time_ns()})
+        write_json(self.out / CURRENT, {"version": name})
 
     def current(self) -> str | None:
         """Return the name of the version that is to serve; None: the drafter as delivered.
@@ -141,14 +138,6 @@ class VersionFolder:
         except (OSError, ValueError, KeyError, TypeError):
             raise TrainError(f"{CURRENT} cannot be read.") from None
         return None if name is None else str(name)
-
-    def chosen(self) -> dict[str, Any]:
-        """Return what current.json says, if it can be read: `version`, `by`, `time_ns`."""
-        try:
-            said = read_json(self.out / CURRENT)
-        except (OSError, ValueError):
-            return {}
-        return said if isinstance(said, dict) else {}
 
     def stamp(self) -> int:
         """Return a number that changes whenever current.json does; 0: there is none."""
@@ -199,8 +188,12 @@ class VersionFolder:
         return found
 
     def prune(self, keep: int = KEPT) -> None:
-        """Remove all but the newest versions and the current one."""
-        current = self.chosen().get("version")
+        """Remove all but the newest versions and the current one.
+
+        Raises:
+            TrainError: as `current`.
+        """
+        current = self.current()
         for name in self.names()[:-keep]:
             if name != current:
                 # Renamed first: half a folder is never a version.
@@ -218,8 +211,11 @@ class VersionFolder:
         for what, mine in self.fingerprints.items():
             if facts.get("fingerprints", {}).get(what) != mine:
                 raise TrainError(f"The version {folder} was made for another {what}.")
-        weights = folder / checkpoint.WEIGHTS
-        if not weights.is_file() or digest(weights) != facts.get("checksum"):
+        try:
+            checksum = digest(folder / checkpoint.WEIGHTS)
+        except OSError:
+            checksum = None
+        if checksum is None or checksum != facts.get("checksum"):
             raise TrainError(f"The weights in {folder} are not those that were written there.")
         return folder
 

@@ -28,9 +28,7 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Folder for versions. Default: FOLDER/versions.")
     ] = None,
-    policy: Annotated[
-        str, typer.Option(help="gain, paper, always (OSD), fixed or watch.")
-    ] = "gain",
+    policy: Annotated[str, typer.Option(help="gain, paper or always (OSD).")] = "gain",
     actions: Annotated[str, typer.Option(help="The largest update: heads or all.")] = "heads",
     lr: UpdateRate = None,
     num_blocks: Annotated[
@@ -95,7 +93,7 @@ def list_versions(out: Out) -> None:
     from vllm_specblock.adapt.versions import VersionFolder
 
     folder = VersionFolder(out)
-    found, current = folder.listed(), folder.chosen().get("version")
+    found, current = folder.listed(), folder.current()
     mark = " " if current else "*"
     typer.echo(f"{'':2}{'version':16}{'parent':16}{'action':8}{'rows':>9}  tokens per row")
     typer.echo(f"{mark:2}{DELIVERED}")
@@ -119,5 +117,5 @@ def use(
 
     if not out.is_dir():
         raise TrainError(f"There is no folder {out}: give the one that the option out names.")
-    VersionFolder(out).use(None if version == DELIVERED else version, who="person")
+    VersionFolder(out).use(None if version == DELIVERED else version)
     typer.echo(f"{version} is current in {out}.")

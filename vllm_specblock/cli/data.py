@@ -1,4 +1,4 @@
-"""`specblock data`: training shards from chat data, or from prompts that the target makes up."""
+"""`specblock data`: training shards from chat data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def data(
     ] = None,
     **given: Any,
 ) -> None:
-    """Make training shards from chat data or from nothing, with answers by the target in vLLM.
+    """Make training shards from chat data, with answers by the target in vLLM.
 
     A killed run resumes with the same options.
     """

@@ -56,7 +56,6 @@ def features(
     from vllm_specblock.train.config import TrainError
     from vllm_specblock.train.data.packed_dataset import load_texts
     from vllm_specblock.train.target import feature_store, target_rows
-    from vllm_specblock.train.target.features import load_tokenizer
     from vllm_specblock.train.target.target_info import describe_target, read_target
 
     target = target_folder(target)
@@ -67,7 +66,7 @@ def features(
             f"--length is {length}, but vLLM needs a position more than that and the target has "
             f"{longest}: give a --length of {longest - 1} at the most."
         )
-    texts = load_texts(data, lambda: load_tokenizer(target), raw["vocab_size"])
+    texts = load_texts(data, raw["vocab_size"])
     sequences = [text.tokens for text in texts]
     layers = describe_target(target, layer_ids=layer_ids).layer_ids
     assert layers is not None  # the target is described

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.op import op
-from vllm_specblock.triton_kernels.tree.best_chain import best_chain_triton
 
 
 @dataclass(frozen=True)
@@ -40,22 +38,11 @@ class Combined:
 
     def where(self, chain: torch.Tensor) -> Combined:
         """The best path alone, as a chain, for the requests where `chain` [R] is true, or not 0."""
-        return best_chain(self, chain)
-
-
-def _best_chain_triton(combined: Combined, chain: torch.Tensor) -> Combined:
-    *tree, origin = best_chain_triton(chain, origin=combined.origin, **vars(combined.tree))
-    return Combined(DraftTree(*tree), origin)
-
-
-@op(_best_chain_triton)
-def best_chain(combined: Combined, chain: torch.Tensor) -> Combined:
-    """See `Combined.where`."""
-    tree, chain = combined.tree, chain != 0
-    entry, length = tree.best_path()
-    place = torch.arange(entry.shape[1], device=entry.device)
-    origin = torch.where(place < length[:, None], combined.origin.gather(1, entry), 0)
-    return Combined(
-        tree.where(chain, tree.chain_of(entry, length)),
-        torch.where(chain[:, None], origin, combined.origin),
-    )
+        chain = chain != 0
+        entry, length = self.tree.best_path()
+        place = torch.arange(entry.shape[1], device=entry.device)
+        origin = torch.where(place < length[:, None], self.origin.gather(1, entry), 0)
+        return Combined(
+            self.tree.where(chain, self.tree.chain_of(entry, length)),
+            torch.where(chain[:, None], origin, self.origin),
+        )

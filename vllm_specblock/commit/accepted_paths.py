@@ -17,7 +17,7 @@ def read_accepted(
 
     Args:
         req_idx: [R] integers, of each request.
-        live: [R] bool or integers; the others count as no drafts.
+        live: [R] bool, or 0 and 1; the others count as no drafts.
         row_start: [R+1] int32, first row of each request in the batch.
         base: [R] int64, its rows up to and including the root.
         path: [S, D+1] int64, accepted: [S] int32, as `TreeStates` has them.
@@ -25,10 +25,9 @@ def read_accepted(
     Returns:
         path: [R, D+1] int64.
         accepted: [R] int32.
-        query_start: [R] int64, first row of each request.
+        query_start: [R] int32, first row of each request.
         drafts: [R] int64, nodes that the target ran on. On the host there is only how many were
             scheduled.
     """
-    starts = row_start.long()
-    drafts = (starts.diff() - base) * (live != 0)
-    return path[req_idx], accepted[req_idx], starts[:-1], drafts
+    start, end = row_start[:-1], row_start[1:]
+    return path[req_idx], accepted[req_idx], start, (end - start - base) * live

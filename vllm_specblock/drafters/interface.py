@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,7 +25,8 @@ class CommittedTokens:
     T rows, R requests, L layers of the target that some drafter reads, B rows of its batch.
     """
 
-    states: tuple[torch.Tensor, ...]  # L × [B, Ht], low layers first
+    # L × [B, Ht], low layers first; in CUDA graphs one tensor.
+    states: Sequence[torch.Tensor] | torch.Tensor
     source: torch.Tensor  # [T] int64, row of `states`
     token: torch.Tensor  # [T] int64, the token at position + 1, target vocabulary
     position: torch.Tensor  # [T] int64
@@ -56,6 +57,10 @@ class CommittedTokens:
 
     def features(self, layers: tuple[int, ...]) -> torch.Tensor:
         """[T, len(layers) · Ht], the states of `layers` (indices into `states`) side by side."""
+        first, after = layers[0], layers[-1] + 1
+        if isinstance(self.states, torch.Tensor) and layers == (*range(first, after),):
+            rows = self.states[first:after].transpose(0, 1)
+            return rows.index_select(0, self.source).flatten(1)  # one launch
         states = [self.states[layer] for layer in layers]
         if runs_loop(*states):
             return gather_states_numba(states, self.source)
@@ -85,6 +90,8 @@ class Drafter(ABC):
         max_model_len: tokens of the longest request; the engine sets it again before `bind`.
         model: its network; None for a drafter without weights.
         calibration: sharpens its scores by the verdicts on its nodes; None: it does not learn.
+        beta: [R] fp32, what it multiplies logits by in this step; the draft policy sets it before
+            `advance`. None: 1.
     """
 
     kind: str
@@ -93,12 +100,7 @@ class Drafter(ABC):
     max_model_len: int
     model: nn.Module | None = None
     calibration: DraftCalibration | None = None
-
-    def beta_of(self, rows: CommittedTokens) -> torch.Tensor | None:
-        """β for the step's requests, [R] fp32; None: 1."""
-        if self.calibration is None:
-            return None
-        return self.calibration.of(rows.temperature, rows.req_idx)
+    beta: torch.Tensor | None = None
 
     def cache_layers(self) -> list[CacheLayer]:
         """The layers whose keys and values the engine is to keep."""

@@ -56,7 +56,6 @@ class DrafterKind:
         reads_text: it reads the requests' tokens on the device.
         vllm_reads_config: vLLM takes its config.json for that of a drafter of its own "eagle3".
         adapts: it can learn while it serves (`adapt/`).
-        imposes: acceptance can be imposed on its trees, in benchmarks.
         needs_block_drop: its cache row of a token depends on the next token, so a request must
             recompute the last cached block of its prefix.
     """
@@ -67,7 +66,6 @@ class DrafterKind:
     reads_text: bool = False
     vllm_reads_config: bool = False
     adapts: bool = False
-    imposes: bool = False
     needs_block_drop: bool = True
 
     def load_class(self) -> Callable[..., Drafter]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.specblock")
 
 PACKAGE = "vllm"
-ENGINE = Path(__file__).resolve().parent
+PLUGIN = Path(__file__).resolve().parents[1]
 
 
 class Hook(NamedTuple):
@@ -35,8 +35,8 @@ class Hook(NamedTuple):
     Attributes:
         file: in the folder `vllm`; "" for an import.
         need: one of
-            `name(a, b)`: a function with these parameters; `...` at one end stands for others;
-            `name(2, 3)`: a function with 2 to 3 parameters;
+            `name(a, b)`: a function with these parameters, a kernel's without `_ptr`; `...` at one
+                end stands for others;
             `Class: a b`: a class that defines these names, or sets them on `self`;
             `name ~ text ... text`: source with these pieces in this order, white space aside;
             `name ~ text || text`: source with one of them; `name !~ text`: source without it;
@@ -70,12 +70,9 @@ class Hook(NamedTuple):
 
 
 def _trouble_of_parameters(wanted: list[str], found: list[str]) -> str | None:
-    if wanted[0].isdecimal():
-        least, most = map(int, wanted)
-        right = least <= len(found) <= most
-        return None if right else f"takes {len(found)} arguments, and ours {least} to {most}"
     if wanted[0] == "...":
-        missing = [each for each in wanted[1:] if each not in found]
+        known = {*found, *(each.removesuffix("_ptr") for each in found)}
+        missing = [each for each in wanted[1:] if each not in known]
         return f"lacks {', '.join(missing)}" if missing else None
     if wanted == found or (wanted[-1] == "..." and wanted[:-1] == found[: len(wanted) - 1]):
         return None
@@ -208,23 +205,21 @@ def warn_of_broken_hooks() -> None:
 
 
 def replaced_kernels() -> Iterator[Hook]:
-    """Yield a hook on every kernel that `cpu/kernels.py` replaces."""
-    ours = Sources(ENGINE / "cpu")
-    table = (ENGINE / "cpu/kernels.py").read_text(encoding="utf-8")
-    for path, file, name in re.findall(r'"([\w.]+)": (\w+)\.(\w+),', table):
-        function = ours.find(f"{file}.py", name)
-        assert isinstance(function, Part)
-        # The number of warps of a launch is no argument of the kernel.
-        most = len([each for each in function.parameters if each != "num_warps"])
-        least = most - len(function.node.args.defaults) + ("num_warps" in function.parameters)
-        module, _, kernel = path.rpartition(".")
-        yield Hook(f"{_GPU}{module.replace('.', '/')}.py", f"{kernel}({least}, {most})", _CPU)
+    """Yield a hook on the arguments that each replacement of a kernel in `cpu/` reads."""
+    for path in sorted((PLUGIN / "cpu").glob("*.py")):
+        for node in _definitions(ast.parse(path.read_text(encoding="utf-8"))):
+            for decorator in node.decorator_list:
+                if isinstance(decorator, ast.Call) and "replaces_kernel" in ast.dump(decorator):
+                    module, _, kernel = ast.literal_eval(decorator.args[0]).rpartition(".")
+                    wanted = ", ".join(Part(node, "").parameters)
+                    file = f"{_GPU}{module.replace('.', '/')}.py"
+                    yield Hook(file, f"{kernel}(..., {wanted})", _CPU)
 
 
 def our_imports() -> Iterator[Hook]:
-    """Yield a hook on every name that `engine/` imports, type checkers' imports included."""
-    for path in sorted(ENGINE.rglob("*.py")):
-        user = f"engine/{path.relative_to(ENGINE).as_posix()}"
+    """Yield a hook on every name of vLLM's that we import, type checkers' imports included."""
+    for path in sorted([*PLUGIN.glob("engine/**/*.py"), *PLUGIN.glob("cpu/*.py")]):
+        user = path.relative_to(PLUGIN).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
                 for alias in node.names:
@@ -281,15 +276,10 @@ HOOKS: tuple[Hook, ...] = (
         "VllmConfig: num_speculative_tokens additional_config kernel_config speculative_config"
         " compilation_config scheduler_config cache_config use_v2_model_runner"),
     *_on(_SPECULATIVE, "the config of an engine with drafts",
-        '~ "standard", "synthetic"',
-        "SpeculativeConfig: rejection_sample_method synthetic_acceptance_rates draft_model_config"
-        " num_speculative_tokens num_speculative_tokens_per_batch_size update_arch_"
+        "SpeculativeConfig: draft_model_config num_speculative_tokens update_arch_"
+        " num_speculative_tokens_per_batch_size"
         " use_eagle_block_drop disable_eagle_block_drop",
-        '~ rejection_sample_method: RejectionSampleMethod = "standard"',
-        "~ synthetic_acceptance_rates: list[float] | None = None",
         "~ extract_hidden_states"),
-    *_on("v1/spec_decode/utils.py", "synthetic acceptance",
-        "unconditional_to_conditional_rates(rates)"),
     *_on("model_executor/model_loader/base_loader.py", "checks of the target's layers",
         "BaseModelLoader.create_model(self, vllm_config, ...)",
         "BaseModelLoader.load_model ~ self.create_model( ... self.load_weights("),
@@ -342,8 +332,8 @@ HOOKS: tuple[Hook, ...] = (
         "Worker.finish_weight_update(self)",
         "Worker.get_draft_model(self)",
         "Worker: _weight_update_is_draft"),
-    *_on("v1/worker/gpu_worker.py", "adaptation, which must not record warm-up requests",
-        "Worker.compile_or_warm_up_model(self)"),
+    *_on(_GPU + "warmup.py", "adaptation, which must not record warm-up requests",
+        '~ f"_warmup_{i}_"', '~ req_id_prefix: str = "_v2_mixed_warmup"'),
     *_on("distributed/parallel_state.py", "adaptation on several ranks",
         "GroupCoordinator: cpu_group"),
     # ---- a step ----
@@ -395,7 +385,7 @@ HOOKS: tuple[Hook, ...] = (
         # Processors beyond these three are the user's, and may read the output's order.
         "Sampler.__init__ ~ _state, ... _state, ... _state,"),
     *_on(_GPU + "sample/states.py", "verification",
-        "SamplingStates: seeds max_num_logprobs"),
+        "SamplingStates: max_num_logprobs"),
     *_on(_GPU + "input_batch.py", "the rows of a step",
         "InputBatch: num_reqs idx_mapping idx_mapping_np expanded_idx_mapping expanded_local_pos"
         " num_scheduled_tokens num_tokens num_tokens_after_padding num_draft_tokens"
@@ -496,6 +486,11 @@ HOOKS: tuple[Hook, ...] = (
         "LLM.generate(self, prompts, sampling_params, ...)", "LLM.generate(..., use_tqdm)"),
     *_on("outputs.py", "offline answers", "CompletionOutput: token_ids"),
     # ---- a CPU; the kernels that are replaced there follow below ----
+    *_on("config/vllm.py", _CPU,
+        "VllmConfig.use_v2_model_runner ~ envs.VLLM_USE_V2_MODEL_RUNNER ... if not HAS_TRITON:",
+        "VllmConfig._validate_v2_model_runner ~ if not HAS_TRITON:"),
+    *_on("config/parallel.py", _CPU, "ParallelConfig: worker_cls"),
+    *_on("triton_utils/importing.py", _CPU, '~ if "cpu" in backends: HAS_TRITON = True'),
     *_on("platforms/cpu.py", _CPU,
         "CpuPlatform ~ @classmethod def check_and_update_config(",
         "CpuPlatform ~ @classmethod def get_attn_backend_cls("),
@@ -510,7 +505,6 @@ HOOKS: tuple[Hook, ...] = (
     *_on("v1/sample/ops/topk_topp_sampler.py", _CPU,
         "apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync)",
         "apply_top_k_top_p ~ if HAS_TRITON: ... return apply_top_k_top_p_pytorch("),
-    *_on(_GPU + "warmup.py", _CPU, "warmup_kernels(model_runner, ...)"),
     *_on("v1/worker/cpu_worker.py", _CPU, "CPUWorker.compile_or_warm_up_model(self)"),
     *_on("distributed/device_communicators/shm_broadcast.py", _CPU,
         "SpinCondition.wait(self, timeout_ms)", "SpinCondition.__init__ ~ self.busy_loop_s = "),

@@ -1,7 +1,7 @@
 """Patches of vLLM: each callable once, with the original kept.
 
 Only what vLLM has no registry for is patched. Calls that do not concern SpecBlock go to the
-original. The list says why each patch is needed.
+original.
 
 At start-up (`registration.py`):
     EngineArgs.create_speculative_config: `method` is a Literal.
@@ -14,13 +14,14 @@ At start-up (`registration.py`):
     SchedulerConfig.get_scheduler_cls: does not depend on the method; see `scheduler.py`.
 With our first engine in a frontend (`metrics/stop_strings.py`):
     OutputProcessor.process_outputs: counts the tokens after a stop string that it drops.
-At start-up on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/sleeping_waits.py`):
+At start-up on a CPU (`cpu/runner.py`):
+    VllmConfig.use_v2_model_runner, VllmConfig._validate_v2_model_runner: settled by whether Triton
+        was there when vLLM was imported, not by what an engine asks for.
+With the first engine on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/sleeping_waits.py`):
     kernels of Model Runner V2, block tables, top-k/top-p: have no CPU form.
     CpuPlatform.get_attn_backend_cls: always returns CPU_ATTN.
     torch.compiler.load_compiled_function: misses the cache of compiled models on a CPU.
     SpinCondition: waiting processes use the cores that the model needs.
-With the first engine on a CPU (`cpu/warm_up.py`):
-    warmup_kernels: serves dummy requests to compile Triton kernels, which are interpreted there.
 With the first engine on a CPU with LoRA adapters (`cpu/lora.py`):
     bgmv_shrink, bgmv_expand, bgmv_expand_slice: take −1, no adapter, for the last adapter.
 With the first engine with adaptive budgets (`budget.py`, on a CPU `host_budget.py`):
@@ -36,8 +37,6 @@ With each of our engines (`draft_updates.py`):
         which a folded drafter lacks.
 With each of our engines (`deep_sleep.py`):
     Worker.sleep: level 2 discards weights that the drafter cannot reload.
-With the first engine that adapts (`made_up_requests.py`):
-    Worker.compile_or_warm_up_model: serves dummy requests, which must not be recorded.
 In `specblock features` (`extract.py`):
     ExtractHiddenStatesSpeculator.propose: does not keep the state after the final norm.
 """
@@ -60,11 +59,12 @@ def patch(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
     label = f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
     if label in PATCHES:
         return
-    original = getattr(owner, name)
+    static = inspect.getattr_static(owner, name)
+    original: Any = static.fget if isinstance(static, property) else getattr(owner, name)
     PATCHES[label] = original
     replacement: Any = wraps(original)(make(original))
-    if isinstance(inspect.getattr_static(owner, name), classmethod):
-        replacement = classmethod(replacement)
+    if isinstance(static, classmethod | property):
+        replacement = type(static)(replacement)
     setattr(owner, name, replacement)
 
 

@@ -11,9 +11,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 
 class Ranks:
-    """A group of processes as their hosts see it.
-
-    Every rank has to make the same calls in the same order, and each call waits for all of them.
+    """A group of processes; all make the same calls in the same order, and wait for each other.
 
     Args:
         group: that moves tensors in host memory.
@@ -36,12 +34,12 @@ class Ranks:
         return low == -high
 
     def from_first(self, numbers: Sequence[int]) -> list[int]:
-        """The first rank's numbers; the others' say only how many they are."""
+        """Return the first rank's numbers; the other ranks give as many."""
         said = torch.tensor(numbers, device="cpu")
         distributed.broadcast(said, distributed.get_global_rank(self._group, 0), self._group)
         return list(said.tolist())  # a host tensor
 
 
 def tensor_parallel_ranks() -> Ranks:
-    """Those that share this engine's target."""
+    """Return the ranks that share this engine's target."""
     return Ranks(get_tp_group().cpu_group)

@@ -125,18 +125,13 @@ class TreeScheduling(Scheduler):
     def _preempt_request(
         self, request: Request, timestamp: float, drop_stale_output: bool = False
     ) -> None:
-        """Preempt a request; a session's step in flight is dropped.
-
-        vLLM loses a session that stops by such a step: its text is cut to nothing, and it is in
-        no queue.
-        """
+        """Preempt a request; drop a session's step in flight, by which vLLM would lose it."""
         super()._preempt_request(request, timestamp, drop_stale_output or request.resumable)
 
     def _handle_stopped_request(self, request: Request) -> bool:
         """Resume a streaming-input session at its stop, not after the accepted path.
 
-        vLLM counts the whole path as computed before it trims the output. Without drafts, the last
-        sampled token is never computed, and the session drops it.
+        vLLM counts the whole path as computed before it trims the output.
         """
         if request.resumable:
             frontier = request.num_tokens - 1 + request.num_output_placeholders

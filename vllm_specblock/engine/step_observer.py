@@ -1,11 +1,7 @@
-"""What may watch an engine's steps, and the one that the key `adapt` asks for.
-
-The engine never imports `adapt/`: it is found here by name, where the key is given.
-"""
+"""Observer of an engine's steps; the key `adapt` loads the one in `adapt/`, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +9,9 @@ import numpy as np
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import NewRequestData
 
-    from vllm_specblock.drafters.interface import CommittedTokens, Drafter
-    from vllm_specblock.engine.config.resolved_config import ResolvedConfig
+    from vllm_specblock.drafters.interface import CommittedTokens
     from vllm_specblock.engine.metrics.counters import Counts
     from vllm_specblock.engine.runner.step_batch import StepBatch
     from vllm_specblock.feedback.verified_trees import VerifiedTrees
@@ -26,17 +20,15 @@ ADAPT = "adapt"
 """Key of `speculative_config`, at the drafter that adapts."""
 
 
+WARM_UP = ("_warmup_", "_v2_mixed_warmup_")
+"""How the names of vLLM's warm-up requests begin."""
+
+
 class StepObserver:
-    """Sees every request and every step; a subclass overrides what it needs.
-
-    Attributes:
-        warming_up: new requests are vLLM's own dummies.
-    """
-
-    warming_up = False
+    """Sees every request of a user and every step; a subclass overrides what it needs."""
 
     def begin(self, slot: int, request: NewRequestData) -> None:
-        """A request comes, new or resumed after a preemption."""
+        """A request begins, new or resumed after a preemption."""
 
     def end(self, request: str) -> None:
         """A request is finished or preempted."""
@@ -48,7 +40,7 @@ class StepObserver:
         self,
         rows: StepBatch,
         committed: CommittedTokens,
-        hidden_states: list[torch.Tensor],
+        hidden_states: list[torch.Tensor] | torch.Tensor,
         verified: VerifiedTrees,
     ) -> None:
         """Called within a step before its trees are replaced, eagerly or in a graph.
@@ -69,24 +61,3 @@ class StepObserver:
 def adaptation(module: str) -> Any:
     """Return a module of `adapt/`: `options`, `check` or `serving.observer`."""
     return import_module(f"vllm_specblock.adapt.{module}")
-
-
-def make_observer(
-    config: VllmConfig,
-    resolved: ResolvedConfig,
-    drafters: Sequence[Drafter],
-    parent: torch.Tensor,
-    max_depth: int,
-) -> StepObserver | None:
-    """Return what watches an engine's steps; None: no drafter adapts.
-
-    Args:
-        drafters: of the plan, loaded.
-        parent: [S, N] int32, of the trees under verification.
-        max_depth: D, the deepest path.
-    """
-    if resolved.adapting is None:
-        return None
-    make = adaptation("serving.observer").make_observer
-    observer: StepObserver | None = make(config, resolved, drafters, parent, max_depth)
-    return observer

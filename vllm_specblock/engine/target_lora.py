@@ -1,7 +1,6 @@
 """LoRA adapters on the target: the rows of logits, and embeddings without adapters.
 
-Model Runner V2 maps tokens to adapters by request, which is right for trees, and rows of logits one
-per request, which is not: with drafts a request has as many as it has nodes, and one.
+Model Runner V2 maps one row of logits per request to an adapter; a request with drafts has more.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ class LogitsAdapters:
         self.mappings = {id(each.punica_wrapper): each.punica_wrapper for each in wrapped}.values()
 
     def map_rows(self, batch: InputBatch) -> None:
-        """Give each row of logits the adapter of its token.
-
-        In every step: where the same requests come in the same order, vLLM leaves its mapping as it
-        was, and so as the last step left it.
-        """
+        """Give each row of logits the adapter of its token, in every step: vLLM leaves its mapping
+        as it is where the same requests come in the same order."""
         rows = batch.logits_indices
         for mapping in self.mappings:
             mapping._sampler_indices[: len(rows)] = mapping._token_lora_indices[rows]
@@ -42,10 +38,9 @@ class LogitsAdapters:
 
 
 def embed_without_adapters(model: VllmModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """→ f: [n] target token ids → [n, H], the target's embedding as its checkpoint has it.
+    """Return the function from [n] token ids to [n, H] of the target's checkpoint.
 
-    Drafters were trained on that one, and what they embed is no row of vLLM's batch, by which it
-    would look for an adapter.
+    Drafters were trained on it, and what they embed is no row of vLLM's batch.
     """
     view: Any = model
     names = [
@@ -59,7 +54,7 @@ def embed_without_adapters(model: VllmModel) -> Callable[[torch.Tensor], torch.T
 
 
 def _with(module: nn.Module, path: list[str], leaf: nn.Module) -> nn.Module:
-    """`module` with another leaf; it shares all else with the given one, which stays as it is."""
+    """Return a copy of `module` with another leaf, which shares all else."""
     if not path:
         return leaf
     name, *rest = path

@@ -97,12 +97,10 @@ def embedding_of(model: nn.Module, device: torch.device) -> Callable[[torch.Tens
 
 
 def check_target_model(model: nn.Module, config: VllmConfig) -> None:
-    """Refuse a target that ignores the tree mask.
+    """Raise TargetError for a target that ignores the tree mask.
 
-    Raises:
-        TargetError: a custom model state, which may read neighbouring rows; a layer that is not
-            vLLM's `Attention` with our backend and equal key and value sizes, nor a recurrent one
-            of `recurrent/layers.py`; an fp8 cache with a head size that cannot be packed.
+    That is a custom model state, or a layer that is neither vLLM's `Attention` with our backend and
+    equal key and value sizes nor a recurrent one; also an fp8 cache that cannot be packed.
     """
     if hasattr(model, "get_model_state_cls"):
         raise TargetError(f"its own model state ({type(model).__name__})")
@@ -117,7 +115,7 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
         layer = layers[name]
         backend = layer.get_attn_backend()
         if (
-            backend is not TreeAttentionBackend
+            not issubclass(backend, TreeAttentionBackend)
             or type(layer) is not Attention  # subclasses may mask or store differently
             or layer.head_size_v != layer.head_size
         ):

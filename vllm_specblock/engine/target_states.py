@@ -38,12 +38,10 @@ _SEVERAL_STREAMS = frozenset({"Gemma3nDecoderLayer", "LoopCoderDecoderLayer"})
 def add_interface(model: nn.Module, config: VllmConfig) -> None:
     """Give `model` the methods of vLLM's `SupportsEagle3`.
 
-    The state after i layers is the input of layer i. A hook copies it to a persistent buffer, so
-    that it works in compiled code and CUDA graphs.
+    A hook copies the input of a layer to a persistent buffer, also in compiled code and graphs.
 
     Raises:
-        TargetError: no `ModuleList` has `num_hidden_layers` entries with attention, or its layers
-            pass on several streams of hidden states.
+        TargetError: no `ModuleList` of all layers, or layers with several hidden states per token.
     """
     depth = config.model_config.hf_text_config.num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 KEY = "specblock_draft"
 
@@ -29,10 +28,3 @@ def check(params: SamplingParams) -> None:
             parameter="extra_args",
             value=given,
         )
-
-
-def fills_block(batch: InputBatch, block_size: int) -> bool:
-    """Whether this step fills a cache block of any request; only full blocks become prefixes."""
-    before = batch.num_computed_tokens_np
-    after = before + batch.num_scheduled_tokens[: batch.num_reqs]
-    return bool((after // block_size > before // block_size).any())  # host arrays

@@ -1,29 +1,72 @@
-"""Step cost: how long a step takes, by its rows, learned from the steps themselves.
+"""Step cost: how long steps and drafts take relative to each other, learned as they run.
 
-A machine that is slow for a while is slow for all steps, and no decision depends on that. So time
-is a scale, which follows every step at once, times a shape, which is learned where two successive
-steps differ in size.
+A machine that is slow for a while is slow for all steps, and no decision depends on that. So only
+ratios are learned: of a step to the step before, and of drafting to its own step. A Kalman filter
+divides the error of a ratio among the costs behind it, by how uncertain each is.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-SHAPE_STEP, SHAPE_MEMORY = 0.6, 25
-"""Share of an error that the shape takes over at the first step of a size; at the n-th, n-th part
-of it, down to this many."""
+SPREAD, SURE = 0.5, 0.1
+"""Standard deviation of start-up figures, in nats: on a CPU, and on a GPU, where nothing else runs.
+Figures of similar sizes err alike."""
 
-CLIP = 0.35
-"""Largest error, in nats, that the shape learns from: one outlier must not decide."""
+NOISE = 0.15
+"""Standard deviation of a measured ratio, in nats, until the errors show it. An error of more than
+two of its own standard deviations counts as two: one outlier must not decide."""
 
-_OUTLIER = 2.5  # nats; the process did something else meanwhile
-_FRESH = 3  # steps of a size that replace the figure measured at start-up
-_PLAIN_STEPS = 31  # comparisons of plain steps with others; their median counts
-_DRAFT = 0.2  # share of a step that drafting takes, until it is measured
-_LOOKUP = 0.1  # share of the time to draft that a lookup takes, until it is seen
-_READ_STEPS = 0.1  # share of a catch-up's error that the cost of a row takes over
+FORGET = 2e-5
+"""Share of what is known that each ratio makes outdated."""
+
+_LOOKUP = 0.1  # time of a lookup over that of a drafter with weights, until it is seen
+
+
+class _Step(NamedTuple):
+    rows: int
+    requests: int
+    trees: bool
+
+
+class _Curve:
+    """Costs at rising points, which never fall; linear between them and beyond.
+
+    Attributes:
+        logs: of the costs, before falls are levelled; a view.
+    """
+
+    def __init__(self, points: np.ndarray, logs: np.ndarray, first: int) -> None:
+        self.points, self.places, self.first = points, points.tolist(), first  # a host array
+        self.logs = logs[first : first + len(points)]
+        self.update()
+
+    def update(self) -> None:
+        """Take over changed logs."""
+        self.costs = np.maximum.accumulate(np.exp(self.logs))
+
+    def __call__(self, at: np.ndarray | float) -> np.ndarray:
+        found = np.interp(at, self.points, self.costs)
+        if len(self.places) > 1:
+            slope = (self.costs[-1] - self.costs[-2]) / (self.places[-1] - self.places[-2])
+            found = found + slope * np.maximum(np.asarray(at) - self.places[-1], 0)
+        return found
+
+    def add_gradient(self, gradient: np.ndarray, at: float, sign: float) -> None:
+        """Add the gradient of the log of a cost, with respect to all logs."""
+        above = min(bisect_left(self.places, at), len(self.places) - 1)
+        below = max(above - 1, 0)
+        low, high = self.places[below], self.places[above]
+        share = min((at - low) / (high - low), 1.0) if high > low else 1.0
+        part = share * math.exp(self.logs[above] - self.logs[below])
+        part /= part + 1 - share
+        gradient[self.first + below] += sign * (1 - part)
+        gradient[self.first + above] += sign * part
 
 
 class StepCost:
@@ -40,8 +83,7 @@ class StepCost:
 
     def __init__(self) -> None:
         rows = 2 ** np.arange(13)
-        times = 0.95 + 0.05 * rows
-        self.measured(dict(zip(rows.tolist(), times.tolist())), {1: _DRAFT})  # host arrays
+        self.measured({n: 0.95 + 0.05 * n for n in rows.tolist()}, {1: 0.2})  # host arrays
 
     def measured(
         self,
@@ -58,113 +100,116 @@ class StepCost:
             per_request: time of a request beside its rows.
             noisy: other work may have been in these times.
         """
-        self._rows = np.array(sorted(verify), dtype=float)
-        times = np.array([verify[int(rows)] for rows in self._rows])
-        times = _plausible(self._rows, times) if noisy else np.maximum.accumulate(times)
-        self._scale = float(np.log(times[0]))
-        self._times = times / times[0]
-        self._steps = np.zeros(len(times))
-        slope = (times[-1] - times[-2]) / (self._rows[-1] - self._rows[-2]) / times[0]
-        self._beyond = max(float(slope), 0.0)  # per row
-        # Log ratio to a step of so many rows with trees: the median where one follows the other.
-        self._plain, self._plain_seen = 0.0, [0.0]
-        self._before: tuple[int, int, bool, float] | None = None
-        self._requests = 2.0 ** np.arange(11)
-        given = np.array(sorted(draft), dtype=float)
-        seconds = np.array([draft[int(count)] for count in given])
-        seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # too long, if anything
-        found = np.interp(self._requests, given, seconds) / times[0]
-        # Without a drafter with weights, and with one, as it was measured.
-        self._draft = np.log(np.maximum([_LOOKUP * found, found], 1e-6))
-        self._drafts = np.zeros((2, len(found)))
+        rows = np.array(sorted(verify), dtype=float)
+        counts = np.array([n for n in sorted(draft) if n & (n - 1) == 0 or n == max(draft)], float)
+        times = np.array([verify[int(n)] for n in rows])
+        times = _plausible(rows, times) if noisy else times
+        drafting = np.array([draft[int(n)] for n in counts])
+        drafting = np.maximum(np.minimum.accumulate(drafting[::-1])[::-1], 1e-6 * times[0])
+        # The last one: a plain step over one that verifies no node.
+        found = np.concatenate([times, drafting, _LOOKUP * drafting, times[:1]])
+        self._logs = logs = np.log(found / times[0])
+        self._verify, self._draft = _Curve(rows, logs, 0), _Curve(counts, logs, len(rows))
+        self._lookup = _Curve(counts, logs, len(rows) + len(counts))
+        self._covariance: np.ndarray | None = None  # until a step was seen
+        self._spread = SPREAD if noisy else SURE
+        self._noise = [NOISE**2, NOISE**2]  # variance of ratios of steps, and of drafts to steps
+        self._last, self._seconds = _Step(int(rows[0]), 0, True), float(times[0])
         self.per_request, self.read = per_request / times[0], 0.0
 
     def verify(self, rows: np.ndarray | float, requests: int) -> np.ndarray:
         """[n] rows of a step that verifies trees → [n] relative costs."""
-        beyond = np.maximum(np.asarray(rows) - self._rows[-1], 0)
-        found = np.interp(rows, self._rows, self._times)
-        return found + self._beyond * beyond + self.per_request * requests
+        return self._verify(rows) + self.per_request * requests
 
     def plain(self, requests: int) -> float:
         """Relative cost of a step without drafts."""
-        return float(self.verify(requests, requests) * np.exp(self._plain))
+        return float(self.verify(requests, requests)) * math.exp(min(self._logs[-1], 0.0))
 
     def draft(self, requests: int, asked: bool = True) -> float:
         """Relative cost to draft; asked: by a drafter with weights, if there is one."""
-        return float(np.exp(np.interp(np.log2(requests), np.arange(11), self._draft[int(asked)])))
+        return float((self._draft if asked else self._lookup)(requests))
 
     def of(self, seconds: float) -> float:
         """Relative cost of something that took so long just now."""
-        return float(seconds * np.exp(-self._scale))
+        return seconds / self._seconds * self._cost(self._last)
+
+    def doubt(self, rows: int, requests: int) -> float:
+        """Return the standard deviation of log(verify(rows) / plain(requests))."""
+        if self._covariance is None:
+            return 0.0
+        gradient = self._gradient(_Step(rows, requests, True), _Step(requests, requests, False))
+        return math.sqrt(max(float(gradient @ self._covariance @ gradient), 0.0))
 
     def observe(self, rows: int, requests: int, trees: bool, seconds: float) -> None:
         """Learn from a step, less its drafting; trees: it verified drafts."""
-        level, before = self._level((rows, requests, trees, seconds)), self._before
-        self._scale, self._before = level, (rows, requests, trees, seconds)
-        if before is None or before[:3] == (rows, requests, trees):
-            return
-        error = level - self._level(before)
-        if abs(error) > _OUTLIER:
-            return
-        if trees != before[2]:
-            error = self._plain + float(np.clip(error, -CLIP, CLIP)) * (1 if before[2] else -1)
-            self._plain_seen = [*self._plain_seen[1 - _PLAIN_STEPS :], error]
-            self._plain = min(float(np.median(self._plain_seen)), 0.0)
-            return
-        ends = self._around(rows), self._around(before[0])
-        known = [sum(part * self._steps[place] for place, part in end) for end in ends]
-        for end, sign, mine, other in zip(ends, (1, -1), known, known[::-1]):
-            # A start-up figure gives way sooner, but only downwards: it was too high.
-            least = -2 * CLIP if mine < _FRESH else -CLIP
-            change = float(np.clip(sign * error, least, CLIP)) * (other + 1) / (mine + other + 2)
-            for place, part in end:
-                step = 2 * SHAPE_STEP / np.clip(self._steps[place], 1, SHAPE_MEMORY)
-                self._times[place] *= np.exp(part * min(step, 1) * change)
-                self._steps[place] += part
-        # As in `_plausible`: a size costs no less than a smaller one, and a row of it no more.
-        self._times = np.maximum.accumulate(self._times)
-        self._times = self._rows * np.minimum.accumulate(self._times / self._rows)
-
-    def _level(self, step: tuple[int, int, bool, float]) -> float:
-        """Return the log of a step's time over its relative cost."""
-        rows, requests, trees, seconds = step
-        expected = float(self.verify(rows, requests)) if trees else self.plain(requests)
-        return float(np.log(max(seconds, 1e-9) / expected))
-
-    def _around(self, rows: int) -> list[tuple[int, float]]:
-        """Return the two sizes around `rows`, and their shares of it."""
-        above = min(int(np.searchsorted(self._rows, rows)), len(self._rows) - 1)
-        below = max(above - 1, 0)
-        gap = self._rows[above] - self._rows[below]
-        share = 1.0 if not gap else float(np.clip((rows - self._rows[below]) / gap, 0, 1))
-        return [(above, share), (below, 1 - share)]
-
-    @property
-    def compared(self) -> bool:
-        """Whether plain steps were compared with others often enough."""
-        return len(self._plain_seen) >= _PLAIN_STEPS
-
-    def knows(self, rows: int) -> bool:
-        """Whether steps of about so many rows were seen, or none ever are."""
-        seen = sum(part * self._steps[place] for place, part in self._around(rows))
-        return self._before is None or seen >= _FRESH
+        step, last, seconds = _Step(rows, requests, trees), self._last, max(seconds, 1e-9)
+        if self._covariance is None:
+            self._initial = self._prior()
+            self._covariance = self._initial.copy()
+        else:
+            error = math.log(self.of(seconds) / self._cost(step))
+            if step == last:
+                self._noise[0] = _variance(self._noise[0], error, self._noise[0])
+            else:
+                self._learn(self._gradient(step, last), error, False)
+        self._last, self._seconds = step, seconds
 
     def observe_draft(self, requests: int, asked: bool, seconds: float, read: int) -> None:
-        """Learn from a proposal; read: rows that its drafters had missed before."""
+        """Learn from a proposal in the last step; read: rows that its drafters had missed."""
         cost, expected = self.of(seconds), self.draft(requests, asked)
         if read > 4 * requests:  # mostly that
             extra = max(cost - expected, 0.0) / read
-            self.read += (_READ_STEPS if self.read else 1.0) * (extra - self.read)
-            return
-        error = float(np.clip(np.log(max(cost, 1e-6) / expected), -3, 3))
-        mode, place = int(asked), min(round(np.log2(requests)), len(self._requests) - 1)
-        if self._drafts[mode, place] >= _FRESH:
-            self._draft[mode, place] += 0.05 * error
-        else:  # sizes that never came follow
-            unseen = self._drafts[mode] == 0
-            unseen[place] = True
-            self._draft[mode, unseen] += SHAPE_STEP * error
-        self._drafts[mode, place] += 1
+            self.read += (0.1 if self.read else 1.0) * (extra - self.read)
+        elif self._covariance is not None:
+            gradient = -self._gradient(self._last)
+            (self._draft if asked else self._lookup).add_gradient(gradient, requests, 1.0)
+            self._learn(gradient, math.log(max(cost, 1e-6) / expected), True)
+
+    def _cost(self, step: _Step) -> float:
+        if step.trees:
+            return float(self.verify(step.rows, step.requests))
+        return self.plain(step.requests)
+
+    def _gradient(self, step: _Step, other: _Step | None = None) -> np.ndarray:
+        """Return the gradient of log(cost of a step / cost of the other)."""
+        found = np.zeros(len(self._logs))
+        for each, sign in ((step, 1.0), (other, -1.0)):
+            if each is not None:
+                self._verify.add_gradient(found, each.rows, sign)
+                found[-1] += sign * (not each.trees)
+        return found
+
+    def _prior(self) -> np.ndarray:
+        """Return the covariance of start-up figures: it halves in 0.7 doublings of a size."""
+        found = np.zeros((len(self._logs), len(self._logs)))
+        for curve in self._verify, self._draft, self._lookup:
+            here, octave = (
+                slice(curve.first, curve.first + len(curve.points)),
+                np.log2(curve.points),
+            )
+            found[here, here] = self._spread**2 * np.exp(-np.abs(octave[:, None] - octave))
+        found[-1, -1] = NOISE**2
+        return found
+
+    def _learn(self, gradient: np.ndarray, error: float, drafts: bool) -> None:
+        """Learn from the error of a log ratio: of drafting to a step, or of two steps."""
+        covariance = self._covariance
+        assert covariance is not None
+        covariance += FORGET * (self._initial - covariance)
+        spread = covariance @ gradient
+        known, noise = float(gradient @ spread), self._noise[drafts]
+        variance = known + noise
+        trust = min(1.0, 2 * math.sqrt(variance) / max(abs(error), 1e-9))
+        self._noise[drafts] = _variance(noise, error, variance)
+        self._logs += spread * (trust * error / variance)
+        covariance -= np.outer(spread, spread * (trust / variance))
+        for curve in self._verify, self._draft, self._lookup:
+            curve.update()
+
+
+def _variance(noise: float, error: float, expected: float) -> float:
+    """Return a variance of noise that follows errors of this expected variance."""
+    return max(noise + 0.02 * (min(error**2, 4 * expected) - expected), 1e-4)
 
 
 def _plausible(rows: np.ndarray, times: np.ndarray) -> np.ndarray:

@@ -21,8 +21,7 @@ class RunConfig(BaseModel):
 
     target: Path = Field(description="Folder or hub id of the frozen target model.")
     data: Path = Field(
-        description="What `specblock data` wrote, a folder of text files, a .jsonl with a text or "
-        "input_ids in every line, or a .safetensors with tokens and lengths."
+        description="What `specblock data` wrote, or a .safetensors with tokens and lengths."
     )
     data_license: str | None = Field(
         default=None,
@@ -94,9 +93,6 @@ class RunConfig(BaseModel):
     minutes: float | None = Field(
         default=None, gt=0, description="Save and stop after so many; a later call goes on."
     )
-    track: Literal["none", "tensorboard", "wandb"] = Field(
-        default="none", description="Where log lines go besides OUT/training/log.jsonl."
-    )
 
     @model_validator(mode="after")
     def _micro_batches_fill_the_batch(self) -> RunConfig:
@@ -140,21 +136,11 @@ class TrainConfig(RunConfig):
 
     num_blocks: int = Field(default=2, ge=1, description="M, blocks drafted one after the other.")
     rank_from: int = Field(default=2000, ge=0, description="First update with the rank loss.")
-    rank_loss: Literal["plain", "ordinal"] = Field(
-        default="plain", description="Cross-entropy, or one that knows the buckets' order."
-    )
     loss_floor: float = Field(
         default=0.25,
         ge=0,
         le=1,
         description="Share of the rows that eq. 6 divides by at the least; 0 is the paper's.",
-    )
-    shift_lr: float = Field(
-        default=1.0, gt=0, description="Learning rate of the layer-wise shift, times lr."
-    )
-    lm_head: Literal["target", "scratch"] = Field(
-        default="target",
-        description="A fresh drafter's LM head: the target's rows with its final norm, or noise.",
     )
     valid_prefix: bool = Field(
         default=True, description="Ablation: without, loss is counted after a wrong position too."
@@ -168,7 +154,6 @@ class TrainConfig(RunConfig):
     recompute: bool = Field(
         default=False, description="Activation checkpointing: less memory, a third more work."
     )
-    compiled: bool = Field(default=False, description="Run the drafter through torch.compile.")
 
     @model_validator(mode="after")
     def _window_holds_a_block(self) -> TrainConfig:
@@ -192,10 +177,8 @@ _FREE = {
     "parallel",
     "kernel",
     "recompute",
-    "compiled",
     "save_every",
     "log_every",
-    "track",
     "minutes",
 }
 """Options that may change when a run is resumed: they say where things are, or how the same

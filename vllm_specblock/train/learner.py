@@ -97,10 +97,6 @@ class Learner(nn.Module, ABC):
     def forward(self, train_batch: TrainBatch) -> LossOutput:
         """The loss of one batch."""
 
-    def rate_of(self, name: str) -> float:
-        """Learning rate of the parameter called `name`, as a multiple of the run's."""
-        return 1.0
-
     @abstractmethod
     def draft_along(self, sequence: EvalSequence) -> Draft:
         """Draft along one text, as serving would, with fresh caches."""

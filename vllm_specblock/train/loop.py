@@ -26,7 +26,7 @@ from vllm_specblock.train.distributed import BatchCounts, sum_over_ranks, world
 from vllm_specblock.train.eval import model_card
 from vllm_specblock.train.eval.replay import mean_tau
 from vllm_specblock.train.learner import EvalSequence, Learner, TrainBatch
-from vllm_specblock.train.metrics_log import Tracker, describe
+from vllm_specblock.train.metrics_log import describe
 from vllm_specblock.train.optimizers import learning_rate
 from vllm_specblock.train.target.features import Teacher
 from vllm_specblock.train.train_state import TrainState, read_state
@@ -85,8 +85,6 @@ class Trainer:
     def run(self, progress: bool = True) -> None:
         """Train to the end, saving on the way."""
         config = self.config
-        folder = config.out / STATE_DIR
-        tracker = Tracker(config.track, folder, config.model_dump(mode="json"))
         hidden = not progress or self.rank != 0
         with tqdm(total=self.steps, initial=self.step, unit="step", disable=hidden) as bar:
             while self.step < self.steps:
@@ -102,13 +100,11 @@ class Trainer:
                 bar.update()
                 last = self.step == self.steps
                 if last or self.step % config.log_every == 0:
-                    for name, entry in self.log().items():
+                    for entry in self.log().values():
                         bar.set_postfix_str(describe(entry))
-                        tracker.log(name, entry)
                 if config.hold_out and (last or self.step % config.eval_every == 0):
                     for name, entry in self.judge().items():
                         bar.write(f"step {self.step} {name}: τ {entry['tau']:.3f}")
-                        tracker.log(name, entry)
                 if last or self.step % config.save_every == 0:
                     self.save()
 

@@ -7,7 +7,6 @@ is counted: about half of all positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,12 +18,6 @@ from vllm_specblock.train.learner import IGNORE_INDEX
 
 RANK_BUCKETS = (1, 4, 10)
 """Highest rank of buckets 0, 1 and 2; bucket 3 is the rest (section 3.2)."""
-
-RankLoss = Literal["plain", "ordinal"]
-
-_WIDER, _NARROWER = 0.10, 0.05
-"""Label mass that the ordinal rank loss moves to the neighbouring buckets. A bucket too wide
-costs a few nodes, one too narrow the whole path."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ def block_loss(
     target_probs: Tensor,
     target_row: Tensor,
     start: Tensor,
-    rank: RankLoss | None,
+    rank: bool,
     valid_prefix: bool = True,
     rejected_only: bool = False,
 ) -> BlockLoss:
@@ -64,7 +57,7 @@ def block_loss(
         target_probs: [P, Vd] fp32, p* over the draft vocabulary after each of P text positions.
         target_row: [T, K] int64, which row of `target_probs` is p* at each position.
         start: [T] bool, m at position 1.
-        rank: form of the rank loss, None for none. Its gradient stays in the rank head.
+        rank: whether to compute the rank loss, whose gradient stays in the rank head.
         valid_prefix: False (ablation of Table 2): count rows after a wrong choice, too.
         rejected_only: count only the wrong choice of each path (Online Speculative Decoding).
     """
@@ -113,7 +106,7 @@ def _position(
     label: Tensor,
     target_probs: Tensor,
     target_row: Tensor,
-    rank: RankLoss | None,
+    rank: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One position at n rows: summed cross-entropy [], summed rank loss [], first choice is the
     label [n]. head [Vd, H], hidden [n, H] in its dtype, label and target_row [n]."""
@@ -130,7 +123,7 @@ def _position(
     rank_loss = torch.zeros_like(loss)
     if rank and buckets:
         rank_logits = drafter.rank(normed, torch.cat(features)).float()
-        rank_loss = _RANK_LOSSES[rank](rank_logits, torch.cat(buckets))
+        rank_loss = cross_entropy(rank_logits, torch.cat(buckets), reduction="sum")
     return loss, rank_loss, correct
 
 
@@ -139,29 +132,3 @@ def rank_bucket(logits: Tensor, label: Tensor) -> Tensor:
     rank = 1 + (logits > logits.gather(-1, label[:, None])).sum(-1)
     first, second, third = RANK_BUCKETS
     return (rank > first).long() + (rank > second) + (rank > third)
-
-
-def plain_loss(logits: Tensor, bucket: Tensor) -> Tensor:
-    """The paper's rank loss: cross-entropy, summed. logits [n, C], bucket [n] -> []."""
-    return cross_entropy(logits, bucket, reduction="sum")
-
-
-def ordinal_loss(logits: Tensor, bucket: Tensor) -> Tensor:
-    """Cross-entropy that knows the buckets' order, summed. logits [n, C], bucket [n] -> [].
-
-    Labels are smoothed towards the neighbouring buckets; buckets weigh by the inverse root of
-    their frequency, on average 1.
-    """
-    classes = logits.shape[-1]
-    soft = torch.zeros_like(logits)
-    for shift, mass in ((0, 1 - _WIDER - _NARROWER), (1, _WIDER), (-1, _NARROWER)):
-        # At either end the mass stays with the label.
-        soft.scatter_add_(
-            1, (bucket + shift).clamp(0, classes - 1)[:, None], torch.full_like(soft[:, :1], mass)
-        )
-    weight = torch.bincount(bucket, minlength=classes).clamp(min=1).float().rsqrt()[bucket]
-    weight = weight * len(bucket) / weight.sum().clamp(min=1e-9)
-    return -(weight * (soft * logits.log_softmax(-1)).sum(-1)).sum()
-
-
-_RANK_LOSSES = {"plain": plain_loss, "ordinal": ordinal_loss}

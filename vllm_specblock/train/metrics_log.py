@@ -1,16 +1,14 @@
-"""Training metrics: running sums, log entries, trackers."""
+"""Training metrics: running sums and log entries."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.shards import write_text
 from vllm_specblock.train.distributed import sum_over_ranks, world
 from vllm_specblock.train.learner import LossOutput
@@ -94,53 +92,3 @@ def describe(entry: dict[str, Any]) -> str:
     """A log entry as the progress bar shows it: block 1's first loss, and each block's α."""
     alpha = " | ".join(" ".join(f"{100 * a:.0f}" for a in block) for block in entry["alpha"])
     return f"nats {entry['loss'][0][0]:.2f} rank {entry['rank_loss']:.2f} α% {alpha}"
-
-
-class Tracker:
-    """Log numbers to tensorboard or wandb ("none": to neither), on the first rank.
-
-    Raises:
-        TrainError: the package is not installed.
-    """
-
-    def __init__(self, kind: str, folder: Path, options: dict[str, Any]) -> None:
-        self.kind = kind
-        self._writer: Any = None
-        if kind == "none" or world()[0] != 0:
-            return
-        try:
-            if kind == "tensorboard":
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._writer = SummaryWriter(str(folder / "tensorboard"))
-            else:
-                import wandb
-
-                self._writer = wandb.init(dir=str(folder), config=options, resume="allow")
-        except ImportError:
-            raise TrainError(
-                f"--track {kind} needs the package {kind}, which is not installed: "
-                f"pip install {kind}."
-            ) from None
-
-    def log(self, name: str, entry: dict[str, Any]) -> None:
-        """Log the numbers of one entry of the learner `name`."""
-        if self._writer is None:
-            return
-        numbers = dict(_numbers(name, entry))
-        if self.kind == "wandb":
-            self._writer.log(numbers, step=entry["step"])
-            return
-        for key, value in numbers.items():
-            self._writer.add_scalar(key, value, entry["step"])
-        self._writer.flush()
-
-
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Numbers in nested lists and dicts, by a path such as "drafter/alpha/0/2"."""
-    if isinstance(value, int | float):
-        yield name, value
-    elif isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, part in items:
-            yield from _numbers(f"{name}/{key}", part)

@@ -7,7 +7,6 @@ has offset 0, and a cut at s adds s.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.attention import FirstBlock, Kernel, NextBlock
 from vllm_specblock.train.learner import IGNORE_INDEX, TrainBatch, draft_labels
-from vllm_specblock.train.losses import BlockLoss, RankLoss, block_loss
+from vllm_specblock.train.losses import BlockLoss, block_loss
 
 
 @dataclass(frozen=True)
@@ -31,33 +30,22 @@ class Recipe:
 
     num_blocks: int = 2
     rank_from: int = 2000
-    rank_loss: RankLoss = "plain"
     loss_floor: float = 0.25
-    shift_lr: float = 1.0
     valid_prefix: bool = True
     mask_restart: bool = False
     kernel: Kernel = "sdpa"
     recompute: bool = False
     rejected_only: bool = False
-    compiled: bool = False
 
 
 class Unroll:
-    """Drafts blocks 1..M of a batch of windows as training does; `forward`: drafter.forward, or a
-    compiled form of it."""
+    """Drafts blocks 1..M of a batch of windows as training does."""
 
-    def __init__(
-        self,
-        drafter: SpecBlockModel,
-        train_batch: TrainBatch,
-        recipe: Recipe,
-        forward: Callable[..., Tensor] | None = None,
-    ) -> None:
+    def __init__(self, drafter: SpecBlockModel, train_batch: TrainBatch, recipe: Recipe) -> None:
         self.drafter, self.config, self.recipe = drafter, drafter.config, recipe
         self.batch, self.embed = train_batch.batch, train_batch.embed
         self.target_outputs = train_batch.target_outputs
-        self.rank = recipe.rank_loss if train_batch.step >= recipe.rank_from else None
-        self.forward = forward or drafter.forward
+        self.rank = train_batch.step >= recipe.rank_from
         self.label = draft_labels(drafter.t2d, train_batch.batch)
 
     def blocks(self, restart_positions: list[int]) -> list[BlockLoss]:
@@ -105,7 +93,7 @@ class Unroll:
         base = self.batch.position.gather(1, row) + 1
         if self.config.block_rope == "path":
             base = base + offset
-        return self.forward(condition, self.embed(token.flatten()), base.flatten(), attend)
+        return self.drafter(condition, self.embed(token.flatten()), base.flatten(), attend)
 
     def _loss(self, hidden: Tensor, row: Tensor, offset: int, live: Tensor) -> BlockLoss:
         windows, length = self.batch.tokens.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,8 @@ _NOT_HIDDEN = ("head", "embed", "queries")
 Named = tuple[str, nn.Parameter]
 
 
-def make_optimizer(
-    weights: Sequence[Named], rate_of: Callable[[str], float], config: RunConfig
-) -> torch.optim.Optimizer:
-    """An optimiser of all `weights` that learn, in groups by `rate_of` (name -> multiple of the
-    learning rate).
+def make_optimizer(weights: Sequence[Named], config: RunConfig) -> torch.optim.Optimizer:
+    """Return an optimiser of all `weights` that learn.
 
     Raises:
         TrainError: Muon with sharded weights: it needs whole matrices.
@@ -37,8 +34,9 @@ def make_optimizer(
             raise TrainError(
                 "optimizer muon needs whole matrices: train with parallel replicate, or with adamw."
             )
-        return MuonWithAdamW(learning, rate_of, config.lr, config.weight_decay)
-    return _adamw(_groups(learning, rate_of), lr=config.lr, weight_decay=config.weight_decay)
+        return MuonWithAdamW(learning, config.lr, config.weight_decay)
+    parameters = [weight for _, weight in learning]
+    return _adamw(parameters, lr=config.lr, weight_decay=config.weight_decay)
 
 
 def slow_arithmetic(config: RunConfig, device: torch.device) -> str | None:
@@ -57,9 +55,9 @@ def slow_arithmetic(config: RunConfig, device: torch.device) -> str | None:
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate, in each group times its own multiple."""
+    """Set the learning rate of every group."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("times", 1.0)  # absent in older states
+        group["lr"] = rate
 
 
 def learning_rate(config: RunConfig, step: int, steps: int) -> float:
@@ -78,22 +76,16 @@ class MuonWithAdamW(torch.optim.Optimizer):
     embeddings and heads (whose rows are tokens or classes) are AdamW's.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[Named],
-        rate_of: Callable[[str], float],
-        lr: float,
-        weight_decay: float,
-    ) -> None:
-        inner = [named for named in weights if _is_hidden(*named)]
-        rest = [named for named in weights if not _is_hidden(*named)]
+    def __init__(self, weights: Sequence[Named], lr: float, weight_decay: float) -> None:
+        inner = [weight for name, weight in weights if _is_hidden(name, weight)]
+        rest = [weight for name, weight in weights if not _is_hidden(name, weight)]
         muon = partial(torch.optim.Muon, momentum=_MOMENTUM, adjust_lr_fn="match_rms_adamw")
         self._parts: list[torch.optim.Optimizer] = [
-            kind(_groups(part, rate_of), lr=lr, weight_decay=weight_decay)
+            kind(part, lr=lr, weight_decay=weight_decay)
             for kind, part in ((muon, inner), (_adamw, rest))
             if part
         ]
-        super().__init__([weight for _, weight in [*inner, *rest]], {})
+        super().__init__([*inner, *rest], {})
         # Groups and state are those of the parts, so that rates and saving reach both.
         self.param_groups = [group for part in self._parts for group in part.param_groups]
         self._share_state()
@@ -106,23 +98,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by `load_state_dict`, with new groups and a new state."""
         super().__setstate__(state)
-        first = 0
-        for part in self._parts:
-            count = len(part.param_groups)
-            part.param_groups = self.param_groups[first : first + count]
-            first += count
+        for part, group in zip(self._parts, self.param_groups):
+            part.param_groups = [group]
         self._share_state()
 
     def _share_state(self) -> None:
         for part in self._parts:
             part.state = self.state
-
-
-def _groups(weights: Sequence[Named], rate_of: Callable[[str], float]) -> list[dict[str, Any]]:
-    groups: dict[float, list[nn.Parameter]] = {}
-    for name, weight in weights:
-        groups.setdefault(rate_of(name), []).append(weight)
-    return [{"params": params, "times": times} for times, params in groups.items()]
 
 
 def _is_hidden(name: str, weight: nn.Parameter) -> bool:

@@ -31,7 +31,6 @@ from vllm_specblock.train.target.features import (
     StoredTeacher,
     Teacher,
     load_target,
-    load_tokenizer,
 )
 from vllm_specblock.train.target.target_info import check_target, describe_target
 
@@ -84,7 +83,7 @@ def build(config: TrainConfig, device: torch.device) -> Trainer:
     run_context = prepare(config, device, shortest=config.block_size + 2)
     drafter = new_drafter(config, run_context)
     teacher = make_teacher(config, run_context, drafter.t2d, device)
-    if config.init is None and config.lm_head == "target":
+    if config.init is None:
         start_from_head(drafter, config.target)
     drafter = drafter.to(device, torch.float32).train()
     learner = SpecBlockLearner(drafter, recipe(config, device))
@@ -118,7 +117,7 @@ def prepare(config: RunConfig, device: torch.device, shortest: int) -> RunContex
         target = describe_target(config.target, config.target_name, config.layer_ids)
     except CheckpointError as error:
         raise TrainError(str(error)) from error
-    texts = load_texts(config.data, lambda: load_tokenizer(config.target), target.vocab_size)
+    texts = load_texts(config.data, target.vocab_size)
     if config.hold_out >= len(texts):
         raise TrainError(
             f"hold_out is {config.hold_out}, but {config.data} has only {len(texts)} sequences."

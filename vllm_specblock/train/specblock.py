@@ -39,21 +39,16 @@ class SpecBlockLearner(Learner):
         if recipe.recompute:
             for layer in drafter.layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        # A list: as an attribute the compiled function would be a module of ours.
-        self._forward = [torch.compile(drafter.forward) if recipe.compiled else drafter.forward]
 
     def forward(self, train_batch: TrainBatch) -> LossOutput:
         recipe, block = self.recipe, self.drafter.config.block_size
         draws = torch.Generator().manual_seed(train_batch.seed)
         # Where later blocks start in this batch: one position 1..K per boundary.
         starts = torch.randint(1, block + 1, (recipe.num_blocks - 1,), generator=draws).tolist()
-        unroll = Unroll(self.drafter, train_batch, recipe, self._forward[0])
+        unroll = Unroll(self.drafter, train_batch, recipe)
         return outcome(
             unroll.blocks(starts), recipe.num_blocks, recipe.loss_floor, train_batch.mean
         )
-
-    def rate_of(self, name: str) -> float:
-        return self.recipe.shift_lr if name.startswith("drafter.shift_proj.") else 1.0
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
         return SpecBlockDraft(self.drafter, sequence, self.shape)

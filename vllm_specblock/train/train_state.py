@@ -39,7 +39,7 @@ class TrainState:
             self._module = DistributedDataParallel(learner, find_unused_parameters=True)
         named = list(learner.named_parameters())  # after sharding
         self._parameters = [parameter for _, parameter in named]
-        self.optimizer = make_optimizer(named, learner.rate_of, config)
+        self.optimizer = make_optimizer(named, config)
         self.metrics_log = MetricsLog()
         self.best_tau = 0.0
         self.lost = 0  # updates in a row whose gradient was not finite
@@ -151,9 +151,7 @@ def read_state(
         raise TrainError(f"{path} is no training state of this version; give another --out.")
     before = json.loads(state["options"])
     for name, value in config.must_match().items():
-        # An option that is newer than the state had its default.
-        then = before.get(name, type(config).model_fields[name].default)
-        if then != value:
+        if (then := before.get(name)) != value:
             raise TrainError(
                 f"{path} was trained with {name} = {then}, not {value}; "
                 "give the same options, another --out, or --no-resume to start anew."

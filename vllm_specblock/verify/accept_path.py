@@ -10,7 +10,6 @@ output is what the target samples by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -106,34 +105,13 @@ def accept_path_rows(
         output: [R, D+1] int64, as in `AcceptedPaths`.
         num_sampled: [R] int32, how many tokens of it count.
     """
-    return walk_rows(
-        rows, parent, depth, ancestors, path, accepted, lambda _, *trees: accept_path(*trees)
-    )
-
-
-def walk_rows(
-    rows: DrawnRows,
-    parent: torch.Tensor,
-    depth: torch.Tensor,
-    ancestors: torch.Tensor,
-    path: torch.Tensor,
-    accepted: torch.Tensor,
-    walk: Callable[..., AcceptedPaths],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`accept_path_rows` in torch, by any `walk` over the batch's own trees.
-
-    Args:
-        walk: called with the row of each node [R, N+1] int64, then as `accept_path`.
-        others: as `accept_path_rows`.
-    """
     req_idx = rows.req_idx
     node = torch.arange(parent.shape[1] + 1, device=parent.device)
     at = rows.first_row[:-1, None].long() + node  # [R, N+1]
     live = at < rows.first_row[1:, None]
     at = at.clamp(max=len(rows.drawn) - 1)
     live = live & (rows.token[at] >= 0)
-    accepted_paths = walk(
-        at,
+    found = accept_path(
         rows.token[at][:, 1:].long(),
         parent[req_idx],
         depth[req_idx],
@@ -142,5 +120,5 @@ def walk_rows(
         rows.drawn[at],
         path.shape[1] - 1,
     )
-    path[req_idx], accepted[req_idx] = accepted_paths.path, accepted_paths.accepted
-    return accepted_paths.output, accepted_paths.accepted + 1
+    path[req_idx], accepted[req_idx] = found.path, found.accepted
+    return found.output, found.accepted + 1

@@ -34,10 +34,10 @@ def test_of_requests_of_one_kind_half_are_hard():
 def test_the_mean_by_hand():
     usual = Usual()
     assert usual.is_hard(2.0), "the first: nothing is usual"
-    assert not usual.is_hard(4.0) and usual.known == (3.0, 2)
+    assert not usual.is_hard(4.0) and (usual.value, usual.count) == (3.0, 2)
     assert usual.is_hard(3.0)
     for _ in range(2000):
         usual.is_hard(5.0)
-    before, count = usual.known
+    before = usual.value
     assert not usual.is_hard(7.0)
-    assert usual.known == (before + SLOW * (7.0 - before), count + 1)
+    assert usual.value == before + SLOW * (7.0 - before)

@@ -7,7 +7,7 @@ import torch
 from lib.simulation import record_of
 from support.records import HIDDEN, VOCAB, random_record, small_drafter, small_teacher
 
-from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS, ROWS, RecordTeacher
+from vllm_specblock.adapt.learning.train_batches import RecordTeacher
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import EvalSequence, TrainBatch
 from vllm_specblock.train.objective import Recipe
@@ -52,18 +52,6 @@ def test_padding_of_a_batch_counts_nothing():
     ]
     assert torch.equal(both.seen, alone[0].seen + alone[1].seen)
     torch.testing.assert_close(both.ce_loss, alone[0].ce_loss + alone[1].ce_loss)
-
-
-def test_records_keep_the_end_of_the_prompt_and_are_bounded():
-    teacher = small_teacher()
-    record = record_of("r", random_script(teacher, 500, prompt=100))
-    assert len(record.tokens) == ROWS
-    # A row's label is the token after it: one row of the 64 already predicts the answer.
-    assert int(record.labels.byte().argmax()) == PROMPT_ROWS - 1
-    assert record.labels[PROMPT_ROWS - 1 :].all()
-    sequence = random_script(teacher, 500, prompt=100)
-    assert torch.equal(record.tokens, sequence.tokens[37 : 37 + ROWS])
-    assert torch.equal(record.states, sequence.hidden[36 : 36 + ROWS])
 
 
 def test_a_record_as_a_script_is_the_text():

@@ -16,9 +16,12 @@ import torch
 from support.adapting import VOCAB, Pair, staged, wait
 from support.records import random_record, small_drafter
 
+from vllm_specblock.adapt import versions as versions_module
 from vllm_specblock.adapt.link import folder_link
+from vllm_specblock.adapt.link import staged as staged_versions
 from vllm_specblock.adapt.link.finished import Finished
 from vllm_specblock.adapt.link.folder_link import FolderLink, FolderSource, make_shared_folder
+from vllm_specblock.adapt.link.staged import stored_version
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.adapt.versions import VersionFolder, number_of
 from vllm_specblock.drafters.specblock import checkpoint
@@ -180,7 +183,7 @@ def written(pair: Pair, out: Path, seed: int = 0) -> tuple[VersionFolder, str]:
     versions = pair.versions(out)
     versions.lock()
     name = versions.write(small_drafter(seed, vocab=VOCAB), {"parent": None})
-    versions.use(name, who="person")
+    versions.use(name)
     versions.unlock()
     return versions, name
 
@@ -194,7 +197,7 @@ def test_what_is_current_is_there_at_once(pair, folder):
     assert (found.number, found.parent, found.action) == (1, 0, Action.FULL)
     assert all(torch.equal(found.tensors[name], value) for name, value in stored.items())
     assert link.current() is None
-    link.versions.use(None, who="person")
+    link.versions.use(None)
     delivered = dict(checkpoint.load(pair.drafter).named_parameters())
     found = staged(link)
     assert found.number == 0
@@ -238,6 +241,35 @@ def test_a_version_that_cannot_serve_is_reported_once(pair, folder, caplog):
     assert "not those that were written" in line and line.count(". ") == 0 and line.endswith(".")
     assert staged(link) is None and link.counts["versions_refused_checksum"] == 1
     link.close()
+
+
+@pytest.mark.parametrize(
+    "place, name",
+    [
+        (staged_versions, "facts_of"),
+        (versions_module, "digest"),
+        (checkpoint, "opened"),
+        (torch.UntypedStorage, "from_file"),
+    ],
+    ids=["before its facts", "before its weights", "checked", "while it is opened"],
+)
+def test_a_version_pruned_while_it_is_read_gives_way_to_the_newest(
+    pair, folder, monkeypatch, place, name
+):
+    versions = pair.versions(folder / "versions")
+    versions.lock()
+    versions.use(versions.write(small_drafter(1, vocab=VOCAB), {"parent": None}))
+    real = getattr(place, name)
+
+    def late(*args, **more):
+        monkeypatch.setattr(place, name, real)
+        versions.use(versions.write(small_drafter(2, vocab=VOCAB), {"parent": None}))
+        versions.prune(1)
+        return real(*args, **more)
+
+    monkeypatch.setattr(place, name, late)
+    assert stored_version(versions).number == 2
+    assert versions.names() == ["version-00002"]
 
 
 def test_a_writer_killed_at_any_moment_leaves_no_version_that_is_not_whole(pair):

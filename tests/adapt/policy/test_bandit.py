@@ -42,13 +42,6 @@ def test_values_follow_equation_10_by_hand():
     assert bandit.decide(request()).push is FULL  # the larger of the two, in cold start
 
 
-def test_throughput_counts_the_seconds_that_training_took():
-    bandit = PaperBandit(Schedule(**GREEDY))
-    feed(bandit, 18)
-    feed(bandit, 8, tokens=44, seconds=1.25)  # more tokens, and yet fewer per second
-    assert bandit.values[HEADS] == pytest.approx(0.1 * (44 / 1.25 / 40 - 1) / 6)
-
-
 def test_a_weak_signal_teaches_nothing():
     bandit = PaperBandit(Schedule(**GREEDY))
     feed(bandit, 18, misses=4.9)

@@ -8,8 +8,6 @@ from vllm_specblock.adapt.policy.interface import (
     Action,
     Always,
     FinishedRequest,
-    Fixed,
-    Watch,
 )
 
 REQUEST = FinishedRequest(misses=3.0, steps=12, tokens=30, seconds=0.4)
@@ -23,23 +21,7 @@ def test_always_updates_everything_every_eight_requests_without_a_gate():
     assert updates(Always(), 25) == [8, 16, 24]
     assert Always().decide(REQUEST).push is Action.FULL
     assert not Always().gated
-
-
-def test_fixed_takes_any_arm_and_period():
-    assert updates(Fixed(Action.HEADS, 3), 10) == [3, 6, 9]
-    assert updates(Fixed(Action.FULL, 1), 3) == [1, 2, 3]
-
-
-@pytest.mark.parametrize("wrong", [{"every": 0}, {"action": Action.SKIP}])
-def test_a_fixed_policy_needs_an_arm_and_a_period(wrong):
-    with pytest.raises(ValueError, match="every"):
-        Fixed(**wrong)
-
-
-def test_watch_records_and_judges_and_never_trains():
-    assert Watch().records and Watch().judges and not (Watch().gated or Watch().trains)
-    assert Always().trains and not Always().judges
-    assert not updates(Watch(), 100)
+    assert updates(Always(Action.HEADS, 3), 10) == [3, 6, 9]
 
 
 def test_rates_of_a_request():

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from support.adapting import Pair
 
 from vllm_specblock.adapt.adaptation import COUNTS
-from vllm_specblock.adapt.learning import judge as judge_module
-from vllm_specblock.adapt.learning import trunk_states
 from vllm_specblock.adapt.link.finished import Finished
 from vllm_specblock.adapt.link.folder_link import WAITING
 from vllm_specblock.adapt.policy.interface import Action
@@ -24,7 +20,7 @@ def pair(tmp_path) -> Pair:
 
 
 def config(pair: Pair, **more) -> TrainerConfig:
-    given = {"policy": "always", "actions": "heads", "lr": 3e-3, "every": 4, "batch": 2, **more}
+    given = {"policy": "always", "actions": "heads", "lr": 3e-3, "every": 4, **more}
     return TrainerConfig(str(pair.drafter), str(pair.target), **given)
 
 
@@ -94,25 +90,6 @@ def test_it_learns_what_a_trainer_beside_the_engine_does(inside, pair):
     assert inside.counts.keys() == set(COUNTS)
     assert inside.counts["updates_heads"] == inside.counts["swaps"] == 3
     assert inside.counts["versions_offered"] == 3 and inside.counts["swap_microseconds"] == 3000
-
-
-def test_layers_run_once_over_a_text_that_versions_are_judged_on(pair, monkeypatch):
-    judged = {"policy": "gain", "lr": 1e-2}
-    inside = EngineTrainer(config(pair, **judged), share=1e9)
-    judge, runs = inside.trainer.adaptation.judge, Counter()
-    real, plain = trunk_states.states_along, []
-    monkeypatch.setattr(
-        trunk_states,
-        "states_along",
-        lambda drafter, text, blocks: (
-            runs.update([tuple(text.hidden[:, 0].tolist())]) or real(drafter, text, blocks)
-        ),
-    )
-    monkeypatch.setattr(judge_module, "depth_along", lambda *given: plain.append(1))
-    assert serve(inside, pair, range(24))
-    depths = sum(len(known) for known in judge._known.values())
-    assert runs and set(runs.values()) == {1} and not plain and depths >= 2 * len(runs)
-    inside.close()
 
 
 def test_without_an_account_nothing_is_learned(pair):

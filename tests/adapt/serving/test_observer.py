@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from vllm_specblock.adapt.options import parse_adapt
 from vllm_specblock.adapt.serving import observer
@@ -22,12 +21,10 @@ from vllm_specblock.adapt.serving import observer
             {"rule": "paper", "memory": 64, "out": "x"},
             {"policy": "paper", "memory": 64, "out": "x"},
         ),
-        ({"policy": "watch", "out": "x"}, {"policy": "watch", "out": "x"}),
     ],
 )
 def test_a_trainer_is_told_what_the_options_say(given, said):
     options = parse_adapt(given, "specblock")
-    config = observer.trainer_config(options, "drafter", "target", 1, torch.bfloat16)
+    config = observer.trainer_config(options, "drafter", "target", 1)
     assert (config.drafter, config.target, config.num_blocks) == ("drafter", "target", 1)
-    assert config.dtype == "bfloat16"
     assert {name: getattr(config, name) for name in said} == said

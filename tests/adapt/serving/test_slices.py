@@ -69,27 +69,16 @@ def test_an_idle_engine_saves_up_no_more_than_a_second():
     assert world.slices._account <= 0.1 * LONGEST
 
 
-def test_work_that_fails_ends_and_serving_goes_on(caplog):
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit(3), KeyboardInterrupt()])
+def test_work_that_fails_ends_and_serving_goes_on(error, caplog):
     def work() -> bool:
         slices.pause()
-        raise RuntimeError("no memory")
+        raise error
 
     slices = free(work)
     assert slices.grant() and slices.error is None
     slices.grant()
-    assert str(slices.error) == "no memory" and "serves on" in caplog.text
-    assert not slices.grant()
-    slices.close()
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_whatever_ends_the_work_no_step_waits_for_more(error):
-    def work() -> bool:
-        raise error
-
-    slices = free(work)
-    slices.grant()
-    assert slices.error is error
+    assert slices.error is error and "serves on" in caplog.text
     step = threading.Thread(target=slices.grant, daemon=True)
     step.start()
     step.join(10.0)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lib.policies import Fixed
 from support.adapting import Pair, staged, wait
 
 from vllm_specblock.adapt.learning.anchor import _live, _log_probs
@@ -20,9 +21,8 @@ from vllm_specblock.adapt.learning.judge import depth_along
 from vllm_specblock.adapt.link.folder_link import FolderLink, FolderSource
 from vllm_specblock.adapt.policy.actions import put
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.adapt.trainer import state
 from vllm_specblock.adapt.trainer.process import TrainerProcess
-from vllm_specblock.adapt.trainer.trainer import Trainer, TrainerConfig
+from vllm_specblock.adapt.trainer.trainer import LARGEST, Trainer, TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder, number_of
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
@@ -42,16 +42,35 @@ def engine(pair):
     link.close()
 
 
+@pytest.fixture
+def out(tmp_path) -> Path:
+    """A folder for versions that outlives engines."""
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def keeping(pair, out):
+    """An engine that serves the versions in `out`."""
+    link = pair.link(out)
+    yield link
+    link.close()
+
+
 class Both:
     """An engine's end, and a trainer in the same process."""
 
     def __init__(self, pair: Pair, engine: FolderLink, **more):
         self.pair, self.engine = pair, engine
         given = {"policy": "always", "actions": "all", "lr": 3e-3, **more}
+        fixed = given["policy"] == "fixed"
+        if fixed:
+            given["policy"] = "gain"  # which depends on the clock
         self.trainer = Trainer(
             TrainerConfig(str(pair.drafter), str(pair.target), link=str(engine.folder), **given),
             FolderSource(engine.folder),
         )
+        if fixed:
+            self.trainer.adaptation.policy = Fixed(LARGEST[given["actions"]])
 
     def serve(self, requests: range) -> list:
         """Finish requests one by one, and take what is offered. Returns what was taken."""
@@ -63,11 +82,6 @@ class Both:
                 self.engine.took(found)
                 taken.append(found)
         return taken
-
-    def look(self) -> None:
-        """At what a person chose."""
-        self.trainer._looked = 0
-        self.trainer.step()
 
     @property
     def counts(self):
@@ -128,45 +142,6 @@ def test_the_judge_or_the_bandit_lets_versions_serve(pair, engine, policy):
         assert both.counts["judged_gain_millitokens"] > 0
 
 
-def test_offers_are_in_the_dtype_that_serves(pair, engine):
-    both = Both(pair, engine, dtype="bfloat16")
-    (found,) = both.serve(range(8))
-    learned = both.trainer.adaptation.pool.current.tensors
-    assert holds({name: each.bfloat16() for name, each in learned.items()}, found)
-
-
-def test_watch_counts_what_a_version_would_gain_and_swaps_nothing(pair, engine, tmp_path):
-    """Of a folder into which another engine writes meanwhile; without one nothing is gained."""
-    out = tmp_path / "out"
-    learned = Both(pair, engine, out=str(out), seconds=0)
-    learned.serve(range(48))
-    learned.trainer.writer.write(learned.trainer._to_write(), now=True)  # which keeps its lock
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    other = pair.link()
-    both = Both(pair, other, policy="watch", out=str(out), seconds=0)
-    assert both.serve(range(100, 140)) == []
-    both.trainer.close()
-    gain = both.counts["judged_gain_millitokens"]
-    assert both.counts["judged_requests"] == 40
-    assert gain > 40 * 300
-    assert both.counts["versions_offered"] == both.counts["rollbacks"] == 0
-    assert both.counts["updates_full"] == 0
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-    # A person chooses the start: there is nothing to gain.
-    pair.versions(out).use(None, who="person")
-    both.look()
-    both.serve(range(140, 150))
-    assert both.counts["judged_gain_millitokens"] == gain
-    other.close()
-
-
-def test_watch_wants_a_folder_that_is_there(pair, engine, tmp_path):
-    config = TrainerConfig(str(pair.drafter), str(pair.target), "watch", out=str(tmp_path / "none"))
-    with pytest.raises(TrainError, match=r"no folder .*none whose version .* drop the option\.$"):
-        TrainerProcess(config, engine).start()
-    assert not (tmp_path / "none").exists()
-
-
 def test_weights_that_are_not_finite_are_never_offered(pair, engine):
     both = Both(pair, engine)
     updater = both.trainer.adaptation.updater
@@ -208,12 +183,13 @@ def test_rows_of_another_target_are_dropped(pair, engine):
     assert both.counts["dropped_records"] == 1
 
 
-def test_wrong_configs_are_one_sentence(pair, engine, tmp_path):
+def test_wrong_configs_are_one_sentence(pair, engine, out):
     with pytest.raises(TrainError, match="no policy 'osd'"):
         Both(pair, engine, policy="osd")
-    Both(pair, engine, out=str(tmp_path / "out")).trainer.writer.folder.lock()
+    holder = Both(pair, engine, out=str(out))
     with pytest.raises(TrainError, match="Another engine or trainer"):
-        Both(pair, engine, out=str(tmp_path / "out"))
+        Both(pair, engine, out=str(out))
+    holder.trainer.close()
     config = TrainerConfig("a", "b", out="c", device="cuda:1")
     assert TrainerConfig.from_json(config.to_json()) == config
 
@@ -244,121 +220,48 @@ def test_where_what_serves_is_lost_the_start_is_offered(pair, engine):
     assert holds(dict(checkpoint.load(pair.drafter).named_parameters()), found)
 
 
-def test_state_is_kept_in_the_folder(pair, engine, tmp_path):
-    out = tmp_path / "out"
-    both = Both(pair, engine, policy="gain", out=str(out), seconds=0)
-    both.serve(range(60))
-    both.trainer.close()
-    updater, policy = both.trainer.adaptation.updater, both.trainer.adaptation.policy
-    other = pair.link()  # of another engine
-    after = Both(pair, other, policy="gain", out=str(out))
-    again, found = after.trainer.adaptation.updater, after.trainer.adaptation.policy
-    for (name, one), (_, two) in zip(
-        updater.drafter.named_parameters(), again.drafter.named_parameters()
-    ):
-        assert torch.equal(one, two), name
-        for kind, moment in updater.optimizer.state[one].items():
-            assert torch.equal(moment, again.optimizer.state[two][kind]), (name, kind)
-    assert (found.events, found.costs) == (policy.events, policy.costs)
-    assert found.belief.mean == policy.belief.mean and found.account == policy.account
-    assert updater.steps == again.steps
-    earlier, later = both.trainer.adaptation, after.trainer.adaptation
-    assert later.compared == earlier.compared > 0
-    assert later.usual.known == earlier.usual.known and later.usual.known[1] > 0
-    # The version that was current is offered to the new engine.
-    folder = pair.versions(out)
-    if name := folder.current():
-        assert holds(folder.read(name), staged(other))
-    assert after.serve(range(60, 80)) is not None
-    other.close()
-
-
-def test_a_start_leaves_what_is_current_as_it_is(pair, engine, tmp_path):
-    """Neither a new engine nor another trainer of the same one is a reason to choose anew."""
-    out = tmp_path / "out"
-    both = Both(pair, engine, policy="fixed", out=str(out), seconds=0)
+def test_a_start_leaves_what_is_current_as_it_is(pair, keeping, out):
+    """Neither a new engine nor another trainer is a reason to choose anew."""
+    both = Both(pair, keeping, policy="fixed", out=str(out))
     taken = both.serve(range(30))
-    both.trainer.adaptation.pool.call_good()
     both.trainer.close()
-    chosen = VersionFolder(out).chosen()
-    assert chosen["version"] and taken
-    other = pair.link()
-    for link in (other, engine):
-        after = Both(pair, link, policy="fixed", out=str(out), seconds=0)
-        assert (staged(link) is None) == (link is engine)
-        after.look()
-        assert staged(link) is None
-        assert VersionFolder(out).chosen() == chosen
-        after.trainer.close()
-        assert VersionFolder(out).chosen() == chosen
+    chosen, stamp = VersionFolder(out).current(), VersionFolder(out).stamp()
+    assert chosen and taken
+    other = pair.link(out)
+    assert number_of(chosen) == other.staged().number
+    after = Both(pair, other, policy="fixed", out=str(out))
+    after.trainer.step()
+    assert staged(other) is None
+    after.trainer.close()
+    assert VersionFolder(out).stamp() == stamp
     other.close()
 
 
-def test_versions_are_written_and_a_person_may_choose(pair, engine, tmp_path):
-    out = tmp_path / "out"
-    both = Both(pair, engine, out=str(out), seconds=0)
-    both.serve(range(9))
-    both.trainer.writer.write(both.trainer._to_write(), now=True)
-    folder = pair.versions(out)
-    ((name, facts),) = folder.listed().items()
+def test_versions_are_kept_and_a_person_may_choose(pair, keeping, out):
+    both = Both(pair, keeping, out=str(out))
+    (first, *_), folder = both.serve(range(16)), pair.versions(out)
+    name, facts = next(iter(folder.listed().items()))
     assert facts["parent"] is None and facts["action"] == "full" and facts["rows"] > 0
-    assert folder.chosen() == {**folder.chosen(), "version": name, "by": "trainer"}
-    folder.use(None, who="person")
-    both.look()
+    assert len(folder.names()) == 2 and holds(folder.read(name), first)
+    assert folder.current() == "version-00002"
+    folder.use(None)
+    both.trainer.step()
     assert both.trainer.adaptation.pool.current is both.trainer.adaptation.pool.origin
-    assert staged(engine).number == 0
-    folder.use(name, who="person")
-    both.look()
-    assert holds(folder.read(name), staged(engine))
+    assert staged(keeping).number == 0
+    folder.use(name)
+    both.trainer.step()
+    assert holds(both.trainer.adaptation.pool.current.tensors, staged(keeping))
+    assert folder.current() == name
 
 
-def test_what_a_person_left_is_not_trained_on_from(pair, engine, tmp_path):
-    out = tmp_path / "out"
-    both = Both(pair, engine, out=str(out), seconds=0)
+def test_what_a_person_left_is_not_trained_on_from(pair, keeping, out):
+    both = Both(pair, keeping, out=str(out))
     both.serve(range(16))
     both.trainer.close()
-    VersionFolder(out).use(None, who="person")
-    other = pair.link()
-    after = Both(pair, other, out=str(out), seconds=0).trainer.adaptation
+    VersionFolder(out).use(None)
+    after = Both(pair, keeping, out=str(out)).trainer.adaptation
     assert after.pool.current is after.training is after.pool.origin
     assert holds(dict(after.updater.drafter.named_parameters()), after.pool.origin)
-    other.close()
-
-
-def test_a_state_of_others_or_a_broken_one_is_reported_and_left(pair, engine, tmp_path, caplog):
-    out = tmp_path / "out"
-    both = Both(pair, engine, out=str(out), seconds=0)
-    both.serve(range(10))
-    both.trainer.close()
-    whole = (out / state.FILE).read_bytes()
-    (out / "current.json").unlink()
-    with pytest.raises(TrainError, match="another target"):
-        state.restore(out, both.trainer.adaptation, {"target": "x"})
-    (out / state.FILE).write_bytes(whole[:-10])
-    after = Both(pair, engine, out=str(out))
-    assert "training begins anew" in caplog.text
-    assert after.trainer.adaptation.updater.steps == 0
-    # A policy is made of policies and numbers, and runs nothing else.
-    torch.save({"policy": os.getcwd}, out / state.FILE)
-    with pytest.raises(TrainError, match="cannot be read"):
-        state.restore(out, after.trainer.adaptation, {})
-
-
-@pytest.mark.parametrize("name", ["gain", "paper", "always", "fixed", "watch"])
-def test_every_policy_goes_on_from_where_it_was(pair, engine, tmp_path, name):
-    both = Both(pair, engine, policy=name, actions="heads")
-    both.serve(range(40))
-    both.trainer.close()
-    state.save(tmp_path, both.trainer.adaptation, {})
-    after = Both(pair, engine, policy=name, actions="heads").trainer.adaptation
-    assert state.restore(tmp_path, after, {})
-    told = [
-        [each.decide(pair.request(number)[1]) for number in range(40, 120)]
-        for each in (both.trainer.adaptation.policy, after.policy)
-    ]
-    assert told[0] == told[1] and (
-        any(each.update for each in told[0]) or name in ("watch", "gain")
-    )
 
 
 # ---- its process ----
@@ -371,13 +274,13 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_trainer_that_is_killed_harms_no_request(pair, engine, tmp_path, caplog):
-    """Killed at four moments; serving goes on, another one follows, and then none is started."""
-    out, draw = tmp_path / "out", random.Random(1)
+def test_a_trainer_that_is_killed_harms_no_request(pair, keeping, out, caplog):
+    """Killed at three moments; serving goes on, another one follows, and then none is started."""
+    engine, draw = keeping, random.Random(1)
     config = TrainerConfig(
-        str(pair.drafter), str(pair.target), "always", "all", lr=3e-3, out=str(out), seconds=0
+        str(pair.drafter), str(pair.target), "always", "all", lr=3e-3, out=str(out)
     )
-    process = TrainerProcess(config, engine, waits=(0.0, 0.01, 0.02))
+    process = TrainerProcess(config, engine, waits=(0.0, 0.01))
     process.start()
     with pytest.raises(TrainError, match="Another engine or trainer"):
         TrainerProcess(config, engine).start()
@@ -386,8 +289,8 @@ def test_a_trainer_that_is_killed_harms_no_request(pair, engine, tmp_path, caplo
     def serve() -> bool:
         """One request; whether a version came. No call waits for the trainer."""
         nonlocal number
-        began = time.perf_counter()
-        engine.offer(*pair.request(number))
+        given, began = pair.request(number), time.perf_counter()
+        engine.offer(*given)
         found = engine.staged()
         assert time.perf_counter() - began < 0.5
         number += 1
@@ -398,7 +301,7 @@ def test_a_trainer_that_is_killed_harms_no_request(pair, engine, tmp_path, caplo
         return found is not None
 
     pids = set()
-    for death in range(4):
+    for death in range(3):
         pid = wait(lambda: process.pid not in pids and process.pid)
         pids.add(pid)
         if death == 0:
@@ -409,7 +312,7 @@ def test_a_trainer_that_is_killed_harms_no_request(pair, engine, tmp_path, caplo
         os.kill(pid, signal.SIGKILL)
     wait(lambda: process.gave_up)
     assert process.pid is None and "serving goes on" in caplog.text
-    assert taken == sorted(set(taken)) and engine.counts["trainer_restarts"] == 3
+    assert taken == sorted(set(taken)) and engine.counts["trainer_restarts"] == 2
     process.stop()
     assert not engine.folder.exists()
     folder = pair.versions(out)
@@ -418,8 +321,8 @@ def test_a_trainer_that_is_killed_harms_no_request(pair, engine, tmp_path, caplo
     assert not [path for path in out.iterdir() if path.name.startswith(".") and path.is_dir()]
 
 
-def test_a_trainer_that_is_stopped_writes_what_it_learned(pair, engine, tmp_path):
-    out = tmp_path / "out"
+def test_a_trainer_that_is_stopped_writes_what_it_learned(pair, keeping, out):
+    engine = keeping
     config = TrainerConfig(
         str(pair.drafter), str(pair.target), "always", "all", lr=3e-3, out=str(out)
     )
@@ -433,7 +336,7 @@ def test_a_trainer_that_is_stopped_writes_what_it_learned(pair, engine, tmp_path
     wait(lambda: engine.counts["versions_offered"] == 2)
     process.stop(60)
     folder = pair.versions(out)
-    assert number_of(folder.current()) >= 1 and (out / state.FILE).is_file()
+    assert number_of(folder.current()) >= 1
     assert not engine.folder.exists()
 
 
@@ -480,5 +383,5 @@ def test_a_trainer_that_cannot_start_is_not_tried_again(pair, engine, capfd):
     wait(lambda: process.gave_up)
     assert engine.counts["trainer_restarts"] == 0
     said = capfd.readouterr().err
-    assert "has 0 tensors called" in said and "Traceback" not in said
+    assert "neither a .safetensors file" in said and "Traceback" not in said
     process.stop()

@@ -183,7 +183,7 @@ def _sight_made_outside(head):
             [], K, head.shape.num_starts, head.shape.num_blocks, MAX_LEN, "cpu"
         )
     attention_builder.caches = [torch.zeros(20, PAGE * K, 2, 16).transpose(1, 2) for _ in range(2)]
-    for name in ("k", "rows", "own"):
+    for name in ("k", "rows", "own", "no_bits"):
         setattr(
             attention_builder,
             name,

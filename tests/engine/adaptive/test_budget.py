@@ -10,14 +10,16 @@ import pytest
 import torch
 from support.engines import make_engine
 from support.matrix import Checker, params
+from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm_specblock.triton_kernels.verify import reallocate_drafts
 
+from vllm_specblock.cpu.host_budget import HostBudgetManager
 from vllm_specblock.engine.adaptive import budget
 from vllm_specblock.engine.adaptive.budget import DeviceBudgetManager
-from vllm_specblock.engine.cpu.host_budget import HostBudgetManager
+from vllm_specblock.engine.adaptive.clocks import Clock
 
 pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="on a GPU vLLM's survivals are rounded otherwise"
@@ -203,3 +205,42 @@ def test_in_an_engine_no_token_changes(engine, reference, monkeypatch):
     requests = params(temperature=1.0)
     Checker()(engine, requests, reference("handed out", requests))
     assert len(shares) > 20 and {0, 1} < set(shares)
+
+
+class LateClock(Clock):
+    """Its marks pass when `lag` more were made, as a GPU's do when it lags behind the host."""
+
+    def __init__(self, lag: int) -> None:
+        self.lag, self.made = lag, 0
+
+    def mark(self) -> int:
+        self.made += 1
+        return self.made
+
+    def passed(self, mark: int) -> bool:
+        return mark + self.lag <= self.made
+
+    def seconds(self, start: int, end: int) -> float:
+        return float(end - start)
+
+
+@pytest.mark.parametrize("lag", [0, 7, 10**6])
+def test_a_step_is_learned_from_once_the_device_has_run_it(engine, monkeypatch, lag):
+    manager, clock, seen = engine.runner.adaptive_verification, LateClock(lag), []
+    monkeypatch.setattr(manager.drafting_state, "clock", clock)
+    monkeypatch.setattr(engine.speculator.adaptive, "clock", clock)
+    monkeypatch.setattr(
+        manager.controller, "observe", lambda *step: seen.append((*step, clock.made))
+    )
+    monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
+    manager._timed.clear()
+    engine.generate([list(range(3, 20))], SamplingParams(temperature=0.0, max_tokens=60))
+    if lag == 10**6:
+        assert not seen
+        return
+    assert len(seen) > 5
+    # From a step's begin to the next one's: two marks around its proposal, and its end.
+    assert {(step.seconds, step.draft_seconds) for step, *_ in seen} == {(3.0, 1.0)}
+    assert sum(step.tokens for step, *_ in seen) <= 60
+    waited = len(manager._timed)
+    assert (waited > 0) == (lag > 0)

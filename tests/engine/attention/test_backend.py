@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
 from vllm_specblock.config import OptionError
-from vllm_specblock.engine.attention import backend, flash_causal
+from vllm_specblock.engine.attention import flash_causal
 from vllm_specblock.engine.attention.backend import TreeAttentionImpl, TreeAttentionMetadata
 
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 16, 40
@@ -40,9 +40,7 @@ def prompt_queries() -> TreeAttentionBatch:
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
-def test_layer_attends_as_its_options_say(window, soft_cap, cache_dtype, monkeypatch):
-    if cache_dtype == "fp8":
-        monkeypatch.setattr(backend, "packed_cache", lambda *_: None)  # which no GPU has
+def test_layer_attends_as_its_options_say(window, soft_cap, cache_dtype):
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(TOKENS, HEADS, SIZE, generator=generator) * 3
     key, value = torch.randn(2, TOKENS, KV_HEADS, SIZE, generator=generator)
@@ -175,7 +173,7 @@ def test_an_engine_whose_prompts_go_to_flash_attention(monkeypatch, adaptive):
         calls.append(cu_seqlens_q.diff().tolist())
         return stand_in_flash(query, *args, cu_seqlens_q=cu_seqlens_q, **kwargs)
 
-    monkeypatch.setattr(backend, "packed_cache", lambda *_: None)  # which no GPU has
+    monkeypatch.setattr("vllm_specblock.cpu.attention.packed_cache", lambda *_: None)
     monkeypatch.setattr(flash_causal, "takes", lambda spec, device: True)
     monkeypatch.setattr(flash_causal, "flash_attention", lambda head_size: counting)
     plain = make_engine(None)

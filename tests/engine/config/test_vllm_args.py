@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from support.engines import DRAFTER, ROOT, TARGET, configure
 from vllm import envs
 from vllm.config import KVTransferConfig
@@ -108,10 +107,7 @@ def test_other_methods_are_left_alone():
         ({"model": None}, ["'model' is missing"]),
         ({"model": "no/such"}, ["'model' is 'no/such'", "neither a folder"]),
         ({"rejection_sample_method": "block"}, ["'rejection_sample_method' is 'block'"]),
-        (
-            {"rejection_sample_method": "synthetic", "second_drafter": {"kind": "ngram"}},
-            ["'synthetic'", "single drafter of kind specblock"],
-        ),
+        ({"rejection_sample_method": "synthetic"}, ["is 'synthetic'", "'standard' only"]),
         # Lossy, and vLLM's own from 0.33 on, as the key below.
         ({"rejection_sample_method": "fly"}, ["'rejection_sample_method' is 'fly'"]),
         ({"draft_lm_head_quantization": "fp8"}, ["'draft_lm_head_quantization'", "not known"]),
@@ -194,11 +190,11 @@ def test_batches_in_parts(key):
 def test_the_other_runner(monkeypatch):
     envs.disable_envs_cache()  # an engine of an earlier test switches it on
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    said = "VLLM_USE_V2_MODEL_RUNNER=" + ("1" if current_platform.is_cpu() else "0 switches it off")
-    refused("Model Runner V2", said)
+    refused("Model Runner V2", "VLLM_USE_V2_MODEL_RUNNER=0 switches it off")
 
 
 TARGET_KIND = {
+    "runner_type": "generate",
     "model": "some/target",
     "hf_text_config": SimpleNamespace(model_type="llama", num_hidden_layers=7),
     "is_encoder_decoder": False,
@@ -263,20 +259,6 @@ def test_drafter_that_reads_layers_that_are_not_there(copied):
     refused("[2, 3, 7]", "0 to 6", speculative={"model": str(copied)})
 
 
-def test_block_size_that_the_weights_do_not_have(copied):
-    edit(copied, block_size=5)
-    refused("block_size", "4", "5", speculative={"model": str(copied)})
-
-
-def test_missing_and_extra_tensors(copied):
-    tensors = load_file(copied / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if name != "norm.weight"}
-    save_file(kept, copied / "model.safetensors")
-    refused("norm.weight", speculative={"model": str(copied)})
-    save_file({**tensors, "stray.weight": torch.zeros(1)}, copied / "model.safetensors")
-    refused("stray.weight", speculative={"model": str(copied)})
-
-
 def test_the_target_hands_out_states_whatever_a_checkpoint_says(copied):
     from vllm_specblock.drafters.specblock.checkpoint import convert
 
@@ -287,15 +269,6 @@ def test_the_target_hands_out_states_whatever_a_checkpoint_says(copied):
     if hasattr(eagle3_utils, "requires_aux_hidden_states"):  # vLLM from 0.33 on
         assert eagle3_utils.requires_aux_hidden_states(found)
     assert found.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids == [2, 3, 4]
-
-
-def test_mapping_that_is_not_plain_tensors(copied):
-    from vllm_specblock.drafters.specblock.checkpoint import convert
-
-    published = copied.with_name("published")
-    convert(copied, published, "published")
-    torch.save({"d2t": object, "t2d": print}, published / "vocab_mapping.pt")
-    refused("vocab_mapping.pt", speculative={"model": str(published)})
 
 
 NGRAM = {"kind": "ngram"}
@@ -377,7 +350,7 @@ def test_wrong_combinations(speculative, parts):
     refused(*parts, speculative=speculative)
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="on a GPU nothing is adapted unasked")
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a CPU's defaults")
 @pytest.mark.parametrize(
     ("given", "changes", "adapts"),
     [
@@ -391,6 +364,27 @@ def test_wrong_combinations(speculative, parts):
 def test_budgets_follow_from_costs_on_a_cpu_unless_somebody_says_otherwise(given, changes, adapts):
     config = configure(given, **changes)
     assert vllm_args.read_back(config.additional_config).adaptive == adapts
+
+
+@pytest.mark.parametrize(
+    ("changes", "adapts"),
+    [
+        ({}, True),
+        ({"tensor_parallel_size": 2}, True),
+        ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, True),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, False),
+        ({"optimization_level": 1}, False),
+        ({"enforce_eager": True}, False),
+        ({"data_parallel_size": 2}, False),
+        ({"enable_lora": True}, False),
+    ],
+)
+def test_budgets_follow_from_costs_on_a_gpu_with_full_graphs(monkeypatch, changes, adapts):
+    gpu = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr(vllm_args, "current_platform", gpu)
+    args = EngineArgs(model=str(TARGET), **changes)
+    parallel = SimpleNamespace(data_parallel_size=args.data_parallel_size)
+    assert vllm_args._can_adapt(args, parallel) == adapts
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="each process of a GPU's agrees")
@@ -455,11 +449,6 @@ def test_adaptation_is_off_and_can_be_on():
             ADAPT | {"second_drafter": {"model": str(TABLES), "adapt": {"policy": "watch"}}},
             ["both drafters", "one can adapt"],
         ),
-        (
-            ADAPT
-            | {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5] * 24},
-            ["synthetic acceptance", "nothing to learn"],
-        ),
         ({"adapt": {"trainer": "cuda:99"}}, ["'adapt.trainer' is 'cuda:99'", "GPUs here"]),
         ({"adapt": {"trainer": "engine", "actions": "all"}}, ["'engine' trains heads only"]),
         ({"adapt": {"trainer": "some/folder", "every": 4}}, ["'every'", "adapt run"]),
@@ -496,18 +485,18 @@ def test_adaptation_elsewhere(monkeypatch):
     cpu, gpu = (SimpleNamespace(is_cpu=lambda is_cpu=is_cpu: is_cpu) for is_cpu in (True, False))
     for platform in (cpu, gpu):
         monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", platform)
-        validate.check_adapt({}, plan, one, there)
-        validate.check_adapt({}, learns, one, here)
-        validate.check_adapt({}, plan, two, there)
-        validate.check_adapt({}, learns, two, here)
+        validate.check_adapt(plan, one, there)
+        validate.check_adapt(learns, one, here)
+        validate.check_adapt(plan, two, there)
+        validate.check_adapt(learns, two, here)
         for several in apart:
             with pytest.raises(OptionError, match=r"size is 2.* one machine.*drop one of them\.$"):
-                validate.check_adapt({}, plan, several, here)
+                validate.check_adapt(plan, several, here)
         with pytest.raises(OptionError, match=r"'engine' and .*_size is 2.*'cpu' or a folder\.$"):
-            validate.check_adapt({}, inside, two, here)
-        validate.check_adapt({}, inside, one, here)
+            validate.check_adapt(inside, two, here)
+        validate.check_adapt(inside, one, here)
         with pytest.raises(OptionError, match=r"'some/target' is not a folder.*drop the key\.$"):
-            validate.check_adapt({}, learns, one, there)
+            validate.check_adapt(learns, one, there)
     with pytest.raises(OptionError, match=r"'cuda:1', but vLLM serves on that GPU.*'cpu'\.$"):
-        validate.check_adapt({}, busy, two, here)
-    validate.check_adapt({}, off, two, there)
+        validate.check_adapt(busy, two, here)
+    validate.check_adapt(off, two, there)

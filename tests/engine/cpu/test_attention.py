@@ -16,8 +16,7 @@ from vllm import _custom_ops as ops
 from vllm_specblock.triton_kernels.attention.cpu_packing import store_packed
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
-from vllm_specblock.engine.attention.backend import TreeAttentionImpl, TreeAttentionMetadata
-from vllm_specblock.engine.cpu.attention import packed_cache
+from vllm_specblock.cpu.attention import PackedAttentionImpl, PackedMetadata, packed_cache
 
 DTYPES = [torch.float32, torch.bfloat16]
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 64, 32
@@ -43,7 +42,7 @@ def test_tile_registers_are_requested(monkeypatch):
     """A drafter without weights runs no kernel of ours that would, and vLLM's does not."""
     from vllm.v1.attention.backends import cpu_attn
 
-    from vllm_specblock.engine.cpu import attention
+    from vllm_specblock.cpu import attention
 
     asked = []
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True))
@@ -129,9 +128,9 @@ def test_a_layer_beside_vllms_kernel(dtype):
         batch.mask_words,
         batch.tree_start,
     )
-    impl = TreeAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS)
+    impl = PackedAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS)
     out = torch.full_like(batch.query, torch.nan)
-    metadata = TreeAttentionMetadata(len(out), slots, queries)
+    metadata = PackedMetadata(len(out), slots, queries)
     impl.forward(SimpleNamespace(), batch.query, key, value, cache, metadata, out)
     check(out, batch)
     for request in (0, 2, 4):

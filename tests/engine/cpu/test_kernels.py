@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu.sample import (
     thinking_budget,
 )
 
-from vllm_specblock.engine.cpu.gumbel import drawn_along, sample_by_depth
-from vllm_specblock.engine.cpu.kernels import KERNELS
+from vllm_specblock.cpu.gumbel import drawn_along, sample_by_depth
+from vllm_specblock.cpu.kernels import REPLACED
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="what runs on a CPU only")
@@ -36,7 +36,7 @@ def both(monkeypatch):
     def run(module, kernel: str, call):
         ours = call()
         name = f"{module.__name__}.{kernel}"
-        assert name in KERNELS
+        assert name in REPLACED
         monkeypatch.setattr(module, kernel, _registry[name][0])
         theirs = call()
         monkeypatch.undo()
@@ -311,7 +311,7 @@ def test_thinking_budgets(monkeypatch, markers):
     ours = run()
     for kernel in ("_update_committed_marker_cache_kernel", "_thinking_budget_kernel"):
         name = f"{thinking_budget.__name__}.{kernel}"
-        assert name in KERNELS
+        assert name in REPLACED
         monkeypatch.setattr(thinking_budget, kernel, _registry[name][0])
     assert torch.equal(ours, run())
     assert (ours == 1e9).any()

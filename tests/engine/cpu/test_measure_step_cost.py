@@ -7,8 +7,8 @@ import pytest
 from support.engines import make_engine
 from vllm.platforms import current_platform
 
-from vllm_specblock.engine.cpu import measure_step_cost
-from vllm_specblock.engine.cpu.measure_step_cost import padded, sizes
+from vllm_specblock.cpu import measure_step_cost
+from vllm_specblock.cpu.measure_step_cost import padded, sizes
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM measures on a GPU")
 

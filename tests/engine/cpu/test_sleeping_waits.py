@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from vllm_specblock.engine.cpu import sleeping_waits
+from vllm_specblock.cpu import sleeping_waits
 
 
 @pytest.fixture

@@ -7,8 +7,12 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_specblock.engine.metrics.draft_clock import DRAFTING_NS, DRAFTING_STEPS, DraftClock
-from vllm_specblock.engine.metrics.stopwatch import Stopwatch
+from vllm_specblock.engine.metrics.draft_clock import (
+    DRAFTING_NS,
+    DRAFTING_STEPS,
+    DraftClock,
+    Stopwatch,
+)
 
 
 def test_only_whole_spans_count():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import pickle
 import subprocess
 import sys
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,10 +21,10 @@ from support.dashboard import asked, of_adaptation, unanswered
 from support.engines import TARGET, Engine, make_engine, prompts
 from support.trees import nodes, path_to
 from support.verification import to_be_counted
-from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm import SamplingParams
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.reader import get_metrics_snapshot
+from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
 from vllm_specblock.engine.metrics import acceptance, exporter
 from vllm_specblock.engine.metrics.counters import DrafterCounters
@@ -108,10 +108,12 @@ def count(counters: DrafterCounters, step) -> None:
     # Slots are not in the batch's order, and one is nobody's.
     req_idx = torch.arange(len(step)).flip(0)
     origin = torch.cat([origin.flip(0), origin[:1]])
-    counters.verified(to_be_counted(origin, req_idx, scheduled, path))
+    verified = to_be_counted(origin, req_idx, scheduled, path)
     betas = torch.tensor([request.beta for request in step]).T
-    ours = slice(counters.num_drafters)
-    counters.drafted(tuple(sizes[ours]), *flags.T, tuple(betas[ours]))
+    second, agreed, live = flags.T
+    trees = [(size, beta) for size, beta in zip(sizes, betas)][: counters.num_drafters]
+    flags = (live, second, agreed) if counters.num_drafters == 2 else (live, None, None)
+    counters.count(verified, Drafted(*flags, *chain.from_iterable(trees)))
 
 
 def only_first(step):
@@ -133,28 +135,13 @@ def only_first(step):
 @quick
 @given(st.lists(steps(), min_size=1, max_size=3))
 def test_counts_are_the_oracles(all_steps):
-    two = DrafterCounters(2, SLOTS, DEPTH, "cpu")
-    one = DrafterCounters(1, SLOTS, DEPTH, "cpu")
+    two = DrafterCounters(2, "cpu")
+    one = DrafterCounters(1, "cpu")
     for step in all_steps:
         count(two, step)
         count(one, only_first(step))
     assert two.as_dict() == oracle(all_steps, 2)
     assert one.as_dict() == oracle([only_first(step) for step in all_steps], 1)
-
-
-def test_counting_reads_nothing_on_the_host():
-    with FakeTensorMode():
-        counters = DrafterCounters(2, SLOTS, DEPTH, "cpu")
-        flag = torch.ones(3, dtype=torch.bool)
-        size = torch.ones(3, dtype=torch.int32)
-        verified = to_be_counted(
-            torch.ones(4, SLOTS, dtype=torch.uint8),
-            torch.zeros(3, dtype=torch.int32),
-            torch.ones(3, dtype=torch.int64),
-            torch.zeros(3, DEPTH + 1, dtype=torch.int64),
-        )
-        counters.verified(verified)
-        counters.drafted((size, size), flag, flag, flag, (size.float(), None))
 
 
 # ---- how it is shown ----
@@ -217,7 +204,7 @@ def test_metrics_of_two_engines(config):
 
 def test_counters_reach_the_reader_with_every_name(config):
     sink = exporter.make_sink(vllm_config(config), rank=0)
-    counters = DrafterCounters(2, SLOTS, DEPTH, "cpu", sink)
+    counters = DrafterCounters(2, "cpu", sink)
     clock = DraftClock(torch.device("cpu"))
     counters.sources = [clock.counts]
     counters.publish()
@@ -229,8 +216,8 @@ def test_counters_reach_the_reader_with_every_name(config):
         torch.tensor([3]),
         torch.tensor([[0, 1, 3] + [0] * (DEPTH - 2)]),
     )
-    counters.verified(verified)
-    counters.drafted((torch.tensor([4], dtype=torch.int32),) * 2, one, one, one, (None, None))
+    size = torch.tensor([4], dtype=torch.int32)
+    counters.count(verified, Drafted(one, one, one, size, None, size, None))
     clock.begin()
     clock.end()
     counters.publish()
@@ -323,13 +310,6 @@ def test_they_read_like_vllms_own(tmp_path, several_servers):
     assert not list(tmp_path.glob("counter_specblock*")), "left behind"
 
 
-def test_who_writes_no_file(config):
-    assert exporter.make_sink(vllm_config(config), rank=1) is None
-    assert exporter.make_sink(vllm_config(Config()), rank=0) is None
-    config.specblock_metrics = "/nowhere/counter_specblock-x"
-    assert exporter.make_sink(vllm_config(config), rank=0) is None
-
-
 def test_the_path_travels_and_leaves_the_compile_cache_its_name():
     """As vLLM makes, hashes and pickles its config; a SpecBlock one is not needed for that."""
     from vllm.engine.arg_utils import EngineArgs
@@ -346,44 +326,6 @@ def test_the_path_travels_and_leaves_the_compile_cache_its_name():
     exporter.make_sink(there, rank=0)({("agreed", 0): 1})
     (sample,) = [metric for metric in get_metrics_snapshot() if "specblock" in metric.name]
     assert sample.labels == {"model_name": str(TARGET), "engine": "0"}
-
-
-# ---- the log ----
-
-
-@pytest.fixture
-def log():
-    """Lines of our logger; vLLM keeps its loggers from the root's handlers."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    level = exporter.logger.level
-    exporter.logger.addHandler(handler)
-    exporter.logger.setLevel(logging.INFO)
-    yield lines
-    exporter.logger.removeHandler(handler)
-    exporter.logger.setLevel(level)
-
-
-def test_a_line_per_interval_tells_what_was_added(tmp_path, log):
-    labels = {"model_name": "target", "engine": "1"}
-    full = {(name, head): 10 for name in exporter.HELP for head in (0, 1, 2)}
-    sink = exporter.Sink(str(tmp_path / "counter_x-1.db"), labels, interval=0.0)
-    sink(full)
-    sink(full)  # nothing happened: no line
-    sink({key: value + 3 for key, value in full.items()})
-    assert log == [
-        "Engine 001: SpecBlock metrics: "
-        f"Drafter 1: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times, "
-        "mean β 0.00; "
-        f"Drafter 2: {n} nodes drafted in {n} trees, {n} verified, {n} accepted, chosen {n} times, "
-        "mean β 0.00; "
-        f"Both drafted: {n}, agreed: {n}, second drafter skipped: {n}, shared nodes: {n} of {n}"
-        for n in (10, 3)
-    ]
-    patient = exporter.Sink(str(tmp_path / "counter_y-1.db"), labels, interval=60.0)
-    patient(full)
-    assert len(log) == 2
 
 
 def counted(engine: Engine) -> dict[tuple[str, str | None], int]:
@@ -412,44 +354,35 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
 
 
-def test_a_real_run_agrees_with_vllms_own_counters():
-    engine = make_engine({"num_speculative_tokens": 24})
-    engine.generate(prompts(4), GREEDY)
-    got = counted(engine)
-    for ours, theirs in (
-        ("chosen_trees", "drafts"),
-        ("verified_nodes", "draft_tokens"),  # while every tree fills its slots
-    ):
-        assert got[f"specblock_{ours}", "1"] == got[f"spec_decode_num_{theirs}", None] > 0
-    accepted = got["specblock_accepted_nodes", "1"] - behind_the_end(engine)
-    assert accepted == got["spec_decode_num_accepted_tokens", None] > 0
+NGRAM = {"second_drafter": {"kind": "ngram"}}
+SHARED = ("shared_nodes", "shared_accepted_nodes")
+"""Counted for both drafters."""
+ENGINES = {"alone": {}, "routed": NGRAM, "merged": NGRAM | {"draft_policy": "merge"}}
 
 
-def test_shares_of_a_real_router():
-    engine = make_engine({"num_speculative_tokens": 24, "second_drafter": {"kind": "ngram"}})
-    for params in (GREEDY, SAMPLED):
+@pytest.mark.parametrize("how", ENGINES)
+def test_a_real_run_agrees_with_vllms_own_counters(how):
+    """And the dashboard asks for nothing that a merging engine, or one that learns, lacks."""
+    engine = make_engine({"num_speculative_tokens": 24, **ENGINES[how]})
+    for params in (GREEDY, SAMPLED) if how == "routed" else (GREEDY,):
         engine.generate(prompts(4), params)
-    got = counted(engine)
-    first, second = (got["specblock_chosen_trees", head] for head in "12")
-    assert first > 0 and second > 0
-    assert first + second == got["spec_decode_num_drafts", None]
-    accepted = sum(got["specblock_accepted_nodes", head] for head in "12")
-    assert accepted - behind_the_end(engine) == got["spec_decode_num_accepted_tokens", None]
-    assert got["specblock_second_skipped", None] == 0
+    got, heads = counted(engine), "1" if how == "alone" else "12"
 
+    def total(name: str) -> int:
+        return sum(got[f"specblock_{name}", head] for head in heads)
 
-def test_what_both_heads_say_is_counted_for_both():
-    """And the dashboard asks for nothing that this engine, or one that learns, does not show."""
-    engine = make_engine(
-        {"num_speculative_tokens": 24, "second_drafter": {"kind": "ngram"}, "draft_policy": "merge"}
-    )
-    engine.generate(prompts(4), GREEDY)
-    got = counted(engine)
-    both = sum(got["specblock_verified_nodes", head] for head in "12")
-    shared = got["specblock_shared_nodes", None]
-    assert both - shared == got["specblock_tree_nodes", None] and shared > 0
-    accepted = sum(got["specblock_accepted_nodes", head] for head in "12")
-    shared = got["specblock_shared_accepted_nodes", None]
-    accepted -= shared + behind_the_end(engine)
-    assert accepted == got["spec_decode_num_accepted_tokens", None]
-    assert unanswered() == {name for name in asked() if of_adaptation(name)}
+    shared = {name: got.get((f"specblock_{name}", None), 0) for name in SHARED}
+    accepted = total("accepted_nodes") - shared["shared_accepted_nodes"] - behind_the_end(engine)
+    assert accepted == got["spec_decode_num_accepted_tokens", None] > 0
+    verified = total("verified_nodes") - shared["shared_nodes"]
+    assert verified == got["specblock_tree_nodes", None] > 0
+    if how == "merged":
+        assert shared["shared_nodes"] > 0
+        assert unanswered() == {name for name in asked() if of_adaptation(name)}
+        return
+    assert total("chosen_trees") == got["spec_decode_num_drafts", None] > 0
+    assert all(got["specblock_chosen_trees", head] > 0 for head in heads)
+    if how == "alone":  # while every tree fills its slots
+        assert verified == got["spec_decode_num_draft_tokens", None]
+    else:
+        assert got["specblock_second_skipped", None] == 0

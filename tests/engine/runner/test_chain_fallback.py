@@ -1,10 +1,14 @@
 """Which requests verify a chain."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from vllm_specblock.engine.runner.chain_fallback import ChainFallback, looks_back
+from vllm_specblock.engine.runner.chain_fallback import looks_back
+from vllm_specblock.engine.runner.speculator import TreeSpeculator
 
 LOOK_BACK = (
     {"repetition_penalty": 1.1},
@@ -31,17 +35,31 @@ def test_samplings_of_one_position(given):
     assert not looks_back(SamplingParams(**given))
 
 
+def test_nothing_is_sampled():
+    assert not looks_back(None)
+
+
+def chains(all_chains: bool, *requests: tuple[int, SamplingParams | None]) -> list[bool]:
+    """Which of three slots verify a chain after these requests."""
+    state = SimpleNamespace(
+        temperature=torch.zeros(3),
+        chains=np.zeros(3, dtype=bool),
+        undrafted=np.zeros(3, dtype=bool),
+        all_chains=all_chains,
+        adaptive=None,
+        draft_policy=SimpleNamespace(begin=lambda slot: None),
+        skipped=SimpleNamespace(begin_request=lambda slot: None),
+    )
+    for slot, params in requests:
+        TreeSpeculator.note_request(state, slot, params)
+    return state.chains.tolist()
+
+
 def test_a_slot_is_its_last_requests():
-    chains = ChainFallback(3)
-    chains.note(0, SamplingParams(repetition_penalty=1.1))
-    chains.note(2, SamplingParams(repetition_penalty=1.1))
-    chains.note(2, SamplingParams())
-    chains.note(1, None)  # nothing is sampled for it
-    assert chains.among(np.array([2, 0, 1, 0])).tolist() == [False, True, False, True]
+    back = SamplingParams(repetition_penalty=1.1)
+    requests = [(0, back), (2, back), (2, SamplingParams()), (1, None)]
+    assert chains(False, *requests) == [True, False, False]
 
 
 def test_processors_of_the_users_make_chains_of_all():
-    chains = ChainFallback(2)
-    chains.everyone = True
-    chains.note(0, SamplingParams())
-    assert chains.among(np.array([0, 1])).tolist() == [True, False]
+    assert chains(True, (0, SamplingParams())) == [True, False, False]

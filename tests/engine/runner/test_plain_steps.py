@@ -16,7 +16,7 @@ if torch.cuda.is_available():
 STEPS = 8
 OF_TREES = {
     "TreeMask.fill",
-    "CpuStep.attend",
+    "PackedAttentionImpl.attend",
     "TreeSampler._verify",
     "TreeSpeculator.settle",
     "StepBatch.__init__",
@@ -28,11 +28,6 @@ OF_VLLM = {
     "CPUAttentionBackendImpl.do_kv_cache_update": 7,
     "Sampler.__call__": 1,
 }
-
-
-@pytest.fixture(scope="module")
-def plain() -> Engine:
-    return make_engine(None)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.request import LoRARequest
 
-from vllm_specblock.engine.cpu import lora
+from vllm_specblock.cpu import lora
 from vllm_specblock.engine.target_lora import LogitsAdapters, embed_without_adapters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU")

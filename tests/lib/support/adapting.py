@@ -60,11 +60,11 @@ class Pair:
     def versions(self, out: Path) -> VersionFolder:
         return VersionFolder(out, self.drafter, self.target)
 
-    def link(self) -> FolderLink:
-        """The engine's end of a folder in shared memory."""
+    def link(self, out: Path | None = None) -> FolderLink:
+        """The engine's end of a folder in shared memory; out: of versions."""
         token = new_token()
         lock, folder = make_shared_folder(token, 1 << 24), shared_folder(token)
-        return FolderLink(folder, self.versions(folder / "versions"), 1 << 24, 64, lock)
+        return FolderLink(folder, self.versions(out or folder / "versions"), 1 << 24, 64, lock)
 
     @property
     def teacher(self) -> RecordTeacher:

@@ -77,7 +77,7 @@ class Answers:
         self.seeds: list[int] = []
         self.forgotten = 0
 
-    def generate(self, prompts, temperatures, max_tokens, seeds, stops=()):
+    def generate(self, prompts, temperatures, max_tokens, seeds):
         self.calls.append(prompts)
         self.seeds += seeds
         return [answer_to(*each) for each in zip(prompts, temperatures, max_tokens, seeds)]

@@ -243,7 +243,7 @@ def linked(
     if ranks.first and chosen:
         threading.Thread(target=offer, daemon=True).start()
     elif ranks.first:
-        kept.use(None, who="person")
+        kept.use(None)
         ends.set()
     left = turns
     while left > 0:

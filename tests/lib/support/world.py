@@ -9,7 +9,7 @@ from lib.streams import HOME
 from support.records import HIDDEN, small_drafter
 
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
-from vllm_specblock.adapt.learning.update import UpdateConfig, Updater
+from vllm_specblock.adapt.learning.update import AdaptationConfig, Updater
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.learner import EvalSequence
@@ -59,7 +59,7 @@ class World:
     def drafter(self) -> SpecBlockModel:
         """One that has learned home."""
         drafter = small_drafter(vocab=VOCAB)
-        updater = Updater(drafter, UpdateConfig(lr=5e-3))
+        updater = Updater(drafter, AdaptationConfig(lr=5e-3))
         for step in range(60):
             records = [record_of(f"{step} {n}", self.sequence(HOME)) for n in range(4)]
             updater.update(Action.FULL, [self.teacher.train_batch(records, step, step)])

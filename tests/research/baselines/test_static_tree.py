@@ -39,51 +39,6 @@ def test_static_tree_expects_the_longest_accepted_path(budget):
     assert [chances[path] for path in found] == pytest.approx(reachable[:budget])
 
 
-def test_default_hits_shape_a_tree():
-    hit = default_hits(6, 10)
-    assert (hit.sum(1) < 1).all() and (hit > 0).all()
-    assert (hit[:, 0].diff() < 0).all() and (hit.diff(dim=1) < 0).all()
-    found = paths_of(*static_tree(hit, 60))
-    assert len(found) == 60 and {len(path) for path in found} == {1, 2, 3, 4, 5, 6}
-
-
-@pytest.mark.parametrize("block", [1, 2, 3])
-def test_a_plan_walks_the_tree_block_by_block(block):
-    parents, ranks = static_tree(default_hits(6, 4), 25)
-    paths = paths_of(parents, ranks)
-    plan = TreePlan(parents, ranks, block)
-    covered, drafted, starts_before = [], [], [()]
-    for number, step in enumerate(plan.steps):
-        starts = []
-        for source, path in zip(step.source.tolist(), step.path.tolist()):
-            before = starts_before[source]
-            here = paths[path[-1]] if number else ()
-            assert here[: len(before)] == before
-            assert [paths[node] for node in path] == [
-                here[: len(before) + n + 1] for n in range(block if number else 0)
-            ]
-            starts.append(here)
-        assert step.width == 1 + int(step.rank.max())
-        positions = step.read[step.place]
-        added = zip(*(each.tolist() for each in (step.node, step.start, positions, step.rank)))
-        for node, start, position, rank in added:
-            assert paths[node][: number * block] == starts[start]
-            assert position // block == start
-            assert len(paths[node]) == number * block + position % block + 1
-            assert paths[node][-1] == rank
-            covered.append(node)
-        if number:
-            assert step.before == len(drafted)
-            drafted += starts
-            for start, ancestry in zip(starts, step.ancestry):
-                assert [drafted[each] for each in ancestry] == [
-                    start[: n * block] for n in range(1, number + 1)
-                ]
-        starts_before = starts
-    assert plan.starts == len(drafted)
-    assert sorted(covered) == list(range(25))
-
-
 def test_a_plan_orders_what_the_forwards_gave():
     parents, ranks = static_tree(default_hits(4, 4), 20)
     paths = paths_of(parents, ranks)
@@ -104,14 +59,6 @@ def test_a_plan_orders_what_the_forwards_gave():
     assert [found[path] for path in wanted] == pytest.approx(list(wanted.values()))
     assert (tree.logprob[0, :20].diff() <= 0).all() and int(tree.size) == 20
     assert (tree.parent[0] <= torch.arange(22)).all()
-
-
-def test_a_plan_has_no_more_starts_than_there_is_room_for():
-    hits = default_hits(6, 4)
-    most = TreePlan.fitting(hits, 25, 2, 100, "cpu")
-    less = TreePlan.fitting(hits, 25, 2, most.starts - 1, "cpu")
-    assert most.count == 25 and less.starts < most.starts
-    assert 0 < less.count < 25
 
 
 def test_what_hangs_from_nothing_is_left_out():

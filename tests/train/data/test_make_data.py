@@ -208,16 +208,6 @@ def test_a_folder_of_another_run_is_refused(run):
     run("fresh", draft_vocab_size=20, engine={"max_num_seqs": 2})
 
 
-def test_a_run_that_made_nothing_yet_may_be_corrected(run):
-    class Failing(Answers):
-        def generate(self, *asked):
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        run(answerer=Failing(), max_length=150)
-    assert run().index["sequences"] == 10
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 import safetensors.torch
 import torch
@@ -18,17 +16,8 @@ from vllm_specblock.train.data.packed_dataset import (
 from vllm_specblock.train.data.shards import Text
 
 
-class Letters:
-    """A tokenizer: one id per letter, BOS 1, EOS 2."""
-
-    bos_token_id, eos_token_id = 1, 2
-
-    def __call__(self, text, **options):
-        return {"input_ids": [ord(letter) - 87 for letter in text]}  # a = 10
-
-
 def load(path, vocab_size=100):
-    return [text.tokens.tolist() for text in load_texts(path, Letters, vocab_size)]
+    return [text.tokens.tolist() for text in load_texts(path, vocab_size)]
 
 
 def windows_of(sequences, length=5, shortest=3, pack=False, loss_mask=None):
@@ -38,18 +27,10 @@ def windows_of(sequences, length=5, shortest=3, pack=False, loss_mask=None):
     return PackedDataset(texts, length, shortest, pack)
 
 
-def test_texts_come_from_files_lines_and_tensors(tmp_path):
-    folder = tmp_path / "folder"
-    (folder / "a").mkdir(parents=True)
-    (folder / "b.txt").write_text("ij")
-    (folder / "a" / "x.md").write_text("abcdefg")
-    assert load(folder) == [[1, *range(10, 17), 2], [1, 18, 19, 2]]
-    lines = tmp_path / "d.jsonl"
-    lines.write_text('{"text": "abc"}\n\n{"input_ids": [5, 6, 7]}\n')
-    assert load(lines) == [[1, 10, 11, 12, 2], [5, 6, 7]]
+def test_a_shard_keeps_its_loss_mask(tmp_path):
     texts = [Text(torch.arange(3, 7), torch.tensor([False, True, True, False]))]
     shards.write_shard(tmp_path / "d.safetensors", texts)
-    (found,) = load_texts(tmp_path / "d.safetensors", None, 100)
+    (found,) = load_texts(tmp_path / "d.safetensors", 100)
     assert found.tokens.tolist() == [3, 4, 5, 6]
     assert found.loss_mask.tolist() == [False, True, True, False]
 
@@ -102,38 +83,18 @@ def test_packing_loses_nothing_and_overfills_nothing(lengths, room):
     assert sum(room - f for f in free[-2:]) > room or len(free) < 2
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ('{"text": "abc"', ":2 is not JSON"),
-        ("[1, 2]", ":2 has neither"),
-        ('{"input_ids": [1, "x"]}', ":2 has neither"),
-        ('{"input_ids": [1, -4, 3]}', ":2 has neither"),
-        ('{"prompt": "abc"}', ":2 has neither"),
-    ],
-)
-def test_a_broken_line_is_named(tmp_path, line, reason):
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps({"text": "abc"}) + "\n" + line + "\n")
-    with pytest.raises(TrainError) as caught:
-        load(path)
-    assert f"{path}{reason}" in str(caught.value)
-
-
 def test_wrong_inputs_are_one_sentence(tmp_path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "latin").mkdir()
-    (tmp_path / "latin" / "a.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "a.csv").write_text("a,b")
-    (tmp_path / "big.jsonl").write_text('{"input_ids": [3, 4, 100]}\n')
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    big = Text(torch.tensor([3, 4, 100]), torch.ones(3, dtype=torch.bool))
+    shards.write_shard(tmp_path / "big.safetensors", [big])
     (tmp_path / "torn.safetensors").write_bytes(b"\x10\x00")
     safetensors.torch.save_file({"ids": torch.ones(2)}, tmp_path / "other.safetensors")
     for name, reason in {
-        "missing.jsonl": "no training data",
-        "empty": "holds no text files",
-        "latin": "is not UTF-8",
-        "a.csv": "is neither a folder",
-        "big.jsonl": "token id 100, but the target's vocabulary ends at 99",
+        "missing": "no training data",
+        "empty": r"no data\.json",
+        "a.jsonl": "is neither a folder",
+        "big.safetensors": "token id 100, but the target's vocabulary ends at 99",
         "torn.safetensors": "not a readable safetensors",
         "other.safetensors": "must hold `tokens`",
     }.items():

@@ -117,14 +117,6 @@ def test_a_uniform_tree_fills_its_budget_without_the_rank_head(scene, blocks, no
     assert len(trees[0]) == nodes
 
 
-def test_true_buckets_make_trees_of_every_block(scene):
-    drafter, sequence = scene()
-    draft = SpecBlockDraft(
-        drafter, sequence, TreeShape(4, 3, 3, (2, 4, 6, 4), 60), true_buckets=True
-    )
-    assert all(draft(root).depth.max() > 8 for root in ROOTS)
-
-
 @pytest.mark.parametrize(("nodes", "blocks"), [(12, 1), (15, 1), (16, 2), (60, 2)])
 def test_small_trees_are_of_one_block_as_in_serving(make_drafter, nodes, blocks):
     drafter = make_drafter()

@@ -53,11 +53,6 @@ def test_reference_queries_that_see_nothing():
     check(got, batch)
 
 
-def test_reference_empty_requests():
-    batch = make_batch([Blind(0), Tree(4, 3), Blind(0)])
-    check(reference(batch), batch)
-
-
 def test_a_plan_serves_layers_of_any_geometry():
     """Target and drafter may share a step's plan: the row numbers belong to a cache's layout."""
     one = make_batch(MIXED, layout="heads first")
@@ -77,16 +72,6 @@ def test_a_plan_serves_layers_of_any_geometry():
             attend_reference(batch.query, batch.kv_cache, plan, batch.query.shape[-1] ** -0.5, out),
             batch,
         )
-
-
-def test_reference_with_strides_that_are_no_whole_rows():
-    batch = make_batch(MIXED)
-    blocks, heads, size, width = batch.kv_cache.shape
-    packed = torch.full((blocks, heads * size * width + 8), torch.nan)
-    view = packed[:, : heads * size * width].unflatten(1, (heads, size, width))
-    view.copy_(batch.kv_cache)
-    batch.kv_cache = view
-    check(reference(batch), batch)
 
 
 def test_persistent_buffers_may_be_longer_than_the_batch():

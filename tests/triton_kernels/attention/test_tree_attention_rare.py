@@ -50,7 +50,7 @@ def windowed(batch, window: int) -> torch.Tensor:
 # Sliding windows. 3 is less than a path, 17 less than most contexts, 500 more than everything.
 
 
-@pytest.mark.parametrize("window", [1, 3, 17, 64, 500])
+@pytest.mark.parametrize("window", [3, 17, 500])
 def test_sliding_window(kernels, window):
     batch = make_batch([*MIXED, Chunk(150, 3)], group=2, device=kernels.device, tail=2)
     prefix_from = windowed(batch, window)
@@ -127,7 +127,7 @@ def short_splits(monkeypatch):
 LONG = [Tree(700, 12), Chunk(301, 40), Tree(90, 3), Chunk(530, 1)]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_long_contexts_in_splits(kernels, short_splits, dtype):
     for requests in (LONG[:1], LONG):  # a program for each split; one for all
         batch = make_batch(

@@ -83,13 +83,6 @@ def test_levels_equal_torch(kernels, growth, requests, coarse, seed):
     assert_grows_as_torch(kernels, growth, requests, coarse, seed)
 
 
-def test_levels_at_serving_size(kernels):
-    growth = LevelLimits(8, 10, 8, 60)
-    tree = assert_grows_as_torch(kernels, growth, 1, False, 7)
-    assert growth.width == 8 and growth.candidates == 571
-    assert int(tree.depth.max()) > 2
-
-
 def test_no_requests(kernels):
     kernel = kernels.load("grow_level")
     position = torch.zeros(0, dtype=torch.int64, device=kernels.device)
@@ -100,16 +93,3 @@ def test_no_requests(kernels):
     )
     assert node.shape == (0, 3) and behind.shape == (0,)
     assert growing.attach_level(node, valid, None, token.float(), token).token.shape == (0, 6)
-
-
-@pytest.mark.parametrize(("top_k", "fused"), [(10, True), (32, False)])
-def test_too_many_candidates_for_a_program_are_left_to_torch(monkeypatch, top_k, fused):
-    """No GPU is there to say which: the choice is all that is looked at."""
-
-    class OnGPU:
-        is_cuda = True
-
-    monkeypatch.setattr(module, "FusedLevels", lambda *args: "fused")
-    monkeypatch.setattr(module, "Levels", lambda *args: "torch")
-    chosen = module.levels_for(LevelLimits(8, top_k, top_k, 60), OnGPU())
-    assert chosen == ("fused" if fused else "torch")

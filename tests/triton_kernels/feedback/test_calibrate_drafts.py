@@ -42,7 +42,7 @@ def form(kernels):
 
 def launch_of(form, sharpness, verified, head):
     own = sharpness.own, sharpness.own_trees
-    form.learn(sharpness.log, sharpness.trees, *own, head, verified, sharpness.rates())
+    return form.learn(sharpness.log, sharpness.trees, *own, head, verified, sharpness.rates())
 
 
 # More requests than the program takes at once: 2048 / 8 nodes.
@@ -56,9 +56,10 @@ def test_as_torch_learns(form, count, head, apart):
         requests = some_requests(count, seed=10 * count + step)
         torch.manual_seed(step)
         verified = verified_of(requests)
-        theirs.learn_from(verified, head)
+        beta = theirs.learn_from(verified, head)
         torch.manual_seed(step)
-        launch_of(form, mine, verified_of(requests, form.device), head)
+        found = launch_of(form, mine, verified_of(requests, form.device), head)
+        torch.testing.assert_close(found.cpu(), beta, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(mine.log.cpu(), theirs.log, atol=1e-6, rtol=1e-5)
         assert mine.trees.tolist() == theirs.trees.tolist()
         torch.testing.assert_close(mine.own.cpu(), theirs.own, atol=1e-6, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""One launch says what torch says of new trees, and leaves none to those that sleep."""
+"""One launch says what torch says of new trees."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import torch
 from vllm_specblock.triton_kernels import optional_numba
 from vllm_specblock.triton_kernels.feedback.write_survival_numba import node_steps_numba
 
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.feedback.acceptance_estimator import (
     BINS_PER_NAT,
     PRIOR,
     AcceptanceEstimator,
     kinds,
 )
-from vllm_specblock.tree import DraftTree
 
-from ..tree.test_best_chain import NAMES, fields_of, in_a_table, random_trees
+from ..tree.test_store_tree import in_a_table, random_trees
 
 
 def seen_much(device: torch.device | str, seed: int, most: float = 50.0) -> AcceptanceEstimator:
@@ -30,69 +28,42 @@ def seen_much(device: torch.device | str, seed: int, most: float = 50.0) -> Acce
     return made
 
 
-def launch(kernels, req_idx, paused, temperature, table, steps, given):
-    return kernels.load("write_survival").write_survival_triton(
-        req_idx,
-        paused,
-        temperature,
-        table.judged,
-        table.reached,
-        table.believed,
-        PRIOR,
-        BINS_PER_NAT,
-        steps,
-        **given,
-    )
+def launch(kernels, req_idx, score, temperature, table, steps):
+    seen = table.judged, table.reached, table.believed, PRIOR, BINS_PER_NAT
+    kernels.load("write_survival").write_survival_triton(req_idx, score, temperature, *seen, steps)
 
 
-def offered(kernels, combined: Combined, paused: torch.Tensor, heat: torch.Tensor, seed: int):
-    """(steps, fields) by the kernel, and by torch; `paused` and `heat` are of requests."""
-    count, num_nodes = combined.origin.shape
+def offered(kernels, score: torch.Tensor, heat: torch.Tensor, seed: int):
+    """`steps` by the kernel, and by torch; `score` and `heat` are of requests."""
+    count, num_nodes = score.shape
     req_idx = torch.randperm(count + 4, generator=torch.Generator().manual_seed(seed))[:count]
-    by_slot = torch.ones(count + 4, dtype=torch.bool)
-    by_slot[req_idx] = paused
+    by_slot = torch.full((count + 4, num_nodes), float("nan"))
+    by_slot[req_idx] = score
     wanted = torch.zeros(count, num_nodes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optional_numba, "AVAILABLE", False)
-        theirs = seen_much("cpu", seed).write_survival(combined, heat, req_idx, by_slot, wanted)
+        seen_much("cpu", seed).write_survival(by_slot, heat, req_idx, wanted)
 
     on = kernels.device
-    given = {name: in_a_table(x.to(on)) for name, x in fields_of(combined).items()}
-    before = {name: x.clone() for name, x in given.items()}
     steps = torch.full((count + 2, num_nodes), -7.0, device=on)
-    made = launch(
-        kernels,
-        in_a_table(req_idx.to(on)),
-        by_slot.to(on),
-        in_a_table(heat.to(on)),
-        seen_much(on, seed),
-        steps,
-        given,
-    )
-    for name, x in given.items():
-        assert torch.equal(x, before[name]), "the trees given stay as they are"
+    slots, heat = in_a_table(req_idx.to(on)), in_a_table(heat.to(on))
+    launch(kernels, slots, by_slot.to(on), heat, seen_much(on, seed), steps)
     assert (steps[count:] == -7).all()
-    return steps[:count].cpu(), dict(zip(NAMES, made, strict=True)), wanted, fields_of(theirs)
+    return steps[:count].cpu(), wanted
 
 
 @pytest.mark.parametrize(
     ("num_requests", "num_nodes"),
-    [(1, 12), (5, 1), (9, 7), (4, 60), (3, 63), (3, 64), (3, 127), (3, 128), (2, 256)],
+    [(0, 70), (1, 12), (5, 1), (9, 7), (4, 60), (3, 63), (3, 64), (3, 127), (3, 128), (2, 256)],
 )
 def test_as_torch(kernels, num_requests, num_nodes):
-    combined = random_trees(num_requests, num_nodes)
     # The order of trees as they are served: the best first.
-    order = combined.tree.logprob.sort(1, descending=True).values
-    combined.tree.logprob.copy_(order)
+    score = random_trees(num_requests, num_nodes).tree.logprob.sort(1, descending=True).values
     heat = torch.tensor([0.0, 0.7, 1.3]).repeat(num_requests)[:num_requests]
-    for paused in (torch.zeros(num_requests).bool(), torch.arange(num_requests) % 3 == 2):
-        steps, made, wanted, theirs = offered(kernels, combined, paused, heat, seed=num_nodes)
-        torch.testing.assert_close(steps, wanted, atol=1e-6, rtol=3e-5)
-        for name, values in theirs.items():
-            assert made[name].dtype == values.dtype and made[name].is_contiguous(), name
-            assert torch.equal(made[name].cpu(), values), name
+    steps, wanted = offered(kernels, score, heat, seed=num_nodes)
+    torch.testing.assert_close(steps, wanted, atol=1e-6, rtol=3e-5)
     if num_requests > 2:
-        assert paused.any() and (steps[2] == 0).all() and (steps[0] > 0).all()
+        assert (steps[1] == 0).all() and (steps[0] > 0).all(), "an empty tree and a full one"
 
 
 @pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
@@ -121,12 +92,8 @@ def test_the_loop_for_cpus(num_requests, num_nodes, most):
 def test_scores_at_the_ends(kernels):
     """Scores above nothing and below all bins, the middles and the edges of bins."""
     score = torch.tensor([[0.3, 0.0, -0.125, -0.25, -0.26, -0.375, -7.9, -8.0, -300.0]])
-    shape = score.shape
-    chain = DraftTree.chain(torch.ones(shape).long(), score, torch.tensor([9], dtype=torch.int32))
     for seed, heat in enumerate([0.0, 1.0, 0.0, 1.0]):
-        steps, _, wanted, _ = offered(
-            kernels, Combined.of(chain, 1), torch.tensor([False]), torch.tensor([heat]), seed
-        )
+        steps, wanted = offered(kernels, score, torch.tensor([heat]), seed)
         torch.testing.assert_close(steps, wanted, atol=1e-6, rtol=3e-5)
         assert wanted.min() < 0.9 and wanted.max() == 1, "the counts say too little"
 
@@ -136,27 +103,9 @@ def test_after_a_long_time(kernels):
     table, exact = seen_much(kernels.device, 3, most=3e6), seen_much("cpu", 3, most=3e6)
     for name in ("judged", "reached", "believed"):
         setattr(exact, name, getattr(exact, name).double())
-    combined = random_trees(2, 60)
-    combined.tree.logprob.copy_(combined.tree.logprob.sort(1, descending=True).values)
-    given = {name: x.to(kernels.device) for name, x in fields_of(combined).items()}
+    score = random_trees(2, 60).tree.logprob.sort(1, descending=True).values
     steps, heat = torch.zeros(2, 60, device=kernels.device), torch.tensor([0.0, 0.5])
-    launch(
-        kernels,
-        torch.tensor([1, 0], device=kernels.device),
-        torch.zeros(2, dtype=torch.bool, device=kernels.device),
-        heat.to(kernels.device),
-        table,
-        steps,
-        given,
-    )
-    wanted = exact.steps(kinds(heat), combined.tree.logprob.double()).float()
+    slots = torch.tensor([0, 1], device=kernels.device)
+    launch(kernels, slots, score.to(kernels.device), heat.to(kernels.device), table, steps)
+    wanted = exact.steps(kinds(heat), score.double()).float()
     torch.testing.assert_close(steps.cpu(), wanted, atol=1e-6, rtol=3e-5)
-
-
-def test_no_requests(kernels):
-    nobody = Combined.of(DraftTree.empty(0, 70, "cpu"), drafter=1)
-    none = torch.zeros(0, dtype=torch.int64)
-    steps, made, _, theirs = offered(kernels, nobody, none.bool(), none.float(), seed=0)
-    assert steps.shape == (0, 70)
-    for name, values in theirs.items():
-        assert made[name].shape == values.shape, name

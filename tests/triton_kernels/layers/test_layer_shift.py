@@ -35,12 +35,6 @@ def test_reference_is_equation_3():
             torch.testing.assert_close(shifted[t, k], weight @ pair)
 
 
-def test_identity_weight_changes_nothing():
-    hidden, _ = inputs(2, 5, 8)
-    weight = torch.cat([torch.eye(8), torch.zeros(8, 8)], dim=1)
-    torch.testing.assert_close(shift.reference(hidden, weight), hidden, atol=0, rtol=0)
-
-
 def test_gradients():
     hidden, weight = (x.double().requires_grad_() for x in inputs(2, 3, 4))
     norm = norm_over(4, dtype=torch.float64)

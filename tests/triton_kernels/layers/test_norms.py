@@ -64,6 +64,19 @@ def test_sum_of_kept_rows(kernels, kept, places):
         assert_same(mine, theirs)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rows", [None, [6, 0, 2, 2]])
+@torch.no_grad()
+def test_norms_side_by_side(kernels, rows, dtype):
+    """The left one of rows in any order; the right one is a part of a wider tensor."""
+    left = states(7 if rows else 4, 24, dtype=dtype, device=kernels.device)
+    right = states(4, 48, dtype=dtype, device=kernels.device)[:, 24:]
+    pair = [norm_over(24, dtype, kernels.device, seed) for seed in range(2)]
+    chosen = None if rows is None else torch.tensor(rows, device=kernels.device)
+    got = kernels.load("norms").norm_pair_triton(left, right, *pair, chosen)
+    assert_same(got, norm_pair.reference(left, right, *pair, chosen), dtype)
+
+
 @torch.no_grad()
 def test_broadcast_and_strided_sum(kernels):
     """One summand per row, the other per position; and columns far apart."""

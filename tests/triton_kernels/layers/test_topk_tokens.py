@@ -18,7 +18,7 @@ def distinct_logits(lead, vocab, dtype, device):
     return ((order - vocab // 2) / 64).to(device, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("lead", "vocab", "width"),
     [((3,), 2, 1), ((2, 3), 10, 10), ((2, 4), 77, 3), ((1, 2), 250, 33), ((2,), 1, 1)],

@@ -1,11 +1,8 @@
 """How far versions reach along recorded text, compared text by text.
 
-A version's depth at a row is how many tokens of the text its chain follows, of as many blocks as
-serving drafts, and one more where the text leaves the chain for one of the next three choices,
-siblings that a tree has. 1 + depth stands in for τ at one forward for all rows of a block.
-
-Versions are compared by steps per token, 1 / τ, for that is what time goes into: where texts differ
-much in τ, mean depths say something else.
+A version's depth at a row is how many tokens of the text its chain follows, and one more where the
+text leaves the chain for one of the next three choices, siblings that a tree has. Versions are
+compared by steps per token, 1 / (1 + depth): mean depths differ where texts differ much in τ.
 """
 
 from __future__ import annotations
@@ -21,10 +18,9 @@ import torch
 from vllm_specblock.adapt.book import Book, Record
 from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
-from vllm_specblock.adapt.learning.trunk_states import TrunkStates
 from vllm_specblock.adapt.policy.actions import put
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.train.eval.chain import Chain, chain_along, compare
+from vllm_specblock.train.eval.chain import chain_along
 from vllm_specblock.train.learner import EvalSequence
 
 SURE, GROWTH = 1.0, 0.25
@@ -45,10 +41,7 @@ def depth_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) ->
     """
     if len(sequence.tokens) <= sequence.prompt + 1:
         return math.nan
-    return _depth(chain_along(drafter, sequence, blocks))
-
-
-def _depth(chain: Chain) -> float:
+    chain = chain_along(drafter, sequence, blocks)
     on_chain = chain.on_chain
     sibling = on_chain & ~chain.hit & (chain.rank == _SIBLING)
     return float(((on_chain & chain.hit) | sibling).sum(1).float().mean())
@@ -58,14 +51,11 @@ class Judge:
     """Depths of versions on records; each pair is computed once.
 
     Args:
-        drafter: of the versions' config; it is copied.
         blocks: M of the chains.
         most: records of each part of the book that an offer is judged by, the newest.
 
     Attributes:
         pause: called after every record.
-        states: of records, for versions that differ in their heads alone; None: every version
-            runs its own layers.
     """
 
     def __init__(
@@ -74,7 +64,6 @@ class Judge:
         self.drafter = copy.deepcopy(drafter).requires_grad_(False)
         self.teacher, self.blocks, self.most = teacher, blocks, most
         self.pause: Callable[[], None] = lambda: None
-        self.states: TrunkStates | None = None
         self._holds: Version | None = None
         self._known: WeakKeyDictionary[Record, dict[int, float]] = WeakKeyDictionary()
 
@@ -86,7 +75,8 @@ class Judge:
                 before = None if self._holds is None else self._holds.tensors
                 put(self.drafter, version.tensors, before)
                 self._holds = version
-            known[version.number] = self._read(version, record)
+            text = self.teacher.sequence(record)
+            known[version.number] = depth_along(self.drafter, text, self.blocks)
             self.pause()
         return known[version.number]
 
@@ -115,14 +105,6 @@ class Judge:
         """
         saved = self._parts(lambda each: self.steps(other, each) - self.steps(version, each), book)
         return is_sure(saved, SURE * count**GROWTH)
-
-    def _read(self, version: Version, record: Record) -> float:
-        """By the drafter, which holds the version."""
-        text = self.teacher.sequence(record)
-        if len(text.tokens) <= text.prompt + 1 or not (self.states and self.states.serve(version)):
-            return depth_along(self.drafter, text, self.blocks)
-        states = self.states.along(self.drafter, record, text, self.blocks)
-        return _depth(compare(self.drafter, text, states))
 
     def _parts(self, measure: Callable[[Record], float], book: Book) -> list[list[float]]:
         """Measured on each of the recent judged records, and of the old ones; no empty list."""

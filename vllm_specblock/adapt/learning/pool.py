@@ -1,8 +1,7 @@
 """Versions in memory, and which of them serves.
 
-Which drafter served does not change the text, so every kept version is judged on every text. The
-threshold to leave a version is high, and the one to call it good is low: that is the hysteresis. A
-domain that comes back is no special case: θ_0 or an earlier version wins there.
+Which drafter served does not change the text, so every kept version is judged on every text. It
+takes more evidence to leave a version than to call it good.
 """
 
 from __future__ import annotations
@@ -11,13 +10,28 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vllm_specblock.adapt.learning.slow_mean import SlowMean
 from vllm_specblock.adapt.policy.actions import Tensors
 from vllm_specblock.adapt.policy.evidence import GOOD, SWITCH, BettingEvidence
 from vllm_specblock.adapt.policy.interface import Action
 
 USUAL = 1 / 64
 """Weight of a text in a usual text's steps, which differences are a share of."""
+
+
+class SlowMean:
+    """The plain mean of the first 1 / `weight` values, then an EWMA.
+
+    Attributes:
+        value: 0 before any.
+        count: of the values so far.
+    """
+
+    def __init__(self, weight: float) -> None:
+        self.weight, self.value, self.count = weight, 0.0, 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.value += max(self.weight, 1 / self.count) * (value - self.value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +58,7 @@ class Pool:
     often than it decides.
 
     Args:
-        origin: θ_0.
-        switch: wealth at which another version takes over.
-        good: wealth at which the current version becomes the last good one.
+        switch, good: see `SWITCH, GOOD`.
 
     Attributes:
         origin, good, current: versions, which may be the same.

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
-from vllm_specblock.adapt.learning.pool import Version
-from vllm_specblock.adapt.learning.slow_mean import SlowMean
+from vllm_specblock.adapt.learning.pool import SlowMean, Version
 from vllm_specblock.adapt.policy.interface import Action
 
 SLOW = 1 / 256
@@ -15,28 +14,19 @@ SLOW = 1 / 256
 texts of another domain are hard until most of it is learned."""
 
 
-class Usual:
+class Usual(SlowMean):
     """The usual τ of a stream, and whether a request is hard beside it.
 
     Of texts of one kind half are hard; of two kinds, mixed, those that the drafter knows less.
     """
 
     def __init__(self) -> None:
-        self._mean = SlowMean(SLOW)
-
-    @property
-    def known(self) -> tuple[float, int]:
-        """The usual τ, tokens per step, and the requests that it is of."""
-        return self._mean.value, self._mean.count
-
-    def recall(self, tau: float, count: int) -> None:
-        """Go on from what was `known`."""
-        self._mean.value, self._mean.count = float(tau), int(count)
+        super().__init__(SLOW)
 
     def is_hard(self, tau: float) -> bool:
         """Return whether a request's τ is not above that of those before, which it then joins."""
-        hard = not self._mean.count or tau <= self._mean.value
-        self._mean.add(tau)
+        hard = not self.count or tau <= self.value
+        self.add(tau)
         return hard
 
 

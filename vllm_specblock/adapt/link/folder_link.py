@@ -28,7 +28,7 @@ from vllm_specblock.adapt.adaptation import COUNTS
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.files import lock_folder, private_folder, read_json, write_json
 from vllm_specblock.adapt.link.finished import Finished
-from vllm_specblock.adapt.link.staged import DELIVERED, StagedVersion, stored_version
+from vllm_specblock.adapt.link.staged import DELIVERED, StagedVersion, SwapCounts, stored_version
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.train.config import TrainError
@@ -40,8 +40,8 @@ VERSIONS = "versions"
 
 SHARED_MEMORY = Path("/dev/shm")
 
-LOOK, LOOK_IN_MEMORY = 1.0, 0.1
-"""Seconds between two looks for a version: in a user's folder, and in shared memory."""
+LOOK = 0.25
+"""Seconds between two looks for a version."""
 
 WAITING = 16
 """Finished requests that may wait to be written or learned from; later ones are not recorded."""
@@ -52,7 +52,6 @@ _COUNTS, _SWAPS = "counts.json", "swap_seconds.json"
 
 
 def shared_folder(token: int) -> Path:
-    """The folder of an engine in shared memory."""
     return SHARED_MEMORY / f"{_OURS}{token:016x}"
 
 
@@ -92,16 +91,16 @@ def make_shared_folder(token: int, size: int) -> int:
     return lock
 
 
-class FolderVersions:
+class FolderVersions(SwapCounts):
     """The versions that a folder offers, for one rank of an engine: a thread looks for them.
 
     Args:
         versions: its current version is there for `staged` at once.
-        look: seconds between two looks.
     """
 
-    def __init__(self, versions: VersionFolder, look: float = LOOK) -> None:
-        self.versions, self.look, self.tally = versions, look, Counter[str]()
+    def __init__(self, versions: VersionFolder) -> None:
+        super().__init__()
+        self.versions = versions
         self._found: deque[StagedVersion] = deque(maxlen=1)
         self._seen, self._read, self._trunk = 0, 0, DELIVERED
         self._ends, self._looking = threading.Event(), threading.Lock()
@@ -123,25 +122,14 @@ class FolderVersions:
         return self.staged()
 
     def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
-        """Note that a version serves from now on, and what the swap took from serving."""
+        super().took(version, seconds)
         self._trunk = version.trunk
-        self.tally["swaps"] += 1
-        self.tally["swap_microseconds"] += round(1e6 * seconds)
-
-    def refuse(self, version: StagedVersion, reason: str = "not finite") -> None:
-        """Note that a version cannot serve."""
-        self.tally[f"versions_refused_{reason.replace(' ', '_')}"] += 1
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """By `COUNTS`."""
-        return {name: self.tally[name] for name in COUNTS}
 
     def close(self) -> None:
         self._ends.set()
 
     def _run(self) -> None:
-        while not self._ends.wait(self.look):
+        while not self._ends.wait(LOOK):
             self._look()
 
     def _look(self) -> None:
@@ -170,7 +158,6 @@ class FolderLink(FolderVersions):
     """The engine's end: `FolderVersions`, and a thread that writes finished requests.
 
     Args:
-        folder: for requests; made where it is missing.
         room: bytes of requests that may lie in the folder; later requests are not recorded.
         slots: requests that may wait to be written.
         lock: of `make_shared_folder`; None: the folder is the user's.
@@ -205,7 +192,7 @@ class FolderLink(FolderVersions):
         self._held = 0  # bytes of requests in the folder, counted at the last look
         self._swaps: dict[str, float] = {}
         self._learned: dict[str, int] = {}
-        super().__init__(versions, LOOK_IN_MEMORY if self.private else LOOK)
+        super().__init__(versions)
 
     def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool:
         """Hand a finished request, or a part of one, to the trainer; see `Finished`.
@@ -248,7 +235,7 @@ class FolderLink(FolderVersions):
         while True:
             message = None
             with suppress(queue.Empty):
-                message = self._waiting.get(timeout=self.look)
+                message = self._waiting.get(timeout=LOOK)
             try:
                 if message is not None:
                     self._write(message)
@@ -261,7 +248,7 @@ class FolderLink(FolderVersions):
             if self._ends.is_set():
                 if self._waiting.empty():
                     return
-            elif time.monotonic() - looked >= self.look:
+            elif time.monotonic() - looked >= LOOK:
                 looked = time.monotonic()
                 self._held = self._size()
                 self._full = self._held + self._largest > self.room
@@ -286,7 +273,6 @@ class FolderLink(FolderVersions):
         aside.rename(self.folder / name)
 
     def _size(self) -> int:
-        """Bytes of the requests in the folder."""
         size = 0
         for path in self.folder.glob(f"{_STEM}*{_END}"):
             with suppress(FileNotFoundError):  # read meanwhile
@@ -296,9 +282,6 @@ class FolderLink(FolderVersions):
 
 class FolderSource:
     """The trainer's end of requests and counts.
-
-    Args:
-        folder: that the engine writes to.
 
     Raises:
         TrainError: there is no such folder.

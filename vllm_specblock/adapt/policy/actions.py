@@ -34,12 +34,6 @@ def parameters(drafter: SpecBlockModel, action: Action) -> dict[str, nn.Paramete
     return {name: value for name, value in drafter.named_parameters() if trains(action, name)}
 
 
-def let_learn(drafter: SpecBlockModel, action: Action) -> None:
-    """Require gradients of these parameters alone: heads spare the trunk's backward."""
-    for name, value in drafter.named_parameters():
-        value.requires_grad_(trains(action, name))
-
-
 def held(drafter: SpecBlockModel, action: Action, parent: Tensors | None = None) -> Tensors:
     """Return a version: copies of what the action changes, else the parent's own tensors.
 

@@ -1,7 +1,4 @@
-"""Evidence, request by request, that one version is better than another, or that τ fell.
-
-Both tests stay valid however often they are read.
-"""
+"""Sequential tests, valid after every request: one version is better than another; τ fell."""
 
 from __future__ import annotations
 
@@ -61,12 +58,9 @@ class FallDetector:
     It sees what judging on recorded text cannot: stale keys and values, or quantisation.
 
     Args:
-        threshold: standard deviations.
+        threshold: of the sum `excess`, standard deviations.
         slack: standard deviations that each request may lie below the mean for free.
-        learn: requests that mean and spread are learned from before anything is said.
-
-    Attributes:
-        excess: the sum, standard deviations; 0 or more.
+        learn: requests that mean and spread are learned from first.
     """
 
     def __init__(self, threshold: float = 8.0, slack: float = 0.5, learn: int = 16) -> None:

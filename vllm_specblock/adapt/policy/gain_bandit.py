@@ -37,10 +37,7 @@ class GainBandit(Bandit):
 
     An arm that might be the best though it is not believed to be is tried, paid from an account
     that grows by a share of serving's time: the loss is bounded, and no arm is given up for good.
-    Nothing is random.
-
-    Both arms learn from the same records, so there is one buffer, whose requests decide together
-    when it is full which arm the update is of.
+    Nothing is random. Both arms share one buffer, whose requests choose the arm when it is full.
 
     Args:
         schedule: of which only cooldown, buffer and largest count.
@@ -55,10 +52,6 @@ class GainBandit(Bandit):
         in_a_row: updates of one arm, the last ones.
     """
 
-    # Class attributes: earlier trainers' states lack them.
-    in_a_row = 0
-    _last = Action.SKIP
-
     def __init__(
         self, schedule: Schedule | None = None, alpha: float = 0.10, horizon: int = 64
     ) -> None:
@@ -69,6 +62,7 @@ class GainBandit(Bandit):
         self.belief = GainBelief(self.schedule.arms)
         self.costs = dict.fromkeys(self.schedule.arms, 0.0)
         self.account, self.tries = 0.0, TRIES
+        self.in_a_row, self._last = 0, Action.SKIP
         self._priced: Counter[Action] = Counter()  # costs that c is the mean of
         self._triggered: dict[Action, float] = {}  # x that an update was made at
         self._seconds: float | None = None

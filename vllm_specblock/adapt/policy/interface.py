@@ -74,20 +74,12 @@ class Policy(ABC):
     """Decides after every finished request.
 
     Attributes:
-        records: requests are recorded.
-        trains: there are updates.
         gated: a version serves only if the judge finds it better, and the pool may return to an
             earlier one. Otherwise every update serves.
         rejected_only: updates learn from rejected positions of new records alone.
     """
 
-    records = trains = True
     gated = rejected_only = False
-
-    @property
-    def judges(self) -> bool:
-        """Kept versions are compared on every recorded request."""
-        return self.gated
 
     @abstractmethod
     def decide(self, request: FinishedRequest) -> Decision:
@@ -108,39 +100,7 @@ class Policy(ABC):
         """The text or the drafter changed: τ fell far below its mean."""
 
 
-class Watch(Policy):
-    """Records requests and judges a version of another engine; never trains or swaps."""
-
-    trains = False
-
-    @property
-    def judges(self) -> bool:
-        return True
-
-    def decide(self, request: FinishedRequest) -> Decision:
-        return Decision(Action.SKIP)
-
-
-class Fixed(Policy):
-    """One arm, every so many requests."""
-
-    def __init__(
-        self, action: Action = Action.FULL, every: int = EVERY, gated: bool = True
-    ) -> None:
-        if every < 1 or action is Action.SKIP:
-            raise ValueError(
-                f"A fixed policy updates heads or full every 1 request or more, but not {action} "
-                f"every {every}."
-            )
-        self.action, self.every, self.gated = action, every, gated
-        self._buffered = 0
-
-    def decide(self, request: FinishedRequest) -> Decision:
-        self._buffered = self._buffered % self.every + 1
-        return Decision(self.action, update=self._buffered == self.every)
-
-
-class Always(Fixed):
+class Always(Policy):
     """Online Speculative Decoding (arXiv 2310.07177): forward KL on rejected positions, no gate.
 
     Rate and batches are those that served it best here, not its authors'.
@@ -149,4 +109,9 @@ class Always(Fixed):
     rejected_only = True
 
     def __init__(self, action: Action = Action.FULL, every: int = EVERY) -> None:
-        super().__init__(action, every, gated=False)
+        self.action, self.every = action, every
+        self._buffered = 0
+
+    def decide(self, request: FinishedRequest) -> Decision:
+        self._buffered = self._buffered % self.every + 1
+        return Decision(self.action, update=self._buffered == self.every)

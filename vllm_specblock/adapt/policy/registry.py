@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
 from vllm_specblock.adapt.policy.gain_bandit import GainBandit
-from vllm_specblock.adapt.policy.interface import EVERY, Action, Always, Fixed, Policy, Watch
+from vllm_specblock.adapt.policy.interface import EVERY, Action, Always, Policy
 from vllm_specblock.train.config import TrainError
 
 
@@ -16,9 +16,7 @@ def make_policy(
     """Return a policy at its beginning.
 
     Args:
-        name: `gain`, `paper`, `always` (OSD), `fixed` or `watch`.
-        seed: of the exploration.
-        largest: the largest update; `always` and `fixed` make no other.
+        largest: the largest update; `always` makes no other.
         every: finished requests that make an update.
 
     Raises:
@@ -29,8 +27,6 @@ def make_policy(
         "gain": lambda: GainBandit(schedule),
         "paper": lambda: PaperBandit(schedule, seed),
         "always": lambda: Always(largest, every),
-        "fixed": lambda: Fixed(largest, every),
-        "watch": Watch,
     }
     if name not in made:
         raise TrainError(f"There is no policy {name!r}: choose one of {', '.join(made)}.")

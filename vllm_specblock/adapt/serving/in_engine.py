@@ -6,32 +6,30 @@ trainer beside the engine learns, on the engine's own device, and serving waits 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 
-from vllm_specblock.adapt.adaptation import COUNTS
 from vllm_specblock.adapt.book import Record
-from vllm_specblock.adapt.learning.trunk_states import TrunkStates
 from vllm_specblock.adapt.link.finished import Finished
 from vllm_specblock.adapt.link.folder_link import WAITING
-from vllm_specblock.adapt.link.staged import StagedVersion
+from vllm_specblock.adapt.link.staged import StagedVersion, SwapCounts
 from vllm_specblock.adapt.policy.actions import action_between, trains
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.adapt.serving.slices import SHARE, Slices
 from vllm_specblock.adapt.trainer.trainer import Trainer, TrainerConfig
 
 
-class EngineTrainer:
+class EngineTrainer(SwapCounts):
     """A trainer that the engine calls as it calls a link, between two slices.
 
-    Where training has failed, serving goes on.
+    Serving continues where training fails.
 
     Args:
-        config: see `TrainerConfig`; actions are `heads`, the device is the engine's.
+        config: its actions are `heads`, its device is the engine's.
         share: of serving's time that slices may take.
 
     Raises:
@@ -39,13 +37,11 @@ class EngineTrainer:
     """
 
     def __init__(self, config: TrainerConfig, share: float = SHARE) -> None:
-        self._counts = Counter(dict.fromkeys(COUNTS, 0))
+        super().__init__()
         self._waiting: deque[Finished] = deque()
         self._swap_seconds = self._told = 0.0
         with torch.inference_mode(False):  # engines load inside it, where nothing can learn
             self.trainer = Trainer(config, self)
-        judge = self.trainer.adaptation.judge
-        judge.states = TrunkStates(self.trainer.adaptation.pool.origin.tensors)
         self._served = self.trainer.adaptation.pool.origin
         device = torch.device(config.device)
 
@@ -78,25 +74,13 @@ class EngineTrainer:
         if current is before or self.slices.error is not None:
             return None
         self._served = current
-        self._counts["versions_offered"] += 1
         action = action_between(before.tensors, current.tensors)
         tensors = {name: each for name, each in current.tensors.items() if trains(action, name)}
         return StagedVersion(current.number, current.parent or 0, action, tensors)
 
     def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
-        """Note that a version serves from now on, and what the swap took from serving."""
+        super().took(version, seconds)
         self._swap_seconds += seconds
-        self._counts["swaps"] += 1
-        self._counts["swap_microseconds"] += round(1e6 * seconds)
-
-    def refuse(self, version: StagedVersion, reason: str = "not finite") -> None:
-        """Note that a version cannot serve."""
-        self._counts[f"versions_refused_{reason.replace(' ', '_')}"] += 1
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """By `COUNTS`."""
-        return dict(self._counts)
 
     def close(self) -> None:
         """Write what was not written yet, if there is a folder for it."""
@@ -122,7 +106,7 @@ class EngineTrainer:
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to one of `COUNTS`."""
-        self._counts[name] += by
+        self.tally[name] += by
 
     def tell(self) -> None:
         """The engine reads the counts where they are."""

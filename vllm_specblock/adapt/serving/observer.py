@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +12,6 @@ import torch
 
 from vllm_specblock.adapt.learning.train_batches import ROWS
 from vllm_specblock.adapt.link.folder_link import (
-    LOOK,
-    LOOK_IN_MEMORY,
     VERSIONS,
     WAITING,
     FolderLink,
@@ -23,7 +20,6 @@ from vllm_specblock.adapt.link.folder_link import (
     new_token,
     shared_folder,
 )
-from vllm_specblock.adapt.link.staged import StagedVersion, stored_version
 from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.adapt.serving.in_engine import EngineTrainer
 from vllm_specblock.adapt.serving.recorder import Recorder
@@ -33,19 +29,19 @@ from vllm_specblock.adapt.serving.swaps import FollowingRank, Swaps
 from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.drafters.common.checkpoint_files import WEIGHTS
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
-from vllm_specblock.engine import made_up_requests
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 from vllm_specblock.engine.ranks import Ranks, tensor_parallel_ranks
 from vllm_specblock.engine.step_observer import StepObserver
-from vllm_specblock.train.config import TrainError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-logger = logging.getLogger("vllm.specblock")
+SECONDS_INSIDE = 600.0
+"""Least time between two versions that an engine writes to `out` itself: a step waits for it."""
 
 
 def make_observer(
@@ -55,7 +51,11 @@ def make_observer(
     parent: torch.Tensor,
     max_depth: int,
 ) -> StepObserver | None:
-    """See `engine.step_observer.make_observer`. Of several ranks the first records.
+    """Return the observer of an engine; of several ranks the first records.
+
+    Args:
+        parent: [S, N] int32, of the trees under verification.
+        max_depth: D, the deepest path.
 
     Raises:
         TrainError: the folder for requests or that for versions cannot be used.
@@ -64,7 +64,6 @@ def make_observer(
     assert adapting is not None
     options, model = adapting.adapt, config.model_config
     assert isinstance(options, AdaptConfig)
-    made_up_requests.install()
     several = config.parallel_config.tensor_parallel_size > 1
     ranks = tensor_parallel_ranks() if several else None
     drafter = drafters[resolved.drafters.index(adapting)]
@@ -89,33 +88,28 @@ def link_up(
     drafter: SpecBlockDrafter,
     ranks: Ranks | None = None,
 ) -> tuple[Swaps, FolderLink | EngineTrainer | None]:
-    """Link a drafter to its trainer, which is started unless it is elsewhere, and let the current
-    version serve.
-
-    Args:
-        ranks: that draft alike; None: there is one.
+    """Link a drafter to its trainer, start the trainer unless it is elsewhere, and serve the
+    current version.
 
     Returns:
-        What gives the drafter versions, and what takes records; None: another rank records.
+        Swaps of the drafter, and what takes records; None: another rank records.
 
     Raises:
         TrainError: as `make_observer`.
     """
     assert resolved.folder is not None
     assert isinstance(resolved.options, SpecBlockConfig)  # no other kind adapts
-    paths, watches = (Path(resolved.folder), Path(model.model)), options.policy == "watch"
+    paths = Path(resolved.folder), Path(model.model)
     weights = drafter.model.norm.weight
     refresh = Refresh(drafter.model)
-    config = trainer_config(
-        options, str(paths[0]), str(paths[1]), resolved.options.num_blocks, model.dtype
-    )
+    config = trainer_config(options, str(paths[0]), str(paths[1]), resolved.options.num_blocks)
     if options.trainer == "engine":
-        inside = EngineTrainer(replace(config, device=str(weights.device)))
+        config = replace(config, device=str(weights.device), seconds=SECONDS_INSIDE)
+        inside = EngineTrainer(config)
         atexit.register(inside.close)
         swaps = Swaps(inside, refresh, trainer=inside)
         swaps.start(inside.staged)
         return swaps, inside
-    ranks = None if watches else ranks  # then the first rank alone reads
     folder, memory, lock = options.folder, round(options.memory * (1 << 20)), None
     first = ranks is None or ranks.first
     if folder is None:
@@ -124,47 +118,28 @@ def link_up(
             (token,) = ranks.from_first([token])
         folder = shared_folder(token)
         memory = WAITING * ROWS * (4 * model.get_hidden_size() * model.dtype.itemsize + 9)
-        size = sum(each.numel() for each in drafter.model.parameters()) * model.dtype.itemsize
-        lock = make_shared_folder(token, memory + 2 * size) if first else None
-    private = options.folder is None
-    out = folder / VERSIONS if private or options.out is None else Path(options.out)
-    versions = VersionFolder(out, *paths)
+        versions_in_memory = 0 if options.out else 2 * (paths[0] / WEIGHTS).stat().st_size
+        lock = make_shared_folder(token, memory + versions_in_memory) if first else None
+    versions = VersionFolder(Path(options.out) if options.out else folder / VERSIONS, *paths)
     sink = FolderLink(folder, versions, memory, lock=lock) if first else None
-    link = sink or FolderVersions(versions, LOOK_IN_MEMORY if private else LOOK)
+    link = sink or FolderVersions(versions)
     atexit.register(link.close)
-    trainer = TrainerProcess(config, sink) if private and sink else None
+    trainer = TrainerProcess(config, sink) if sink and options.folder is None else None
     swaps = Swaps(link, refresh, ranks, trainer)
-    swaps.start(_kept(options, paths) if private else link.current)
+    swaps.start(link.current)
     if trainer is not None:
         trainer.start()
     return swaps, sink
 
 
-def _kept(options: AdaptConfig, paths: tuple[Path, Path]) -> Callable[[], StagedVersion | None]:
-    """What reads the version of `out` that is to serve in place of the drafter as delivered."""
-
-    def current() -> StagedVersion | None:
-        if options.out is None or options.policy == "watch":  # which serves the delivered one
-            return None
-        try:
-            found = stored_version(VersionFolder(Path(options.out), *paths))
-        except TrainError as error:
-            logger.warning("SpecBlock adaptation: %s", error)
-            return None
-        return found if found is not None and found.number else None
-
-    return current
-
-
 def trainer_config(
-    options: AdaptConfig, drafter: str, target: str, num_blocks: int, dtype: torch.dtype
+    options: AdaptConfig, drafter: str, target: str, num_blocks: int
 ) -> TrainerConfig:
     """The config of a trainer that an engine starts.
 
     Args:
         drafter, target: folders.
         num_blocks: M that the drafter serves with.
-        dtype: that it serves in.
     """
     return TrainerConfig(
         drafter=drafter,
@@ -177,5 +152,4 @@ def trainer_config(
         memory=options.memory,
         out=options.out,
         device=options.trainer,
-        dtype=str(dtype).removeprefix("torch."),
     )

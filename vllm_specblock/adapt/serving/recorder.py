@@ -1,7 +1,4 @@
-"""Recording of requests for adaptation.
-
-Requests that opted out are not recorded. Records stay in memory of a fixed size.
-"""
+"""Recording of requests for adaptation, in memory of a fixed size."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ class Recorder(StepObserver):
     def begin(self, slot: int, request: NewRequestData) -> None:
         """Start recording a request, new or resumed after a preemption."""
         params = request.sampling_params
-        if params is None or request.prompt_embeds is not None or self.warming_up:
+        if params is None or request.prompt_embeds is not None:
             return  # no text to learn from
         says = wanted(params)
         if (
@@ -122,7 +119,7 @@ class Recorder(StepObserver):
         self,
         rows: StepBatch,
         committed: CommittedTokens,
-        hidden_states: list[torch.Tensor],
+        hidden_states: list[torch.Tensor] | torch.Tensor,
         verified: VerifiedTrees,
     ) -> None:
         low, mid, high = (hidden_states[column] for column in self.columns)

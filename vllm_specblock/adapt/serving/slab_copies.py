@@ -12,10 +12,7 @@ from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors
 
 
 class HostSlabs:
-    """Slabs in host memory, which are read in place.
-
-    Args:
-        rows: copies of the slabs' rows to read instead.
+    """Slabs in host memory, which are read in place, or from the copies `rows`.
 
     Attributes:
         sums: three of [G], `missed`, `steps` and `committed` of the request that left a slab.

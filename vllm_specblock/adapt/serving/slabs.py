@@ -1,7 +1,7 @@
-"""Which request is recorded in which slab, and what is read of a slab when it is full.
+"""Slabs of recorded rows: which request has which, and its records.
 
-Steps write a slab's rows (`triton_kernels/feedback/record_step.py`). Between steps, on the host, a
-request takes a slab, goes on in another one, or leaves; nothing waits for a device (`slab_copies`).
+Steps write rows on the device (`triton_kernels/feedback/record_step.py`). Between steps, on the
+host, a request takes a slab, continues in another one, or leaves; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -72,11 +72,9 @@ class Slabs:
 
     Args:
         slots: S, request slots.
-        hidden: Ht.
-        dtype: of the target's states.
+        hidden, dtype: Ht and dtype of the target's states.
         slabs: G.
         rows: W; a prompt's end and a step have to fit.
-        device: on which steps run.
 
     Attributes:
         parts: that are recorded, by request slot.

@@ -31,8 +31,7 @@ class Slices:
         work: called again and again; calls `pause` after every piece, and returns whether there was
             anything to do.
         share: of the time between calls of `grant` that pieces may take, on average.
-        inside: what the thread works in, such as a stream of a GPU.
-        clock: seconds.
+        inside: context of the thread, such as a stream of a GPU.
 
     Attributes:
         seconds: that pieces took so far.

@@ -1,9 +1,7 @@
-"""Versions that come to serve between two steps, on all ranks in the same one.
+"""Swaps of versions between two steps, on all ranks in the same one.
 
-All ranks of a tensor-parallel engine draft alike and each verifies what it drafted itself: one that
-swapped a step before another would feed the target other tokens. So each rank makes a version ready
-by itself, and holds it. All count the same turns; in every 64th they compare what they hold, and
-what all hold serves from that turn on. A version that one rank lacks or refused serves on none.
+Ranks that draft with different weights would verify different trees. So each rank prepares a
+version and holds it; in every 64th turn all compare what they hold, and serve what all hold.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_specblock.adapt.link.folder_link import FolderVersions
-from vllm_specblock.adapt.link.staged import StagedVersion
+from vllm_specblock.adapt.link.staged import READS, StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.serving.in_engine import EngineTrainer
 from vllm_specblock.adapt.serving.refresh import Refresh
@@ -31,16 +29,11 @@ logger = logging.getLogger("vllm.specblock")
 EVERY = 64
 """Turns from one agreement to the next: it costs a message to and from every rank."""
 
-READS = 3
-"""Reads of the current version at a start, should another one be chosen in that moment."""
-
 
 class Swaps:
     """Gives a drafter the weights that its trainer offers.
 
     Args:
-        link: to the trainer.
-        refresh: of the drafter.
         ranks: that draft alike, each with one of these; None: there is one.
         trainer: that ends with the engine; None: it is elsewhere.
     """
@@ -115,11 +108,7 @@ class Swaps:
         )
 
     def _agree(self, ranks: Ranks) -> bool:
-        """Let what is held serve if all ranks hold it.
-
-        Returns:
-            Whether all hold the same, or none holds anything.
-        """
+        """Serve what is held if all ranks hold it; return whether all hold the same, or nothing."""
         held = self._coming if self.refresh.ready else None
         alike = ranks.alike(0 if held is None else held.key)  # 0 is no version's key
         if alike and held is not None:

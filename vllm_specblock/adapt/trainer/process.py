@@ -16,7 +16,6 @@ from pathlib import Path
 from vllm_specblock.adapt.files import lock_folder, private_folder
 from vllm_specblock.adapt.link.folder_link import FolderLink
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
-from vllm_specblock.train.config import TrainError
 
 logger = logging.getLogger("vllm.specblock")
 
@@ -34,12 +33,8 @@ class TrainerProcess:
     """A trainer beside the engine, watched by a thread; serving never waits for either.
 
     Args:
-        config: see `TrainerConfig`; its link is set here.
+        config: its link is set here.
         link: the engine's end, in shared memory.
-        waits: see `WAITS`.
-
-    Attributes:
-        gave_up: the trainer died once too often.
     """
 
     def __init__(
@@ -54,22 +49,14 @@ class TrainerProcess:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="specblock-trainer")
 
     def start(self) -> None:
-        """Lock the folder for versions, unless the policy only watches it, and start the process.
+        """Lock the folder for versions, and start the process.
 
         Raises:
-            TrainError: another engine or trainer has the folder, it cannot be made, or there is
-                none to watch.
+            TrainError: another engine or trainer has the folder, or it cannot be made.
         """
-        out = None if self.config.out is None else Path(self.config.out)
-        if out is not None and self.config.policy == "watch":
-            if not out.is_dir():
-                raise TrainError(
-                    f"There is no folder {out} whose version could be watched: give the one that "
-                    "another engine's option out names, or drop the option."
-                )
-        elif out is not None:
-            private_folder(out)
-            self._lock = lock_folder(out)
+        if self.config.out is not None:
+            private_folder(Path(self.config.out))
+            self._lock = lock_folder(Path(self.config.out))
         atexit.register(self.stop)
         self._thread.start()
 

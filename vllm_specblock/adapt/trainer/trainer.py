@@ -1,7 +1,6 @@
-"""The trainer: learns from the requests in a folder, and offers versions there.
+"""The trainer: in a process of an engine, in `specblock adapt run`, or inside an engine.
 
-`TrainerProcess` starts it as `python -m vllm_specblock.adapt`; `specblock adapt run` runs the same
-loop elsewhere; `EngineTrainer` runs it inside an engine. It never imports vLLM.
+It never imports vLLM.
 """
 
 from __future__ import annotations
@@ -20,18 +19,16 @@ from typing import Protocol
 
 import torch
 
-from vllm_specblock.adapt.adaptation import BATCH, Adaptation, AdaptationConfig
+from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.book import Record
-from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
-from vllm_specblock.adapt.learning.update import UpdateConfig, recipe
+from vllm_specblock.adapt.learning.update import AdaptationConfig, recipe
 from vllm_specblock.adapt.link.finished import Finished
 from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
 from vllm_specblock.adapt.policy.interface import EVERY, Action
 from vllm_specblock.adapt.policy.registry import make_policy
-from vllm_specblock.adapt.trainer import state
 from vllm_specblock.adapt.trainer.version_writer import VersionWriter
-from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.adapt.versions import KEPT, VersionFolder
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target import target_rows
@@ -40,9 +37,6 @@ logger = logging.getLogger("vllm.specblock")
 
 POLL = 0.02
 """Seconds between two looks for a request."""
-
-LOOK = 1.0
-"""Seconds between two looks for a person's choice, and for what is to be written."""
 
 LARGEST = {"heads": Action.HEADS, "all": Action.FULL}
 
@@ -55,19 +49,13 @@ class TrainerConfig:
         drafter, target: folders, as delivered.
         policy: see `policy.registry.make_policy`.
         actions: the largest update: `heads`, or `all`.
-        lr: constant rate of a full update; heads take three times it. None: by the drafter's width.
-        anchor: λ of the KL to the drafter as delivered.
+        lr, every, memory: see `AdaptConfig`.
         num_blocks: M that serving drafts.
-        every: finished requests that make an update.
-        batch: records of a batch, half of them new.
-        memory: of recorded rows, MiB.
-        out: folder for versions and the trainer's state; None: nothing is kept.
+        out: folder for versions; None: versions go to the link's folder, if there is one, and the
+            last one alone is kept.
         seconds: least time between two versions in `out`.
         device: `cpu`, or `cuda:N`, which no other process computes on.
-        threads: CPU threads.
-        seed: of samples and exploration.
-        link: folder shared with an engine that started the trainer; None: there is none.
-        dtype: of the versions offered there, such as `bfloat16`.
+        link: folder shared with the engine that started the trainer; None: there is none.
     """
 
     drafter: str
@@ -75,21 +63,17 @@ class TrainerConfig:
     policy: str = "gain"
     actions: str = "heads"
     lr: float | None = None
-    anchor: float = 0.0
     num_blocks: int = 2
     every: int = EVERY
-    batch: int = BATCH
     memory: float = 512
     out: str | None = None
-    seconds: float = 600
+    seconds: float = 0.0
     device: str = "cpu"
     threads: int = 1
     seed: int = 0
     link: str | None = None
-    dtype: str = "float32"
 
     def to_json(self) -> str:
-        """For the command line of the process."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -110,11 +94,7 @@ class Source(Protocol):
 
 
 class Trainer:
-    """Learns from the requests of a source, and offers versions.
-
-    With a link, `pool.current` is offered there at once, and the last good version goes to `out`;
-    without one `pool.current` goes to `out`. A policy that only watches judges the current version
-    of `out`; nothing is offered or written.
+    """Learns from the requests of a source, and writes the version that is to serve to a folder.
 
     Args:
         lock: inherited descriptor of the lock of `out`.
@@ -129,11 +109,12 @@ class Trainer:
         if config.actions not in LARGEST:
             raise TrainError(f"actions is {config.actions!r}, but must be heads or all.")
         policy = make_policy(config.policy, config.seed, LARGEST[config.actions], config.every)
-        paths = Path(config.drafter), Path(config.target)
-        out = VersionFolder(Path(config.out), *paths) if config.out else None
-        link = VersionFolder(Path(config.link) / VERSIONS, *paths) if config.link else None
-        if out and policy.trains:
-            out.lock(lock)
+        paths, out = (Path(config.drafter), Path(config.target)), config.out
+        if out is None and config.link is not None:
+            out = f"{config.link}/{VERSIONS}"
+        folder = None if out is None else VersionFolder(Path(out), *paths)
+        if folder is not None:
+            folder.lock(lock)
         drafter = checkpoint.load(config.drafter, torch.float32, config.device)
         self._columns = drafter.config.target_hidden_size
         ids = torch.arange(drafter.config.draft_vocab_size, device=config.device)
@@ -147,41 +128,34 @@ class Trainer:
             teacher,
             policy,
             AdaptationConfig(
-                UpdateConfig(config.lr, anchor=config.anchor, recipe=recipe(config.num_blocks)),
+                config.lr,
+                recipe=recipe(config.num_blocks),
                 memory=config.memory,
-                batch=config.batch,
                 every=config.every,
                 seed=config.seed,
             ),
             source.count,
             source.swap_seconds,
         )
-        self.writer = out and VersionWriter(out, drafter, self.adaptation, config.seconds)
-        self.offers: VersionWriter | None = None
-        if link and policy.trains:
-            link.lock()
-            dtype = getattr(torch, config.dtype)
-            self.offers = VersionWriter(
-                link, drafter, self.adaptation, 0.0, dtype, keep=1, with_state=False
-            )
-        self._offered: Version | None = self.adaptation.pool.origin
-        self._looked = time.monotonic()
-        self._begin()
+        self.writer: VersionWriter | None = None
+        if folder is not None:
+            keep = KEPT if config.out is not None else 1
+            self.writer = VersionWriter(folder, drafter, self.adaptation, config.seconds, keep)
+            self._choose()
+            self.writer.write()
+        source.tell()
 
     def step(self) -> bool:
-        """Learn from a request and offer the result; return whether a request waited."""
+        """Learn from a request and write the result; return whether a request waited."""
         message = self.source.next()
         if message is not None:
             if message.record is None or self._fits(message.record):
                 self.adaptation.finish(message.record, message.request)
             else:
                 self.source.count("dropped_records", 1)
-        if self.writer and time.monotonic() - self._looked > LOOK:
-            self._looked = time.monotonic()
+        if self.writer is not None:
             self._choose()
-            if self.adaptation.policy.trains:
-                self.writer.write(self._to_write())
-        self._offer()
+            self.writer.write()
         if message is not None:
             self.source.tell()
         return message is not None
@@ -195,49 +169,14 @@ class Trainer:
 
     def close(self) -> None:
         """Write what was not written yet."""
-        if self.writer and self.adaptation.policy.trains:
-            self.writer.write(self._to_write(), now=True)
+        if self.writer is not None:
+            self.writer.write(now=True)
             self.writer.folder.unlock()
-        if self.offers:
-            self.offers.folder.unlock()
-
-    def _begin(self) -> None:
-        """Go on from what an earlier trainer left: the link's version, then the folder's."""
-        adaptation, origin = self.adaptation, self.adaptation.pool.origin
-        if self.offers and self.offers.folder.stamp():
-            self._offered = self.offers.written = self.offers.chosen()
-            if self._offered is not None:
-                adaptation.adopt(self._offered)
-        if self.writer:
-            if adaptation.pool.current is origin:
-                self._choose()
-            else:
-                self.writer.know()  # what serves is newer
-            try:
-                if adaptation.policy.trains and not self.writer.chosen_since():
-                    state.restore(
-                        self.writer.folder.out, adaptation, self.writer.folder.fingerprints
-                    )
-            except TrainError as error:
-                logger.warning("SpecBlock adaptation: %s", error)
-        self._offer()
-        self.source.tell()
 
     def _choose(self) -> None:
         """Take up what current.json says, where the writer did not write that."""
-        if self.writer and (version := self.writer.chosen()):
-            self.adaptation.adopt(version, good=True)
-
-    def _offer(self) -> None:
-        current = self.adaptation.pool.current
-        if self.offers and current is not self._offered:
-            self._offered = current  # once, also where the folder is full
-            self.offers.write(current)
-            self.source.count("versions_offered", self.offers.written is current)
-
-    def _to_write(self) -> Version:
-        pool = self.adaptation.pool
-        return pool.good if self.offers and self.adaptation.policy.gated else pool.current
+        if self.writer is not None and (version := self.writer.chosen()):
+            self.adaptation.adopt(version)
 
     def _fits(self, record: Record) -> bool:
         columns = (record.states.shape[1], record.last.shape[1])

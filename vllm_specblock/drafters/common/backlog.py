@@ -35,7 +35,7 @@ class MissedRows(NamedTuple):
         begin = rows.row_start_host[:-1]
         return cls(
             rows.req_idx.tolist(),  # a host tensor
-            rows.states,
+            tuple(rows.states),
             rows.source,
             begin,
             [last + 1 - first for first, last in zip(begin, rows.last.tolist())],  # a host tensor

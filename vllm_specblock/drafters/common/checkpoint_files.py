@@ -90,7 +90,7 @@ class CheckpointReader(Generic[Shape, Network]):
                 another shape, or the vocabulary mapping is not one.
         """
         directory = Path(directory)
-        stored = self.named(_stored_in(directory, self.weights), config, directory)
+        stored = self.named(stored_in(directory, self.weights), config, directory)
         wanted = wanted_shapes(partial(self.make, config, stored.keys()))
         if missing := sorted(wanted.keys() - stored.keys()):
             what = listed(missing)
@@ -136,7 +136,15 @@ def wanted_shapes(make: Callable[[], nn.Module]) -> Shapes:
         return {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
 
 
-def _stored_in(directory: Path, weights: str) -> Tensors:
+def stored_in(directory: Path, weights: str = "*.safetensors") -> Tensors:
+    """Return every tensor of the checkpoint in `directory`, by its name there.
+
+    Args:
+        weights: pattern of its safetensors files, where no index names them.
+
+    Raises:
+        CheckpointError: a file is missing or unreadable.
+    """
     if files := _safetensors_files(directory, weights):
         return {name: entry for path in files for name, entry in _safetensors(path).items()}
     pickles = sorted(directory.glob("pytorch_model*.bin"))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.common.linear import Joined, add_linear
+from vllm_specblock.drafters.common.linear import Joined, add_linear, silu_mul
 from vllm_specblock.drafters.specblock.config import NetworkShape
 from vllm_specblock.triton_kernels.layers.layers_numba import rms_norm_numba, runs_loop
 from vllm_specblock.triton_kernels.layers.norms import add_norm
@@ -26,6 +26,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Keys and queries carry their RoPE. Q = T, except in the last layer of a forward with `keep`. The
 callable owns the cache, the mask and the scaling by 1/sqrt(D).
 """
+
+FEW_ROWS = 256
 
 
 class RMSNorm(nn.RMSNorm):
@@ -120,8 +122,7 @@ class MLP(nn.Module):
         Folded on CUDA the sum is written to `residual`, which no other code may read.
         """
         if self.gate_up is not None:
-            gate, up = self.gate_up(normed).chunk(2, -1)
-            return add_linear(residual, F.silu(gate, inplace=True).mul_(up), self.down_proj)
+            return add_linear(residual, silu_mul(self.gate_up(normed)), self.down_proj)
         return residual + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
 
 

@@ -132,6 +132,18 @@ def add_linear(residual: Tensor, x: Tensor, linear: nn.Linear | Fp8Linear | Pack
     return residual
 
 
+def silu_mul(both: Tensor) -> Tensor:
+    """silu(gate) · up of a product [..., 2I], gate first; it may be overwritten."""
+    gate, up = both.chunk(2, -1)
+    if not both.is_cuda:
+        return F.silu(gate, inplace=True).mul_(up)
+    import vllm._custom_ops  # noqa: F401 (loads the kernels)
+
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    torch.ops._C.silu_and_mul(out, both)  # one launch in place of two
+    return out
+
+
 def _bias(linear: nn.Linear) -> Tensor | None:
     bias: Tensor | None = linear.bias
     return None if bias is None else bias.detach()

@@ -64,7 +64,6 @@ class NetworkDrafter(Drafter):
     def advance(self, rows: CommittedTokens) -> None:
         self.attention_builder.step(rows)
         self.state = chunked_advance(rows, self._forward)  # [R, ..., H]
-        self.beta = self.beta_of(rows)  # [R]
 
     @abstractmethod
     def _forward(self, rows: CommittedTokens) -> torch.Tensor:

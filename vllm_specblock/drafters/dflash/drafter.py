@@ -49,7 +49,6 @@ class DFlashDrafter(NetworkDrafter):
     def advance(self, rows: CommittedTokens) -> None:
         self.rows = rows
         chunked_advance(rows, self._forward)
-        self.beta = self.beta_of(rows)  # [R]
 
     def _forward(self, rows: CommittedTokens) -> Tensor:
         context = self.model.context(rows.features(self.layers), rows.position)

@@ -20,6 +20,10 @@ from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
     TreeAttentionBatch,
     packing_on_cpu,
 )
+from vllm_specblock.triton_kernels.drafting.first_block_metadata import (
+    FirstBlockMetadata,
+    first_block_metadata_triton,
+)
 from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     LaterBlockMetadata,
     later_block_metadata_triton,
@@ -61,7 +65,9 @@ class DraftAttentionBuilder:
         later = torch.arange(rows - 1)
         sees[1 + later, :, later] = torch.ones(block_size, block_size, dtype=torch.bool).tril()
         self.own = pack_bits(sees.flatten(2)).to(device)  # [rows, K, W]
-        self.fused = self.own.is_cuda  # one launch for each later block, in place of torch
+        # No row of block 1 has bits.
+        self.no_bits = self.own.new_zeros(MAX_ROWS * block_size, self.own.shape[-1])
+        self.fused = self.own.is_cuda  # one launch for each block, in place of torch
 
     def step(self, rows: CommittedTokens) -> None:
         """Begin a step; later blocks stand behind the last of `rows`."""
@@ -86,19 +92,17 @@ class DraftAttentionBuilder:
         """
         K, table, size = self.K, rows.block_table, rows.block_size * self.K
         requests = len(rows.row_start_host) - 1
-        see = (rows.index[:, None] * K + self.k + 1).int()  # [T, K]
-        kv_index = torch.where(rows.kv_slot >= 0, rows.kv_slot * K, -K)[:, None] + self.k
-        words = self.own.new_zeros(see.numel(), self.own.shape[-1])
-        ends = ((rows.index[rows.last] + 1) * K).int()
+        make = first_block_metadata_triton if self.fused else first_block_metadata
+        of = make(rows.position, rows.index, rows.kv_slot, rows.row_start, rows.last, K)
+        words, ends = self.no_bits[: len(of.prefix_len)], of.ends
         limit = [(rows.max_position + 1) * K] * requests
 
         def sees(start: torch.Tensor, host: list[int], prefix: torch.Tensor) -> TreeAttentionBatch:
             return TreeAttentionBatch(table, size, start, host, ends, limit, prefix, words, ends)
 
-        queries = sees(rows.row_start * K, [row * K for row in rows.row_start_host], see.flatten())
-        each = torch.arange(0, requests * K + 1, K, dtype=torch.int32, device=see.device)
-        kept = sees(each, [K * r for r in range(requests + 1)], see[rows.last].flatten())
-        return PagedAttention(self.caches, kv_index, queries, kept), rows.position + 1
+        queries = sees(of.query_start, [row * K for row in rows.row_start_host], of.prefix_len)
+        kept = sees(of.kept_start, [K * r for r in range(requests + 1)], of.kept_prefix)
+        return PagedAttention(self.caches, of.kv_index, queries, kept), of.base
 
     def warm_up(self, block_table: torch.Tensor, most_rows: int, num_heads: int) -> None:
         """Compile the attention of every block; arguments as `Drafter.warm_up` has them."""
@@ -214,3 +218,26 @@ class DraftAttentionBuilder:
             source=((request * first_row + row) * K + position).flatten(),
             base=base.flatten(),
         )
+
+
+def first_block_metadata(
+    position: torch.Tensor,
+    index: torch.Tensor,
+    kv_slot: torch.Tensor,
+    row_start: torch.Tensor,
+    last: torch.Tensor,
+    block_size: int,
+) -> FirstBlockMetadata:
+    """What `first_block_metadata_triton` works out."""
+    K, requests = block_size, len(last)
+    k = torch.arange(K, device=position.device)
+    see = (index[:, None] * K + k + 1).int()  # [T, K]
+    return FirstBlockMetadata(
+        kv_index=torch.where(kv_slot >= 0, kv_slot * K, -K)[:, None] + k,
+        prefix_len=see.flatten(),
+        base=position + 1,
+        query_start=row_start * K,
+        ends=((index[last] + 1) * K).int(),
+        kept_start=torch.arange(0, requests * K + 1, K, dtype=torch.int32, device=see.device),
+        kept_prefix=see[last].flatten(),
+    )

@@ -66,9 +66,9 @@ class SpecBlockDrafter(NetworkDrafter):
         for block in range(2, shape.num_blocks + 1):
             starts = growth.starts(block)
             attend, rows = self.attention_builder.next(block, starts)
-            condition = drafted.flatten(0, 2)[rows.source]  # [R·S, H]
             embedded = self.embed(starts.token.flatten())
-            hidden = model(condition, embedded, rows.base, attend)
+            condition = drafted.flatten(0, 2)
+            hidden = model(condition, embedded, rows.base, attend, rows=rows.source)
             hidden = hidden.unflatten(0, starts.token.shape)  # [R, S, K, H]
             candidates = model.candidates(hidden, shape.width, beta)
             growth.next_block(replace(starts, valid=rows.valid), block, *candidates)

@@ -67,6 +67,7 @@ class SpecBlockModel(nn.Module):
         base: Tensor,
         attend: Attend,
         keep: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """All decoder layers over T rows (eqs. 2 and 3).
 
@@ -77,11 +78,14 @@ class SpecBlockModel(nn.Module):
             base: [T] int64, RoPE position of each row's first draft position.
             keep: [Q] int64, rows whose outputs are wanted (default all). In the last layer the
                 others give keys and values only.
+            rows: [T] int64, the rows of `condition` to take (default all).
 
         Returns:
             [T or Q, K, H], the state before the final norm.
         """
-        hidden, normed = self.input_layer(condition, embedding, self.layers[0].input_layernorm)
+        hidden, normed = self.input_layer(
+            condition, embedding, self.layers[0].input_layernorm, rows
+        )
         rope = self.rotary(base, hidden.dtype)
         last = len(self.layers) - 1
         layer: Any  # torch knows no types of what it lists
@@ -175,12 +179,14 @@ class InputLayer(nn.Module):
         )
         self.fuse = of_row
 
-    def forward(self, condition: Tensor, embedding: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """condition [T, H], embedding [T, H] -> [T, K, H], and its `norm`: that of layer 1.
+    def forward(
+        self, condition: Tensor, embedding: Tensor, norm: RMSNorm, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """condition [T, H], or `rows` of it, embedding [T, H] -> [T, K, H], and its `norm`.
 
         W_fuse is linear, and only the query varies over the K positions.
         """
-        row = norm_pair(condition, embedding, self.condition_norm, self.token_norm)
+        row = norm_pair(condition, embedding, self.condition_norm, self.token_norm, rows)
         if self.folded is not None:
             row, query = self.fuse(row), self.folded
         else:

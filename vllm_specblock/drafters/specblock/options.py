@@ -18,7 +18,6 @@ ONE_BLOCK = 16
     "vllm_specblock.drafters.specblock.checkpoint",
     vllm_reads_config=True,
     adapts=True,
-    imposes=True,
 )
 class SpecBlockConfig(WeightedOptions):
     """How a SpecBlock drafter grows its tree (paper, §3.2; `K` is fixed by the checkpoint)."""

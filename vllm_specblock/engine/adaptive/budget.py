@@ -7,12 +7,10 @@ confidences. Here that product is the probability of reaching a node
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,15 +23,24 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_specblock.engine.adaptive.clocks import Clock
 from vllm_specblock.engine.compat import reallocated
 from vllm_specblock.engine.patches import Function, patch
 from vllm_specblock.engine.scheduler import UNDRAFTED
-from vllm_specblock.feedback.controller import Controller
+from vllm_specblock.feedback.controller import Controller, Step
 from vllm_specblock.feedback.step_cost import cost_per_request
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
 
-clock = time.thread_time
-"""Seconds that this thread computed: other work on the machine hardly moves them."""
+
+class _Begun(NamedTuple):
+    """A step under way; mark: when it began; behind: rows that drafters had missed."""
+
+    mark: Any
+    requests: list[str]
+    rows: int
+    trees: bool
+    drafts: bool
+    behind: int
 
 
 class DraftingState:
@@ -44,17 +51,20 @@ class DraftingState:
         all_paused: drafting is paused at the end of this step.
         paused: [request slots] bool, requests that declined drafts.
         samples: [request slots] bool, requests at T > 0.
-        draft_seconds: time of the last proposal, by `clock`; a CPU's, as all that follows.
-        accepted: draft tokens accepted in the last step.
+        clock: that steps are timed by.
+        drafted: its marks around the last proposal.
+        accepted: draft tokens accepted in the last step; None on a GPU.
         asked: a drafter with weights took part in the last proposal; read: rows it had missed.
         missed: request slot → committed rows that its drafters have yet to read.
         decide: called with the batch of a step without scheduled drafts.
     """
 
-    def __init__(self, num_slots: int, controller: Controller) -> None:
-        self.controller, self.all_paused = controller, False
+    def __init__(self, num_slots: int, controller: Controller, clock: Clock) -> None:
+        self.controller, self.clock, self.all_paused = controller, clock, False
         self.paused, self.samples = np.zeros((2, num_slots), dtype=bool)
-        self.draft_seconds, self.accepted, self.asked, self.read = 0.0, 0, True, 0
+        self.drafted: tuple[Any, Any] | None = None
+        self.accepted: int | None = None
+        self.asked, self.read = True, 0
         self.missed: Callable[[int], int] = lambda slot: 0
         self.decide: Callable[[InputBatch], None] = lambda batch: None
 
@@ -70,10 +80,10 @@ _STATES: weakref.WeakKeyDictionary[RequestState, DraftingState] = weakref.WeakKe
 
 
 def drafting_state_of(
-    states: RequestState, num_slots: int, controller: Controller
+    states: RequestState, num_slots: int, controller: Controller, clock: Clock
 ) -> DraftingState:
     """Return the state of the engine that owns `states`; the manager finds it by the same key."""
-    return _STATES.setdefault(states, DraftingState(num_slots, controller))
+    return _STATES.setdefault(states, DraftingState(num_slots, controller, clock))
 
 
 class TreeBudgetManager(AdaptiveVerificationManager):
@@ -91,8 +101,11 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     _unknown = 1.0
     """Survival of nodes of which nothing is known yet: on a GPU it arrives a step later."""
 
+    _begun: _Begun | None = None
+
     def __init__(self, req_states: RequestState, *args: Any, **kwargs: Any) -> None:
         super().__init__(req_states, *args, **kwargs)
+        self._timed: deque[tuple[Step, Any, Any, tuple[Any, Any] | None, bool]] = deque()
         self.drafting_state = _STATES[req_states]
         self.drafting_state.decide = self.decide_without_drafts
         self.controller = self.drafting_state.controller
@@ -139,14 +152,38 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         return survival
 
     def _observe(self, requests: list[str], decodes: bool, sampling: bool) -> None:
-        """Learn from the previous step, where times are measured step by step."""
+        """Learn from the steps that ended: times are taken from one decode step to the next."""
+        begun, self._begun = self._begun, None
+        state = self.drafting_state
+        # Ranks have to decide alike, and each has times of its own.
+        if begun is None or not decodes or begun.requests != requests or _ranks() > 1:
+            return
+        accepted = state.accepted if begun.trees else 0
+        step = Step(
+            len(requests),
+            begun.rows,
+            begun.trees,
+            begun.drafts,
+            None if accepted is None else len(requests) + accepted,
+            asked=state.asked,
+            read=begun.behind + state.read if state.asked else 0,
+        )
+        self._timed.append((step, begun.mark, state.clock.mark(), state.drafted, sampling))
+        while self._timed and state.clock.passed(self._timed[0][2]):
+            step, start, end, drafted, sampled = self._timed.popleft()
+            seconds = state.clock.seconds(start, end)
+            drafting = state.clock.seconds(*drafted) if drafted else 0.0
+            self.controller.observe(step._replace(seconds=seconds, draft_seconds=drafting), sampled)
 
     def _begin(self, requests: list[str], rows: int, trees: bool, behind: int) -> None:
         """Begin a step that only decodes."""
+        state = self.drafting_state
+        drafts = not state.all_paused
+        self._begun = _Begun(state.clock.mark(), requests, rows, trees, drafts, behind)
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
-        """[n] rows → [n] rows that such steps are run with; a GPU's costs contain it."""
-        return rows
+        """[n] rows → [n] rows that such steps are run with."""
+        raise NotImplementedError
 
     def decide_without_drafts(self, batch: InputBatch) -> None:
         """Decide whether a pause ends: vLLM asks for a budget only if drafts are scheduled."""
@@ -187,6 +224,7 @@ class DeviceBudgetManager(TreeBudgetManager):
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, Any]]:
         """Add steps of whole trees at each size that vLLM profiles."""
+        self._sizes = np.array(capture_sizes)
         each = self.num_speculative_steps + 1
         for batch in super().batches_to_profile(capture_sizes):
             yield batch
@@ -194,29 +232,40 @@ class DeviceBudgetManager(TreeBudgetManager):
             if not rest and trees <= self.req_states.max_num_reqs:
                 yield {**batch, "uniform_decode": True}
 
+    def _padded(self, rows: np.ndarray) -> np.ndarray:
+        place = np.searchsorted(self._sizes, rows)
+        return np.where(
+            place < len(self._sizes), self._sizes[place.clip(max=len(self._sizes) - 1)], rows
+        )
+
     def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
-        """Set the costs, and compile the kernel: vLLM's warm-up requests do not reach it."""
+        """Set the costs to begin with, and compile the kernel: warm-up requests do not reach it."""
+        super().set_initial_cost_curves(samples)  # raises if there are none
         each = self.num_speculative_steps + 1
         trees = [s for s in samples if s.num_reqs * each == s.num_target_tokens]
         alone = [s for s in samples if s.num_reqs * each != s.num_target_tokens]
-        # All ranks must use the same price; vLLM sends them the rest.
-        per_request = get_tp_group().broadcast_object(
-            cost_per_request(_medians(alone), _medians(trees)), src=0
+        per_request = cost_per_request(_medians(alone), _medians(trees))
+        verify = {
+            rows: max(ms - per_request * requests, 0.1 * ms)
+            for rows, (ms, requests) in _medians(alone).items()
+        }
+        draft: defaultdict[int, list[float]] = defaultdict(list)
+        for sample in samples:
+            if sample.full_cudagraph:
+                draft[sample.num_reqs].append(sample.drafter_ms)
+        drafting = {requests: float(np.median(ms)) for requests, ms in draft.items()}
+        # All ranks must use the same costs.
+        verify, drafting, per_request = get_tp_group().broadcast_object(
+            (verify, drafting, per_request), src=0
         )
-        super().set_initial_cost_curves(
-            [replace(s, forward_ms=s.forward_ms - per_request * s.num_reqs) for s in alone]
-        )
-        assert self.cost_tables is not None  # set just now
-        drafting, verifying = (table.tolist() for table in self.cost_tables)  # host arrays
-        self.controller.cost.measured(
-            dict(enumerate(verifying[1:], 1)),
-            dict(enumerate(drafting[1:], 1)),
-            per_request,
-            noisy=False,
-        )
+        self.controller.cost.measured(verify, drafting, per_request, noisy=False)
         self._batch_budget = {"": 0}, {"": 1}, 0
         # int64, as in the runner.
         self.reallocate_drafts([""], self.query_start_loc.new_zeros(1, dtype=torch.int64))
+
+
+def _ranks() -> int:
+    return int(get_tp_group().world_size)
 
 
 def _medians(samples: list[StepTimingSample]) -> dict[int, tuple[float, int]]:

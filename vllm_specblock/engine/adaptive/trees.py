@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 from vllm_specblock.engine.adaptive import budget
+from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
 from vllm_specblock.feedback.controller import Controller
@@ -42,18 +43,14 @@ class AdaptiveTrees:
     ) -> None:
         self.tree_states, self.confidence = tree_states, confidence
         self.backlog, self.reads_prompts = backlog, follow and backlog is None
-        num_slots, on_host = len(tree_states.accepted), device.type == "cpu"
-        self.drafting_state = budget.drafting_state_of(states, num_slots, controller)
+        num_slots, here = len(tree_states.accepted), device_of(device)
+        self.clock = here.clock()
+        self.drafting_state = budget.drafting_state_of(states, num_slots, controller, self.clock)
         if self.backlog is not None:
             self.drafting_state.missed = self.backlog.rows
         self.acceptance = AcceptanceEstimator(device)
         self.paused = torch.zeros(num_slots, dtype=torch.bool, device=device)
-        if on_host:
-            from vllm_specblock.engine.cpu import host_budget
-
-            host_budget.install()
-        else:
-            budget.install()
+        here.install_budgets()
 
     def add(self, req_idx: int, samples: bool, drafts: bool) -> None:
         """Add a request in slot `req_idx`; samples: T > 0; drafts: it accepts drafts."""
@@ -78,34 +75,30 @@ class AdaptiveTrees:
         if self.paused.device.type == "cpu":
             self.drafting_state.accepted = int(verified.accepted.sum())  # a host tensor
 
-    def drafted(self, seconds: float, asked: bool, read: int = 0, prompts: int = 0) -> None:
-        """Note the time of a proposal.
+    def drafted(self, began: Any, asked: bool, read: int = 0, prompts: int = 0) -> None:
+        """Note a proposal that ends now.
 
         Args:
+            began: mark of `clock`.
             asked: a drafter with weights took part; read: rows that it had missed before.
             prompts: requests of a batch with prompts, which drafters have read; 0: it had none.
         """
         state = self.drafting_state
-        state.draft_seconds, state.asked, state.read = seconds, asked, read
+        state.drafted, state.asked, state.read = (began, self.clock.mark()), asked, read
         if prompts and self.paused.device.type == "cpu":
             cost = state.controller.cost
             usual = cost.draft(prompts, asked) / cost.of(1.0)
-            state.controller.observe_prompts(seconds - usual)
+            state.controller.observe_prompts(self.clock.seconds(*state.drafted) - usual)
 
-    def write_survival(
-        self, req_idx: torch.Tensor, temperature: torch.Tensor, combined: Combined
-    ) -> Combined:
+    def write_survival(self, req_idx: torch.Tensor, temperature: torch.Tensor) -> None:
         """Write the survival of the new trees' nodes.
 
         Args:
-            req_idx: [R] integers.
+            req_idx: [R] integers, slots with new trees.
             temperature: [R] fp32.
-
-        Returns:
-            The trees, emptied for paused requests.
         """
-        return self.acceptance.write_survival(
-            combined, temperature, req_idx, self.paused, self.confidence
+        self.acceptance.write_survival(
+            self.tree_states.score, temperature, req_idx, self.confidence
         )
 
     def nothing_drafted(self, num_reqs: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,24 +20,12 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_specblock.commit.store import store_kv
 from vllm_specblock.engine.attention import flash_causal
 from vllm_specblock.engine.attention.flash_causal import CausalRequests, attend_causal
-from vllm_specblock.engine.cpu.attention import (
-    CpuStep,
-    PackedCache,
-    Scales,
-    packed_cache,
-    plain_builder,
-)
 from vllm_specblock.options import TargetError
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.verify.tree_mask import TreeMask
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.attention.backends.cpu_attn import (
-        CPUAttentionBackendImpl,
-        CPUAttentionMetadata,
-        CPUAttentionMetadataBuilder,
-    )
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
     from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
@@ -54,7 +41,6 @@ class TreeAttentionMetadata:
     slot_mapping: torch.Tensor  # [T] int64
     queries: TreeAttentionBatch | None  # None: all requests are in `causal`
     causal: CausalRequests | None = None  # after those of `queries`
-    cpu: CpuStep | None = None  # built by the first layer with a packed cache
 
 
 class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadata]):
@@ -79,17 +65,10 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         sinks = any(layers[name].impl.sinks is not None for name in layer_names)
         self.by_flash = not sinks and flash_causal.takes(kv_cache_spec, device)
 
-    @cached_property
-    def plain(self) -> CPUAttentionMetadataBuilder | None:
-        """vLLM's own builder, for steps without drafts on a CPU; not before caches are bound."""
-        if self.device.type != "cpu":
-            return None
-        return plain_builder(self.kv_cache_spec, self.layer_names, self.vllm_config, self.device)
-
     @property
     def needs_mask(self) -> bool:
         """Whether an eager step without drafts needs the tree mask, too."""
-        return not self.by_flash and self.plain is None
+        return not self.by_flash
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(
@@ -103,10 +82,8 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> TreeAttentionMetadata | CPUAttentionMetadata:
+    ) -> Any:
         batch, tree_mask = common_attn_metadata, self.tree_mask
-        if tree_mask.num_trees == 0 and self.plain is not None:
-            return self.plain.build(common_prefix_len, batch, fast_build)
         causal = None
         if self.by_flash and tree_mask.num_trees is not None:
             causal = flash_causal.after_trees(batch, tree_mask.num_trees)
@@ -181,13 +158,7 @@ class TreeAttentionBackend(AttentionBackend):
 
 
 class TreeAttentionImpl(AttentionImpl):
-    """Tree attention of one layer.
-
-    Attributes:
-        plain: vLLM's own implementation, for steps without drafts on a CPU.
-    """
-
-    plain: CPUAttentionBackendImpl | None = None
+    """Tree attention of one layer."""
 
     def __init__(
         self,
@@ -219,37 +190,10 @@ class TreeAttentionImpl(AttentionImpl):
         self.shares_cache = kv_sharing_target_layer_name is not None
         self.sinks = sinks  # [heads], a parameter of the model
         self.cache_dtype, self.fp8 = kv_cache_dtype, kv_cache_dtype.startswith("fp8")
-        self.packed: PackedCache | None = None
-        self.packed_at = 0  # address of the cache in `packed`
-
-    def as_in(self, kind: type[CPUAttentionBackendImpl]) -> CPUAttentionBackendImpl:
-        """Return the same layer in another implementation."""
-        return kind(
-            self.num_heads,
-            self.head_size,
-            self.scale,
-            self.num_kv_heads,
-            None,
-            self.window,
-            self.cache_dtype,
-            self.soft_cap,
-            sinks=self.sinks,
-        )
-
-    def packed_cache(self, kv_cache: torch.Tensor) -> PackedCache | None:
-        """Return the packed cache on a CPU; None: it is not packed."""
-        if kv_cache.is_cuda:
-            return None
-        # vLLM may profile with a small cache first.
-        if self.packed_at != kv_cache.data_ptr():
-            self.packed = packed_cache(kv_cache, self.cache_dtype)
-            self.packed_at = kv_cache.data_ptr()
-        return self.packed
 
     def packing(self, kv_cache: torch.Tensor) -> Packing | None:
-        """Return the layout of the packed cache on a CPU; None: it is not packed."""
-        packed = self.packed_cache(kv_cache)
-        return None if packed is None else packed.packing
+        """Return the layout of a packed cache; None: it is not packed."""
+        return None
 
     def forward(
         self,
@@ -258,7 +202,7 @@ class TreeAttentionImpl(AttentionImpl):
         key: torch.Tensor,  # [T, kv heads, head size]
         value: torch.Tensor,
         kv_cache: torch.Tensor,  # [blocks, kv heads, block size, 2 × head size]; uint8 for fp8
-        attn_metadata: TreeAttentionMetadata | CPUAttentionMetadata | None,
+        attn_metadata: TreeAttentionMetadata | None,
         output: torch.Tensor,  # [T, heads, head size]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -268,61 +212,47 @@ class TreeAttentionImpl(AttentionImpl):
         # Stored by the layer that shares its cache, or by an earlier call of this one (IQuest).
         stored = self.shares_cache or key is None or not key.numel()
         slots = None if stored else attn_metadata.slot_mapping
-        if not isinstance(attn_metadata, TreeAttentionMetadata):
-            plain, cache = self.plain, self.packed_cache(kv_cache)
-            assert plain is not None and cache is not None  # set by `plain_builder`
-            if slots is not None:
-                plain.do_kv_cache_update(layer, key, value, cache.whole, slots)
-            return plain.forward(layer, query, key, value, cache.whole, attn_metadata, output)
         num_rows, whole = attn_metadata.num_rows, output
         if query.shape[0] > num_rows:  # padding; slice only if needed
             query, output = query[:num_rows], output[:num_rows]
             if slots is not None:
                 key, value = key[:num_rows], value[:num_rows]
-        packed = self.packed_cache(kv_cache)
-        if packed is not None:
-            if attn_metadata.cpu is None:
-                # `queries` is None only with FlashAttention, on a GPU.
-                attn_metadata.cpu = CpuStep(attn_metadata.queries)  # type: ignore[arg-type]
-            attn_metadata.cpu.attend(
-                packed,
-                query,
-                key,
-                value,
-                slots,
-                output,
-                self.scale,
-                self.window,
-                self.soft_cap,
-                Scales(layer._k_scale, layer._v_scale) if self.fp8 else None,
-                # Cast in every step: weights may be updated in place.
-                None if self.sinks is None else self.sinks.float(),
-            )
-            return whole
+        self.attend(layer, query, key, value, kv_cache, slots, attn_metadata, output)
+        return whole
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor | None,
+        metadata: TreeAttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """Store and attend rows without padding; arguments as in `forward`."""
         scales = {}
         if self.fp8:  # vLLM stores it as uint8
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
             scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
         if slots is not None:
             store_kv(kv_cache, slots, key, value, **scales)
-        queries, out, causal = attn_metadata.queries, output, attn_metadata.causal
+        queries, causal = metadata.queries, metadata.causal
         if causal is not None:
             flash = flash_causal.flash_attention(self.head_size)
             attend_causal(
                 flash, causal, query, kv_cache, self.scale, out, self.window, self.soft_cap
             )
-        if queries is None:
-            return whole
-        if causal is not None:
             query, out = query[: causal.first_row], out[: causal.first_row]
-        queries.attend(
-            query,
-            kv_cache,
-            self.scale,
-            out,
-            window=self.window,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
-            **scales,
-        )
-        return whole
+        if queries is not None:
+            queries.attend(
+                query,
+                kv_cache,
+                self.scale,
+                out,
+                window=self.window,
+                soft_cap=self.soft_cap,
+                sinks=self.sinks,
+                **scales,
+            )

@@ -8,22 +8,19 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
+from vllm.model_executor.models.extract_hidden_states import (
+    CacheOnlyAttentionBackend,
+    CacheOnlyAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 
 class DraftAttentionLayer(nn.Module, AttentionLayerBase):
-    """One drafter layer in the eyes of vLLM's cache manager: K entries for every token.
+    """One drafter layer for vLLM's cache manager, under the target's block table.
 
-    It shares the target's block table: the same blocks, a page K times as deep. Entry
-    slot · K + k holds position k of the row at `slot`.
+    A token has K entries: slot · K + k holds position k of the row at `slot`.
     """
 
     def __init__(
@@ -53,45 +50,18 @@ class DraftAttentionLayer(nn.Module, AttentionLayerBase):
         )
 
 
-class _NoMetadataBuilder(AttentionMetadataBuilder[None]):
-    """The drafter builds its own visibility: this one only keeps full CUDA graphs possible."""
+class DraftMetadataBuilder(CacheOnlyAttentionMetadataBuilder):
+    """The drafter builds its own metadata: nothing of vLLM's prevents full CUDA graphs."""
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
 
-    def __init__(
-        self,
-        kv_cache_spec: KVCacheSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> None:
-        return None
-
-
-class DraftAttentionBackend(AttentionBackend):
-    """Names the drafter's cache layout to vLLM; nothing is computed through it."""
-
-    supported_dtypes = (torch.float32, torch.bfloat16, torch.float16)
+class DraftAttentionBackend(CacheOnlyAttentionBackend):
+    """Names the drafter's cache layout to vLLM."""
 
     @staticmethod
-    def get_name() -> str:
-        return "SPECBLOCK_DRAFTER"
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        raise NotImplementedError("The drafter attends by itself.")
-
-    @staticmethod
-    def get_builder_cls() -> type[_NoMetadataBuilder]:
-        return _NoMetadataBuilder
+    def get_builder_cls() -> type[DraftMetadataBuilder]:
+        return DraftMetadataBuilder
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

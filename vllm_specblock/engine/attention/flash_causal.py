@@ -1,7 +1,6 @@
 """Causal requests by vLLM's FlashAttention: prompts, and requests without a tree.
 
-They cost the same as in vLLM, and get the same bits as from its own backend. `cpu/attention.py` is
-the CPU counterpart. Eager batches only: in a captured graph any row may belong to a tree.
+They get the bits of vLLM's own backend. Eager batches only: in a graph any row may be a tree's.
 """
 
 from __future__ import annotations
@@ -40,19 +39,14 @@ class CausalRequests:
 
 @cache
 def flash_attention(head_size: int) -> partial[Any]:
-    """Return vLLM's FlashAttention, in the version for this GPU.
-
-    Raises:
-        ImportError: this is not a CUDA GPU.
-    """
+    """Return vLLM's FlashAttention, in the version for this GPU."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     return partial(flash_attn_varlen_func, fa_version=get_flash_attn_version(head_size=head_size))
 
 
 def keys_and_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a cache [blocks, kv heads, block size, 2D] into FlashAttention's key and value views,
-    [blocks, block size, kv heads, D] each."""
+    """Split a cache into FlashAttention's views, [blocks, block size, kv heads, D] each."""
     key, value = kv_cache.transpose(1, 2).split(head_size, dim=-1)
     return canonicalize_singleton_dim_strides(key), canonicalize_singleton_dim_strides(value)
 
@@ -95,16 +89,14 @@ def attend_causal(
     window: int | None = None,
     soft_cap: float = 0.0,
 ) -> None:
-    """Compute attention of one layer for these requests; leave the rows before theirs unchanged.
+    """Attend the rows of these requests in one layer; leave the rows before theirs unchanged.
 
     Args:
         flash: from `flash_attention`.
-        query: [T, heads, D] bf16 or fp16, all rows of the batch.
+        query, out: [T, heads, D] bf16 or fp16, all rows of the batch.
         kv_cache: [blocks, kv heads, block size, 2D] of the same dtype.
-        scale: factor on the scores.
-        out: [T, heads, D] to write into.
         window: a row sees only this many entries, up to and including its own.
-        soft_cap: as in `tree_attention`.
+        scale, soft_cap: as in `tree_attention`.
     """
     key, value = keys_and_values(kv_cache, query.shape[-1])
     flash(

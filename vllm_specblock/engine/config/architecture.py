@@ -37,11 +37,7 @@ class SpecBlockHFConfig(EAGLEConfig):
 
 
 class SpecBlockForDrafting(nn.Module):
-    """Satisfies vLLM's inspection of a text model; never built.
-
-    The drafter itself is plain torch (`drafters/specblock/model.py`) and is loaded by
-    `engine/runner/build.py`.
-    """
+    """Satisfies vLLM's inspection of a text model; never built."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         raise NotImplementedError(

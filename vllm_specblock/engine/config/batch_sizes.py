@@ -1,7 +1,6 @@
 """Default batch sizes for trees: tokens of a step, sizes of CUDA graphs.
 
-vLLM's defaults count on a token or a short chain per request. A tree of N nodes takes N + 1 tokens
-of the scheduler's, however many of them are verified in the end.
+vLLM's defaults are for a token or a short chain per request; a tree takes N + 1 tokens.
 """
 
 from __future__ import annotations
@@ -10,19 +9,14 @@ from vllm.config import ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 
 _REQUESTS = 256
-"""Requests that are to run side by side where vLLM's own default allows as many or more. Beyond
-them a step is bound by arithmetic, and verifies few nodes each."""
+"""Most requests to make room for: beyond, a step is bound by arithmetic and verifies few nodes."""
 
 _GRAPH_REQUESTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
-"""Requests of the decode steps that are captured beside vLLM's own sizes, which end at 512 tokens:
-eight trees of 60."""
+"""Requests of the decode steps that are captured beside vLLM's own sizes, up to 512 tokens."""
 
 
 def make_room(args: EngineArgs, num_speculative_tokens: int, parallel: ParallelConfig) -> None:
-    """Raise an unset `max_num_batched_tokens` to what trees of so many requests take.
-
-    Where prompts may not be cut it has to hold the longest as well, which vLLM knows and sees to.
-    """
+    """Raise an unset `max_num_batched_tokens` to the tokens of the requests' trees."""
     if args.max_num_batched_tokens is not None or args.enable_chunked_prefill is False:
         return
     tokens, requests = args.get_batch_defaults(parallel.world_size)

@@ -1,15 +1,14 @@
-"""Detection of engines that ask for this plugin.
-
-Every vLLM process imports this module, so it loads no drafter: on a CPU without Triton, vLLM's own
-replacement of kernels fails once Numba is imported.
-"""
+"""Detection of engines that ask for this plugin."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_specblock.config import METHOD
+
+WHEN_ASKED: list[Callable[[Any], None]] = []
+"""Called with the ParallelConfig of an engine that asks for us, before anything else of it."""
 
 
 def asks_for_us(speculative_config: Mapping[str, Any] | None) -> bool:

@@ -5,6 +5,16 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
+from transformers import AutoConfig
+from vllm import ModelRegistry
+from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.engine import arg_utils
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.gpu import spec_decode
+
 from vllm_specblock.config import METHOD, OptionError
 from vllm_specblock.engine import undrafted
 from vllm_specblock.engine.config.architecture import (
@@ -12,131 +22,35 @@ from vllm_specblock.engine.config.architecture import (
     SpecBlockForDrafting,
     SpecBlockHFConfig,
 )
-from vllm_specblock.engine.config.ours import asks_for_us, extracts_features, is_ours
+from vllm_specblock.engine.config.ours import (
+    WHEN_ASKED,
+    asks_for_us,
+    extracts_features,
+    is_ours,
+)
 from vllm_specblock.engine.patches import Function, replaces
 
 if TYPE_CHECKING:
-    import torch
-    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
     from vllm.v1.core.sched.interface import SchedulerInterface
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
     from vllm.v1.worker.gpu.states import RequestState
-
 
 _NODES = "num_speculative_tokens"
 
 
 def register() -> None:
-    from transformers import AutoConfig
-    from vllm import ModelRegistry
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
     AutoConfig.register(SpecBlockHFConfig.model_type, SpecBlockHFConfig, exist_ok=True)
     for name in sorted(DRAFT_ARCHITECTURES):
         ModelRegistry.register_model(name, SpecBlockForDrafting)
     register_backend(
         AttentionBackendEnum.CUSTOM, "vllm_specblock.engine.attention.backend.TreeAttentionBackend"
     )
-    _accept_method()
-    _keep_method()
-    _without_prefix_caching()
-    _build_speculator()
-    _check_sampling_params()
-    _schedule_trees()
-
-
-def _accept_method() -> None:
-    """Translate our method to "eagle3" plus our keys; `method` is a Literal.
-
-    "eagle3" gives us the target's inner hidden states, slots for draft nodes and asynchronous
-    scheduling.
-    """
-    from vllm.engine.arg_utils import EngineArgs
-
-    @replaces(EngineArgs, "create_speculative_config")
-    def create_speculative_config(
-        original: Function,
-        self: EngineArgs,
-        target_model_config: ModelConfig,
-        target_parallel_config: ParallelConfig,
-    ) -> SpeculativeConfig | None:
-        given = self.speculative_config
-        if not asks_for_us(given):
-            return original(self, target_model_config, target_parallel_config)
-        from vllm_specblock.engine import compat
-        from vllm_specblock.engine.config import vllm_args
-        from vllm_specblock.engine.metrics import exporter, stop_strings
-
-        compat.warn_of_broken_hooks()
-        resolved = vllm_args.translate(self, target_model_config, target_parallel_config)
-        config = original(self, target_model_config, target_parallel_config)
-        # Restore the user's config: EngineArgs may be reused.
-        self.speculative_config = given
-        vllm_args.finish(config, resolved, target_model_config)
-        if not self.disable_log_stats:
-            exporter.announce(config)
-            stop_strings.install()
-        return config
-
-
-def _keep_method() -> None:
-    """Keep our method for a checkpoint in the speculators layout, which names its own."""
-    from vllm.engine import arg_utils
-
-    @replaces(arg_utils, "maybe_override_with_speculators")
-    def maybe_override_with_speculators(
-        original: Function,
-        *args: Any,
-        vllm_speculative_config: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> tuple[str, str | None, dict[str, Any] | None]:
-        given = vllm_speculative_config
-        model, tokenizer, found = original(*args, vllm_speculative_config=given, **kwargs)
-        if found is not None and given is not None and asks_for_us(given):
-            if found["method"] != METHOD and _NODES not in given:
-                del found[_NODES]  # the length of a chain
-            found["method"] = METHOD
-        return model, tokenizer, found
-
-
-def _without_prefix_caching() -> None:
-    """Keep it off for targets with recurrent layers; vLLM's config of the cache is made early.
-
-    A prefix is found by the state at the end of a block, and an accepted path may pass that end.
-    """
-    from vllm.engine.arg_utils import EngineArgs
-
-    @replaces(EngineArgs, "_set_default_chunked_prefill_and_prefix_caching_args")
-    def set_defaults(original: Function, self: EngineArgs, model_config: ModelConfig) -> None:
-        if asks_for_us(self.speculative_config) and model_config.is_hybrid:
-            if self.enable_prefix_caching:
-                raise OptionError(
-                    "enable_prefix_caching is on, but SpecBlock supports it only for targets "
-                    "without recurrent layers: drop it."
-                )
-            self.enable_prefix_caching = False
-        original(self, model_config)
-
-
-def _build_speculator() -> None:
-    """Build our speculator; vLLM has no registry for them."""
-    from vllm.v1.worker.gpu import spec_decode
-
-    @replaces(spec_decode, "init_speculator")
-    def init_speculator(
-        original: Function, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
-    ) -> BaseSpeculator:
-        ours = is_ours(vllm_config.speculative_config)
-        if ours or extracts_features(vllm_config.speculative_config):
-            from vllm_specblock.engine import target_model
-
-            target_model.install()
-        if not ours:
-            return original(vllm_config, device, req_states)
-        from vllm_specblock.engine.runner.speculator import TreeSpeculator
-
-        return TreeSpeculator(vllm_config, device, req_states)
-
+    replaces(EngineArgs, "create_speculative_config")(create_speculative_config)
+    replaces(EngineArgs, "_set_default_chunked_prefill_and_prefix_caching_args")(set_defaults)
+    replaces(arg_utils, "maybe_override_with_speculators")(keep_method)
+    replaces(spec_decode, "init_speculator")(init_speculator)
+    replaces(SamplingParams, "_validate_spec_decode")(check_sampling_params)
+    replaces(SchedulerConfig, "get_scheduler_cls")(get_scheduler_cls)
     # A runner that is already loaded holds the function by name. Importing it here would load it
     # in processes that never run a model.
     runner: Any = sys.modules.get("vllm.v1.worker.gpu.model_runner")
@@ -144,34 +58,105 @@ def _build_speculator() -> None:
         runner.init_speculator = spec_decode.init_speculator
 
 
-def _check_sampling_params() -> None:
+def create_speculative_config(
+    original: Function,
+    self: EngineArgs,
+    target_model_config: ModelConfig,
+    target_parallel_config: ParallelConfig,
+) -> SpeculativeConfig | None:
+    """Translate our method to "eagle3" plus our keys; `method` is a Literal.
+
+    "eagle3" gives us the target's inner hidden states, slots for draft nodes and asynchronous
+    scheduling.
+    """
+    given = self.speculative_config
+    if not asks_for_us(given):
+        return original(self, target_model_config, target_parallel_config)
+    for prepare in WHEN_ASKED:
+        prepare(target_parallel_config)
+    from vllm_specblock.engine import compat
+    from vllm_specblock.engine.config import vllm_args
+    from vllm_specblock.engine.metrics import exporter, stop_strings
+
+    compat.warn_of_broken_hooks()
+    resolved = vllm_args.translate(self, target_model_config, target_parallel_config)
+    config = original(self, target_model_config, target_parallel_config)
+    # Restore the user's config: EngineArgs may be reused.
+    self.speculative_config = given
+    vllm_args.finish(config, resolved, target_model_config)
+    if not self.disable_log_stats:
+        exporter.announce(config)
+        stop_strings.install()
+    return config
+
+
+def keep_method(
+    original: Function,
+    *args: Any,
+    vllm_speculative_config: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> tuple[str, str | None, dict[str, Any] | None]:
+    """Keep our method for a checkpoint in the speculators layout, which names its own."""
+    given = vllm_speculative_config
+    model, tokenizer, found = original(*args, vllm_speculative_config=given, **kwargs)
+    if found is not None and given is not None and asks_for_us(given):
+        if found["method"] != METHOD and _NODES not in given:
+            del found[_NODES]  # the length of a chain
+        found["method"] = METHOD
+    return model, tokenizer, found
+
+
+def set_defaults(original: Function, self: EngineArgs, model_config: ModelConfig) -> None:
+    """Keep prefix caching off for targets with recurrent layers.
+
+    A prefix is found by the state at the end of a block, and an accepted path may pass that end.
+    """
+    if asks_for_us(self.speculative_config) and model_config.is_hybrid:
+        if self.enable_prefix_caching:
+            raise OptionError(
+                "enable_prefix_caching is on, but SpecBlock supports it only for targets without "
+                "recurrent layers: drop it."
+            )
+        self.enable_prefix_caching = False
+    original(self, model_config)
+
+
+def init_speculator(
+    original: Function, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+) -> BaseSpeculator:
+    """Build our speculator; vLLM has no registry for them."""
+    ours = is_ours(vllm_config.speculative_config)
+    if ours or extracts_features(vllm_config.speculative_config):
+        from vllm_specblock.engine import target_model
+
+        target_model.install()
+    if not ours:
+        return original(vllm_config, device, req_states)
+    from vllm_specblock.engine.runner.speculator import TreeSpeculator
+
+    return TreeSpeculator(vllm_config, device, req_states)
+
+
+def check_sampling_params(
+    original: Function, self: SamplingParams, speculative_config: SpeculativeConfig | None
+) -> None:
     """Accept min_p and logit_bias, which are exact with trees; check `specblock_draft`."""
-    from vllm.sampling_params import SamplingParams
-
-    @replaces(SamplingParams, "_validate_spec_decode")
-    def _validate_spec_decode(
-        original: Function, self: SamplingParams, speculative_config: SpeculativeConfig | None
-    ) -> None:
-        if is_ours(speculative_config):
-            undrafted.check(self)
-        else:
-            original(self, speculative_config)
+    if is_ours(speculative_config):
+        undrafted.check(self)
+    else:
+        original(self, speculative_config)
 
 
-def _schedule_trees() -> None:
+def get_scheduler_cls(original: Function, self: SchedulerConfig) -> Any:
     """Add `TreeScheduling` to the scheduler of our engines."""
-    from vllm.config import SchedulerConfig
+    base = original(self)
 
-    @replaces(SchedulerConfig, "get_scheduler_cls")
-    def get_scheduler_cls(original: Function, self: SchedulerConfig) -> Any:
-        base = original(self)
+    def build(vllm_config: VllmConfig, **rest: Any) -> SchedulerInterface:
+        kind = base
+        if is_ours(vllm_config.speculative_config):
+            from vllm_specblock.engine.scheduler import tree_scheduler
 
-        def build(vllm_config: VllmConfig, **rest: Any) -> SchedulerInterface:
-            kind = base
-            if is_ours(vllm_config.speculative_config):
-                from vllm_specblock.engine.scheduler import tree_scheduler
+            kind = tree_scheduler(base)
+        return kind(vllm_config=vllm_config, **rest)
 
-                kind = tree_scheduler(base)
-            return kind(vllm_config=vllm_config, **rest)
-
-        return build
+    return build

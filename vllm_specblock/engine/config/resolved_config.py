@@ -36,8 +36,8 @@ class ResolvedDrafter(BaseModel):
         kind: a registered one.
         folder: of its checkpoint; None for a drafter without weights.
         options: how it grows its tree.
-        layers: the target's layers that it reads; i is the state after i layers, and as many as
-            there are stands for what the LM head reads, after the final norm.
+        layers: the target's layers that it reads; i is the state after i layers, and the number
+            of layers is the input of the LM head.
         adapt: how it learns while it serves; None: not at all.
     """
 
@@ -97,12 +97,12 @@ def resolve_config(
     """Parse a `speculative_config`, dashes in keys replaced, with `num_speculative_tokens`.
 
     Args:
-        hub: how to download from the hub: keywords of `snapshot_download`.
+        hub: keywords of `snapshot_download`.
 
     Raises:
-        OptionError: a key, its type or its value; a drafter made for another target; two drafters
-            that do not go together.
-        CheckpointError: a drafter's files are not what their config says.
+        OptionError: a wrong key or value; a drafter of another target; drafters that do not go
+            together.
+        CheckpointError: a drafter's files do not match their config.
     """
     num_speculative_tokens = check_num_nodes(given["num_speculative_tokens"])
     first, second, combining = split_keys(given)
@@ -135,14 +135,14 @@ def resolve_config(
 
 
 def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
-    """The drafter's local folder; a hub id is downloaded (config and tensors only).
+    """Return the drafter's local folder; a hub id is downloaded (config and tensors only).
 
     Args:
         where: put before a key in messages.
         hub: keywords of `snapshot_download`.
 
     Raises:
-        OptionError: no `model`, or neither a folder nor a hub id that can be had.
+        OptionError: no `model`, or neither a folder nor a hub id that can be downloaded.
     """
     if not isinstance(model, str) or not model:
         raise OptionError(

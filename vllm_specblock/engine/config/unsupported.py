@@ -15,10 +15,9 @@ logger = logging.getLogger("vllm.specblock")
 
 
 def refuse(version: str) -> None:
-    """Let engines that ask for us fail with one sentence; all others are vLLM's alone. Idempotent.
+    """Let engines that ask for us fail with one sentence. Idempotent.
 
-    Leans on as little as can be: that engine arguments make a speculative config, by a method that
-    releases have had for long. Where it is gone the sentence is a warning.
+    In a release without `create_speculative_config` the sentence is a warning.
     """
     from vllm.engine import arg_utils
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,11 +11,9 @@ from vllm import envs
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import CpuArchEnum, current_platform
-from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specblock.config import OptionError
-from vllm_specblock.drafters.registry import drafter_kind, kinds_that
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig
 from vllm_specblock.engine.step_observer import adaptation
 
@@ -31,15 +30,14 @@ def check_batch(args: EngineArgs, num_speculative_tokens: int) -> None:
 
 
 def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
-    if current_platform.is_cpu() and (envs.VLLM_USE_V2_MODEL_RUNNER is not True or not HAS_TRITON):
-        raise OptionError(
-            "SpecBlock needs vLLM's Model Runner V2, which is off by default on a CPU: set "
-            "VLLM_USE_V2_MODEL_RUNNER=1 before Python starts."
-        )
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:
         raise OptionError(
             "SpecBlock needs vLLM's Model Runner V2, but VLLM_USE_V2_MODEL_RUNNER=0 switches it "
             "off: unset it."
+        )
+    if find_spec("triton") is None:
+        raise OptionError(
+            "SpecBlock needs vLLM's Model Runner V2, which needs Triton: pip install triton."
         )
     if parallel.pipeline_parallel_size > 1:
         raise OptionError(
@@ -112,17 +110,12 @@ def check_cache(args: EngineArgs, target: ModelConfig) -> None:
         )
 
 
-def check_task(target: ModelConfig) -> None:
+def check_target(target: ModelConfig) -> None:
     if target.runner_type != "generate":
         raise OptionError(
             f"runner is {target.runner_type!r}, but SpecBlock drafts generated text only: set "
             "runner 'generate', or drop speculative_config."
         )
-
-
-def check_target(target: ModelConfig) -> None:
-    from vllm.platforms import current_platform
-
     for refused, kind in (
         (target.is_encoder_decoder, "an encoder-decoder"),
         (target.use_mla, "multi-head latent attention (MLA)"),
@@ -164,24 +157,22 @@ def check_quantization(target: ModelConfig) -> None:
     if not current_platform.is_cpu() or torch.cpu._is_amx_tile_supported():
         return
     weights = [group.get("weights") or {} for group in groups]
-    if target.quantization in ("fp8", "fbgemm_fp8") or any(
+    eight = target.quantization in ("fp8", "fbgemm_fp8") or any(
         (each.get("type"), each.get("num_bits")) == ("float", 8) for each in weights
-    ):
-        raise OptionError(
-            f"The target {target.model!r} has weights in float8, which vLLM multiplies by on CPUs "
-            "with AMX tiles only, and this one has none: take the target in 4 bits (AWQ, GPTQ, "
-            "compressed-tensors), in int8, or as it was."
-        )
-    has_kernel = (
-        current_platform.get_cpu_architecture() != CpuArchEnum.X86
-        or torch.cpu._is_avx512_supported()
     )
     four = 4 in (said.get("bits"), *(each.get("num_bits") for each in weights))
-    if four and not has_kernel:
-        raise OptionError(
-            f"The target {target.model!r} has weights in 4 bits, which vLLM multiplies by on CPUs "
-            "with AVX-512 only, and this one has none: take the target in int8 or as it was."
-        )
+    x86 = current_platform.get_cpu_architecture() == CpuArchEnum.X86
+    unknown = four and x86 and not torch.cpu._is_avx512_supported()
+    for refused, what, feature, other in (
+        (eight, "float8", "AMX tiles", "4 bits (AWQ, GPTQ, compressed-tensors), in int8"),
+        (unknown, "4 bits", "AVX-512", "int8"),
+    ):
+        if refused:
+            raise OptionError(
+                f"The target {target.model!r} has weights in {what}, which vLLM multiplies by on "
+                f"CPUs with {feature} only, and this one has none: take the target in {other} or "
+                "as it was."
+            )
 
 
 def check_ranks(resolved: ResolvedConfig, parallel: ParallelConfig) -> None:
@@ -227,45 +218,19 @@ def check_weights(resolved: ResolvedConfig, dtype: torch.dtype) -> None:
         )
 
 
-def check_acceptance(given: dict[str, Any], resolved: ResolvedConfig) -> None:
-    """Check `rejection_sample_method`, and warn if acceptance is synthetic.
-
-    Entry i of `synthetic_acceptance_rates` is the probability that the best candidates down to
-    depth i + 1 are all accepted, as in vLLM. `drafters/common/synthetic.py` and
-    `verify/synthetic_acceptance.py` define the rest.
-
-    Args:
-        given: the user's `speculative_config`.
-    """
+def check_acceptance(given: dict[str, Any]) -> None:
+    """Refuse lossy acceptance; `given`: the user's `speculative_config`."""
     method = given.get("rejection_sample_method", "standard")
-    if method not in ("standard", "synthetic"):
+    if method != "standard":
         raise OptionError(
-            f"speculative_config key 'rejection_sample_method' is {method!r}, but it must be "
-            "'standard', or 'synthetic' in benchmarks: drop the key."
+            f"speculative_config key 'rejection_sample_method' is {method!r}, but draft trees "
+            "support 'standard' only: drop the key."
         )
-    if method == "standard":
-        return
-    if resolved.combine is not None or not drafter_kind(resolved.drafters[0].kind).imposes:
-        raise OptionError(
-            "speculative_config key 'rejection_sample_method' is 'synthetic', but that needs a "
-            f"single drafter of kind {kinds_that('imposes')}: drop the key or the other drafter."
-        )
-    logger.warning(
-        "Acceptance is imposed (rejection_sample_method 'synthetic'): the output is not the "
-        "target's. This is for benchmarks only."
-    )
 
 
-def gpus_of(parallel: ParallelConfig) -> range:
-    """Indices of the GPUs that vLLM uses on this machine."""
-    if current_platform.is_cpu():
-        return range(0)
-    return range(parallel.world_size * parallel.data_parallel_size_local)
-
-
-def check_adapt(
-    given: dict[str, Any], resolved: ResolvedConfig, parallel: ParallelConfig, target: ModelConfig
-) -> None:
+def check_adapt(resolved: ResolvedConfig, parallel: ParallelConfig, target: ModelConfig) -> None:
     """Refuse `adapt` where it cannot run; see `adapt/check.py`."""
     if resolved.adapting is not None:
-        adaptation("check").check_adapt(given, resolved, parallel, target, gpus_of(parallel))
+        count = parallel.world_size * parallel.data_parallel_size_local
+        gpus = range(0 if current_platform.is_cpu() else count)
+        adaptation("check").check_adapt(resolved, parallel, target, gpus)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+from vllm.config.vllm import OptimizationLevel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -21,21 +22,9 @@ from vllm_specblock.config import (
     OptionError,
 )
 from vllm_specblock.drafters.registry import drafter_kind
+from vllm_specblock.engine.config import validate
 from vllm_specblock.engine.config.batch_sizes import capture_trees, make_room
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, resolve_config
-from vllm_specblock.engine.config.validate import (
-    check_acceptance,
-    check_adapt,
-    check_batch,
-    check_cache,
-    check_lora,
-    check_quantization,
-    check_ranks,
-    check_runner,
-    check_target,
-    check_task,
-    check_weights,
-)
 
 PLACEHOLDER_DRAFT_CONFIG = Path(__file__).parent / "placeholder_draft_config"
 """vLLM wants a draft model's config also where no drafter has one that it can read."""
@@ -44,22 +33,18 @@ PLACEHOLDER_DRAFT_CONFIG = Path(__file__).parent / "placeholder_draft_config"
 def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> ResolvedConfig:
     """Check a SpecBlock request and rewrite `args` into what vLLM itself understands.
 
-    Args:
-        args: that ask for us (`ours.asks_for_us`).
-
     Raises:
-        OptionError: a key, its type or its value; a target, runner or parallelism that
-            cannot verify trees; a drafter that was made for another target.
-        CheckpointError: the drafter's files are not what their config says.
+        OptionError: a wrong key or value; a target, runner or parallelism that cannot verify trees;
+            a drafter of another target.
+        CheckpointError: the drafter's files do not match their config.
     """
-    check_runner(args, parallel)
-    check_task(target)
-    check_target(target)
-    check_quantization(target)
-    check_cache(args, target)
+    validate.check_runner(args, parallel)
+    validate.check_target(target)
+    validate.check_quantization(target)
+    validate.check_cache(args, target)
     resolved = resolve(args, target, parallel)
     num_speculative_tokens = resolved.num_speculative_tokens
-    check_batch(args, num_speculative_tokens)
+    validate.check_batch(args, num_speculative_tokens)
     folder = next(
         (
             drafter.folder
@@ -109,27 +94,29 @@ def resolve(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> 
         OptionError, CheckpointError: as `translate`.
     """
     given, on_cpu = keys_of(args), current_platform.is_cpu()
-    # On a CPU every verified row takes time.
-    several = parallel.tensor_parallel_size > 1 or args.enable_lora
-    fixed = any(given.get(key) is not None for key in _FIXES_DRAFTS)
-    given.setdefault("enable_adaptive_verification", on_cpu and not several and not fixed)
+    fixed = given.get("num_speculative_tokens_per_batch_size") is not None
+    given.setdefault("enable_adaptive_verification", not fixed and _can_adapt(args, parallel))
     given.setdefault("num_speculative_tokens", DEFAULT_NODES_ON_CPU if on_cpu else DEFAULT_NODES)
     hub = {"token": args.hf_token, "cache_dir": args.download_dir}
     resolved = resolve_config(given, target, hub)
-    check_ranks(resolved, parallel)
-    check_lora(args, resolved)
+    validate.check_ranks(resolved, parallel)
+    validate.check_lora(args, resolved)
     resolved = _with_skipping(resolved, parallel)
-    check_weights(resolved, target.dtype)
-    check_acceptance(given, resolved)
-    check_adapt(given, resolved, parallel, target)
+    validate.check_weights(resolved, target.dtype)
+    validate.check_acceptance(given)
+    validate.check_adapt(resolved, parallel, target)
     return resolved
 
 
-_FIXES_DRAFTS = (
-    "num_speculative_tokens_per_batch_size",
-    "synthetic_acceptance_rates",
-    "synthetic_acceptance_length",
-)
+def _can_adapt(args: EngineArgs, parallel: ParallelConfig) -> bool:
+    """Whether budgets can follow the load; a GPU measures them from full CUDA graphs of decodes."""
+    if args.enable_lora:
+        return False
+    if current_platform.is_cpu():
+        return parallel.tensor_parallel_size == 1
+    mode, by_level = args.compilation_config.cudagraph_mode, OptimizationLevel.O2
+    full = args.optimization_level >= by_level if mode is None else mode.has_full_cudagraphs()
+    return full and not args.enforce_eager and parallel.data_parallel_size == 1
 
 
 def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> ResolvedConfig:

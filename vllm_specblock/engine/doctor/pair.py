@@ -16,13 +16,8 @@ from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.interface import CacheLayer
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.engine.config import validate
 from vllm_specblock.engine.config.resolved_config import ResolvedDrafter, fetch_drafter
-from vllm_specblock.engine.config.validate import (
-    check_quantization,
-    check_runner,
-    check_target,
-    check_task,
-)
 from vllm_specblock.engine.config.vllm_args import resolve
 from vllm_specblock.engine.doctor.installation import Finding, as_line, wrong
 
@@ -32,7 +27,7 @@ Refused = (OptionError, CheckpointError)
 def runner() -> Finding:
     """Check that this environment runs the runner that trees need."""
     try:
-        check_runner(EngineArgs(), ParallelConfig())
+        validate.check_runner(EngineArgs(), ParallelConfig())
     except OptionError as error:
         return wrong("runner", "not Model Runner V2", as_line(error))
     return Finding("runner", "Model Runner V2")
@@ -48,9 +43,8 @@ def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
             yield wrong("target", target, f"vLLM does not take it: {as_line(error)}")
             return
         try:
-            check_task(model)
-            check_target(model)
-            check_quantization(model)
+            validate.check_target(model)
+            validate.check_quantization(model)
         except OptionError as error:
             yield wrong("target", target, as_line(error))
             return

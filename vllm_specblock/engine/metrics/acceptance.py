@@ -14,14 +14,9 @@ STEPS = "vllm:inter_token_latency_seconds"
 def acceptance_length(tokens: float, requests: float, steps: float) -> float:
     """Return τ, the tokens emitted per decode step; 1 without decode steps.
 
-    A decode step is a target forward that emits tokens of a request. The forward that ends the
-    prompt, and the token it emits, do not count. Without drafts τ is 1.
-
-    - Steps without drafts count, e.g. while drafting is paused.
-    - Tokens after max_tokens, EOS or a stop do not count.
-    - The recomputed prompt of a preempted request is a step of one token.
-    - A forward after the end of a request, as in asynchronous scheduling, is not a step.
-    - Each of the n sequences of a request counts as a request.
+    A decode step is a target forward that emits tokens of a request, drafts or not; the forward
+    that ends the prompt does not count, and the recomputed prompt of a preempted request does.
+    Tokens after max_tokens, EOS or a stop do not count. Each of n sequences is a request.
 
     Args:
         tokens: emitted tokens, first tokens included.

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
+from vllm_specblock.triton_kernels.feedback.count_step import Drafted, count_step_triton
+from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
 Counts = dict[tuple[str, int], int]
 """(name, drafter) → count since the engine started; drafter 1 or 2, or 0 for what is of both."""
@@ -18,13 +21,10 @@ _KINDS = 3
 class DrafterCounters:
     """Sums over all steps and requests, in one small tensor of the device.
 
-    Counting never waits for the device. On a GPU, `publish` passes the sums of the previous step
-    and starts an asynchronous copy of the current ones.
+    On a GPU, `publish` passes the sums of the previous step and copies the current ones.
 
     Args:
         num_drafters: 1 or 2.
-        num_nodes: N, slots of a verified tree.
-        max_depth: D, the deepest path.
         sink: takes the counts of every `publish`; None: no metrics.
 
     Attributes:
@@ -34,60 +34,21 @@ class DrafterCounters:
     def __init__(
         self,
         num_drafters: int,
-        num_nodes: int,
-        max_depth: int,
         device: torch.device | str,
         sink: Callable[[Counts], None] | None = None,
     ) -> None:
         self.num_drafters, self.sink = num_drafters, sink
         self.sources: list[Callable[[], Counts]] = []
-        # Nodes by origin, as (verified, accepted, first of a tree); then what `drafted` adds.
-        split = _KINDS * 3
-        self.total = torch.zeros(split + 3 * num_drafters + 4, dtype=torch.int64, device=device)
-        self._nodes = self.total[:split].view(_KINDS, 3)
-        self._drafts = self.total[split:]
-        self._kinds = torch.arange(1, _KINDS + 1, dtype=torch.uint8, device=device)[:, None, None]
-        self._node = torch.arange(num_nodes + 1, device=device)
-        self._column = torch.tensor(
-            [0] * (num_nodes + 1) + [1] * (max_depth + 1) + [2], device=device
-        )
+        # Nodes by origin, as (verified, accepted, first of a tree); then what was drafted.
+        size = 3 * _KINDS + 3 * num_drafters + 4
+        self.total = torch.zeros(size, dtype=torch.int64, device=device)
         self._host = self.total
         if self.total.is_cuda:
             self._host = torch.zeros(self.total.shape, dtype=torch.int64, pin_memory=True)
 
-    def verified(self, verified: VerifiedTrees) -> None:
-        """Count the trees that the target ran on in this step."""
-        # The root has origin 0, and so has padding after the end of the path.
-        run = self._node <= verified.num_run[:, None]
-        seen = torch.nn.functional.pad(verified.authors, (1, 0)) * run
-        kinds = torch.cat([seen, seen.gather(1, verified.path), seen[:, 1:2]], dim=1)
-        self._nodes.index_add_(1, self._column, (kinds == self._kinds).sum(1))
-
-    def drafted(
-        self,
-        sizes: Sequence[torch.Tensor],
-        second: torch.Tensor | None,
-        agreed: torch.Tensor | None,
-        live: torch.Tensor,
-        betas: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Count the trees that the drafters drafted in this step.
-
-        Args:
-            sizes: per drafter [R] int32, nodes of its own tree; 0 where it has none.
-            second: [R] bool, the second drafter was asked; None: there is none.
-            agreed: [R] bool, both drafters' trees begin with the same token; None likewise.
-            live: [R] bool; the other requests are left out (mid-prompt, padding).
-            betas: per drafter [R] fp32, β that its tree was grown with; None: 1.
-        """
-        if second is None or agreed is None:
-            second = agreed = torch.zeros_like(live)
-        table = torch.stack([*sizes, second.int(), agreed.int()]) * live
-        trees = table[: self.num_drafters] > 0
-        sharp = [torch.ones_like(live, dtype=torch.float32) if x is None else x for x in betas]
-        thousandths = (torch.stack(sharp) * 1000 + 0.5).long() * trees
-        rows = [table, trees, trees.all(0, keepdim=True), live[None], thousandths]
-        self._drafts += torch.cat(rows).sum(1)
+    def count(self, verified: VerifiedTrees, drafted: Drafted | None = None) -> None:
+        """Count the trees that the target ran on in this step, and those drafted in it."""
+        count_step(self.total, verified, drafted)
 
     def publish(self) -> None:
         """Pass the counts on the host, and those of `sources`, to the sink."""
@@ -106,6 +67,33 @@ class DrafterCounters:
         return {
             f"{name}_{drafter}" if drafter else name: n for (name, drafter), n in counts.items()
         }
+
+
+@op(count_step_triton)
+def count_step(
+    total: torch.Tensor, result: VerificationResult, drafted: Drafted | None = None
+) -> None:
+    """See `DrafterCounters.count`; `total` is that of `DrafterCounters`."""
+    # The root has origin 0, and so has padding after the end of the path.
+    node = torch.arange(result.origin.shape[1] + 1, device=total.device)
+    seen = torch.nn.functional.pad(result.origin[result.req_idx], (1, 0))
+    seen = seen * (node <= result.num_run[:, None])
+    kinds = torch.arange(1, _KINDS + 1, dtype=torch.uint8, device=total.device)[:, None, None]
+    parts = seen, seen.gather(1, result.path), seen[:, 1:2]
+    total[: 3 * _KINDS] += torch.stack([(x == kinds).sum((1, 2)) for x in parts], 1).flatten()
+    if drafted is None:
+        return
+    live = drafted.live != 0
+    one = drafted.other_size is None
+    sizes = [drafted.size] if one else [drafted.size, drafted.other_size]
+    nothing = torch.zeros_like(live)
+    second, agreed = (nothing, nothing) if one else (drafted.second, drafted.agreed)
+    table = torch.stack([*sizes, second.int(), agreed.int()]) * live
+    trees = table[: len(sizes)] > 0
+    betas = [torch.ones_like(live) if x is None else x for x in (drafted.beta, drafted.other_beta)]
+    thousandths = (torch.stack(betas[: len(sizes)]) * 1000 + 0.5).long() * trees
+    rows = [table, trees, trees.all(0, keepdim=True), live[None], thousandths]
+    total[3 * _KINDS :] += torch.cat(rows).sum(1)
 
 
 def tally(total: Sequence[int], num_drafters: int) -> Counts:

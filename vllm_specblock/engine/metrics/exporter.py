@@ -1,8 +1,8 @@
-"""Export of the counters to `/metrics`, `LLM.get_metrics` and the log.
+"""Export of the counters to `/metrics` and `LLM.get_metrics`.
 
-The model's process writes a file in the format of prometheus_client's multi-process mode, and a
-collector in the frontend reads it. With several API servers vLLM reads it with its own files.
-A stat logger plugin would switch statistics on for every model, and `LLM` does not load one.
+The model's process writes a file of prometheus_client's multi-process mode, and a collector in the
+frontend reads it; with several API servers vLLM does. A stat logger plugin would turn statistics on
+for every model, and `LLM` does not load one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import shutil
 import socket
 import tempfile
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
@@ -101,10 +100,7 @@ class DrafterMetrics:
 def announce(config: Any) -> None:
     """Show the metrics of one deployment in this process, instead of an earlier one's.
 
-    They go, and the files with them, when `config` does or this process ends.
-
-    Args:
-        config: vLLM's SpeculativeConfig, which carries the path to the engines.
+    They are removed with `config`, vLLM's SpeculativeConfig, which carries the path to the engines.
     """
     global _exposed
     shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
@@ -146,30 +142,24 @@ def make_sink(vllm_config: Any, rank: int) -> Callable[[Counts], None] | None:
             socket.gethostname(),
         )
         return None
-    from vllm import envs
-
     engine = str(vllm_config.parallel_config.data_parallel_index)
     labels = {"model_name": str(vllm_config.model_config.served_model_name), "engine": engine}
-    return Sink(f"{stem}-{engine}.db", labels, envs.VLLM_LOG_STATS_INTERVAL)
+    return Sink(f"{stem}-{engine}.db", labels)
 
 
 class Sink:
-    """Writes counts to the file `path`, and their growth to the log every `interval` seconds."""
+    """Writes counts to the file `path`."""
 
-    def __init__(self, path: str, labels: dict[str, str], interval: float) -> None:
-        self.path, self.labels, self.interval = path, labels, interval
+    def __init__(self, path: str, labels: dict[str, str]) -> None:
+        self.path, self.labels = path, labels
         self.keys: dict[tuple[str, int], str] = {}
         self.file: MmapedDict | None = None
-        self.logged: Counts = {}
-        self.logged_at = time.monotonic()
 
     def __call__(self, counts: Counts) -> None:
         if self.file is None:
             self.file = self._create(counts)
         for key, count in counts.items():
             self.file.write_value(self.keys[key], count, 0.0)
-        if time.monotonic() - self.logged_at >= self.interval:
-            self._log(counts)
 
     def _create(self, counts: Counts) -> MmapedDict:
         for name, drafter in counts:
@@ -185,30 +175,3 @@ class Sink:
             file.write_value(key, 0, 0.0)
         os.replace(making, self.path)
         return file
-
-    def _log(self, counts: Counts) -> None:
-        grown = {key: count - self.logged.get(key, 0) for key, count in counts.items()}
-        self.logged, self.logged_at = dict(counts), time.monotonic()
-        if any(grown.values()):
-            logger.info("Engine %03d: %s", int(self.labels["engine"]), sentence(grown))
-
-
-def sentence(counts: Counts) -> str:
-    """Return the log line of an interval."""
-    parts = []
-    for drafter in sorted({drafter for _, drafter in counts if drafter}):
-        of = {name: count for (name, owner), count in counts.items() if owner == drafter}
-        parts.append(
-            f"Drafter {drafter}: {of['drafted_nodes']} nodes drafted in {of['drafted_trees']} "
-            f"trees, {of['verified_nodes']} verified, {of['accepted_nodes']} accepted, "
-            f"chosen {of['chosen_trees']} times, "
-            f"mean β {of['calibration_thousandths'] / 1000 / max(1, of['drafted_trees']):.2f}"
-        )
-    both = {name: count for (name, owner), count in counts.items() if not owner}
-    if "both_drafted" in both:
-        parts.append(
-            f"Both drafted: {both['both_drafted']}, agreed: {both['agreed']}, "
-            f"second drafter skipped: {both['second_skipped']}, "
-            f"shared nodes: {both['shared_nodes']} of {both['tree_nodes']}"
-        )
-    return "SpecBlock metrics: " + "; ".join(parts)

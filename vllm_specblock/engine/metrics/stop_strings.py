@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_specblock.engine.patches import Function, patch
+from vllm_specblock.engine.patches import Function, replaces
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
@@ -16,23 +16,19 @@ def install() -> None:
     """Patch `OutputProcessor.process_outputs`. Idempotent."""
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    def make(original: Function) -> Function:
-        def process_outputs(
-            self: OutputProcessor,
-            engine_core_outputs: list[EngineCoreOutput],
-            engine_core_timestamp: float | None = None,
-            iteration_stats: IterationStats | None = None,
-            **more: Any,
-        ) -> Any:
-            counted = sum([len(output.new_token_ids) for output in engine_core_outputs])
-            result = original(
-                self, engine_core_outputs, engine_core_timestamp, iteration_stats, **more
-            )
-            if iteration_stats is not None:
-                kept = sum([len(output.new_token_ids) for output in engine_core_outputs])
-                iteration_stats.num_generation_tokens -= counted - kept
-            return result
-
-        return process_outputs
-
-    patch(OutputProcessor, "process_outputs", make)
+    @replaces(OutputProcessor, "process_outputs")
+    def process_outputs(
+        original: Function,
+        self: OutputProcessor,
+        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: IterationStats | None = None,
+        **more: Any,
+    ) -> Any:
+        outputs = engine_core_outputs
+        counted = sum([len(output.new_token_ids) for output in outputs])
+        result = original(self, outputs, engine_core_timestamp, iteration_stats, **more)
+        if iteration_stats is not None:
+            kept = sum([len(output.new_token_ids) for output in outputs])
+            iteration_stats.num_generation_tokens -= counted - kept
+        return result

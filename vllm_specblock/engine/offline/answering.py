@@ -1,11 +1,9 @@
 """Offline engine process: jobs come in, tokens and costs go out.
 
-    python -m vllm_specblock.engine.offline.answering
-
-reads JSON lines: the arguments of vLLM's `LLM`, then jobs until the input ends. It writes JSON
-lines: facts of the engine, then an answer per job. A job with `stream` also gets {"said": [prompt,
-new tokens]} in each step; an error ends with {"error": sentence}. vLLM's own output goes to stderr.
-`vllm_specblock/bench/process.py` is the other end.
+`python -m vllm_specblock.engine.offline.answering` reads JSON lines: the arguments of vLLM's `LLM`,
+then jobs until the input ends. It writes JSON lines: facts of the engine, then an answer per job. A
+job with `stream` also gets {"said": [prompt, new tokens]} in each step; an error ends with
+{"error": sentence}. vLLM's own output goes to stderr. `bench/process.py` is the other end.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from vllm_specblock.engine.metrics.acceptance import REQUESTS, STEPS, TOKENS
 
 if TYPE_CHECKING:
-    from vllm_specblock.engine.metrics.stopwatch import Stopwatch
+    from vllm_specblock.engine.metrics.draft_clock import Stopwatch
 
 DRAFTING = ("vllm:specblock_drafting_nanoseconds", "vllm:specblock_drafting_steps")
 """Time of the drafters, and the steps it was taken over."""
@@ -67,7 +65,7 @@ def stopwatch_of(llm: Any) -> Stopwatch | None:
     """Return what times an engine's drafting; None: its drafter is out of reach."""
     import torch
 
-    from vllm_specblock.engine.metrics.stopwatch import Stopwatch
+    from vllm_specblock.engine.metrics.draft_clock import Stopwatch
 
     core = llm.llm_engine.engine_core
     if not llm.llm_engine.vllm_config.use_v2_model_runner or not hasattr(core, "engine_core"):

@@ -1,8 +1,7 @@
-"""The target's features through vLLM's own hidden-state extraction.
+"""The target's features through vLLM's method `extract_hidden_states`.
 
-vLLM's method `extract_hidden_states` keeps the states of chosen layers in a paged cache, and its
-example connector writes them to one file per request. `FeatureConnector` adds the input of the LM
-head, and support for CPUs.
+vLLM keeps the states of chosen layers in a paged cache, and its example connector writes a file per
+request. `FeatureConnector` adds the input of the LM head, and support for CPUs.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ class FeatureExtractor:
     """A vLLM engine that gives the features of token sequences.
 
     Args:
-        target: folder of the target.
-        layer_ids: feature layers, below the target's number of layers; i is the residual stream
-            after i layers, 0 the embeddings.
+        layer_ids: feature layers; i is the residual stream after i layers, 0 the embeddings.
         length: tokens of the longest sequence.
         dtype: of the target's arithmetic and of the features.
         scratch: folder for one file per request, emptied now and by `close`.
@@ -72,7 +69,7 @@ class FeatureExtractor:
         settings: dict[str, Any] = {
             "model": str(target),
             "dtype": dtype,
-            # One token has to be sampled before a request counts as done.
+            # One token has to be sampled.
             "max_model_len": length + 1,
             # Every row is computed: nothing rests on what a cached prefix holds of these states.
             "enable_prefix_caching": False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,7 @@ class VllmAnswerer:
     Args:
         target: folder or hub id.
         max_length: most tokens of a prompt and its answer.
-        dtype: of the arithmetic, as vLLM names it.
         top_p: nucleus of every sampled answer.
-        seed: of the engine; each answer's own seed comes with it.
         engine: further arguments of vLLM's `LLM`, such as `gpu_memory_utilization`.
 
     Raises:
@@ -62,19 +60,14 @@ class VllmAnswerer:
         temperatures: list[float],
         max_tokens: list[int],
         seeds: list[int],
-        stops: Sequence[int] = (),
     ) -> list[list[int]]:
-        """Answers as token ids, with the end token where one was generated.
-
-        `stops` are ids that end an answer beside the target's own.
-        """
+        """Answers as token ids, with the end token where one was generated."""
         params = [
             SamplingParams(
                 temperature=temperature,
                 top_p=self.top_p,
                 max_tokens=most,
                 seed=seed,
-                stop_token_ids=list(stops),
                 detokenize=False,
             )
             for temperature, most, seed in zip(temperatures, max_tokens, seeds)
@@ -89,10 +82,9 @@ class VllmAnswerer:
 
 
 def _whole_prompts() -> dict[str, Any]:
-    """What vLLM's first model runner needs on a CPU: no prompt in chunks.
+    """Turn chunked prompts off for vLLM's first model runner on a CPU.
 
-    After a part of a seeded request's prompt it sets the request's generator back, which a
-    generator of a CPU cannot do ("CPU Generator does not use offset").
+    After a chunk it rewinds a seeded request's generator, which a CPU's generator cannot do.
     """
     first_runner = envs.VLLM_USE_V2_MODEL_RUNNER is not True
     return {"enable_chunked_prefill": False} if current_platform.is_cpu() and first_runner else {}

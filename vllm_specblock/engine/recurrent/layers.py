@@ -1,7 +1,7 @@
 """Recurrent layers that verify draft trees: Mamba-2, short convolution, Gated DeltaNet.
 
-A request's state stays that of its committed tokens while a tree is verified. What the rows wrote
-waits in the layer, and the accepted path is applied once it is known (`verify/recurrence.py`).
+A request's state stays that of its committed tokens while a tree is verified; the accepted path is
+applied once it is known (`verify/recurrence.py`).
 """
 
 from __future__ import annotations
@@ -219,11 +219,7 @@ KINDS: tuple[type[RecurrentLayer], ...] = (Mamba2Layer, ShortConvLayer, GatedDel
 def take_recurrent(
     context: dict[str, Any], names: list[str]
 ) -> tuple[list[str], list[RecurrentLayer]]:
-    """Let the recurrent ones of the target's layers verify trees.
-
-    Returns:
-        the names of the others; the recurrent layers.
-    """
+    """Let recurrent layers verify trees; return the names of the others, and these layers."""
     kinds = {name: recurrent_kind(context[name]) for name in names}
     taken = [kind(context[name]) for name, kind in kinds.items() if kind is not None]
     return [name for name, kind in kinds.items() if kind is None], taken

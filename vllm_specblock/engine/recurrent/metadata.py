@@ -1,12 +1,12 @@
 """Metadata of recurrent layers in a step with draft trees.
 
-Requests with drafts are run by `layers.py`. All others, and every step without drafts, are run by
-vLLM as without speculation: its own builder makes their metadata as if they were the whole batch.
+Requests with drafts are run by `layers.py`, all others by vLLM as if they were the whole batch.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -70,16 +70,13 @@ class TreeRows:
         return x.flatten(0, 1)[self.place]
 
 
+@dataclass
 class RecurrentTreeMetadata:
-    """What the layers of one cache group read in a step with drafts.
+    """What the layers of one cache group read in a step with drafts."""
 
-    Attributes:
-        slot: [R] int64, the state of each request with drafts.
-        others: vLLM's metadata of the requests without drafts; None: there are none.
-    """
-
-    def __init__(self, trees: TreeRows, slot: torch.Tensor, others: Any) -> None:
-        self.trees, self.slot, self.others = trees, slot, others
+    trees: TreeRows
+    slot: torch.Tensor  # [R] int64, the state of each request with drafts
+    others: Any  # vLLM's metadata of the requests without drafts; None: there are none
 
 
 class RecurrentTreeBuilder(AttentionMetadataBuilder[Any]):

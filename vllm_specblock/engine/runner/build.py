@@ -1,16 +1,14 @@
-"""Build what an engine drafts with, once its target is loaded."""
+"""Load the drafters of an engine, once its target is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
-from vllm.v1.spec_decode.utils import unconditional_to_conditional_rates
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.states import RequestState
 
@@ -19,100 +17,20 @@ from vllm_specblock.config import CombineConfig
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import drafter_kind
-from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
-from vllm_specblock.engine.cpu import lora
-from vllm_specblock.engine.metrics.counters import DrafterCounters
-from vllm_specblock.engine.metrics.draft_clock import DraftClock
-from vllm_specblock.engine.metrics.exporter import make_sink
-from vllm_specblock.engine.runner.caches import EngineCaches
 from vllm_specblock.engine.runner.draft_policy import (
     DraftPolicy,
     MergedDrafters,
     RoutedDrafters,
     SingleDrafter,
 )
-from vllm_specblock.engine.runner.skipped_steps import SkippedSteps
 from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
-from vllm_specblock.engine.runner.tree_states import TreeStates
-from vllm_specblock.engine.step_observer import StepObserver, make_observer
 from vllm_specblock.engine.target_lora import embed_without_adapters
 from vllm_specblock.engine.target_model import embedding_of
 from vllm_specblock.feedback.controller import Controller
-from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
-
-    from vllm_specblock.engine.runner.speculator import TreeSpeculator
-
-
-class Parts(NamedTuple):
-    """What an engine drafts with."""
-
-    drafters: list[Drafter]
-    follow: bool  # a drafter has a cache and reads every committed row
-    caches: EngineCaches
-    draft_policy: DraftPolicy
-    tree_states: TreeStates
-    skipped: SkippedSteps
-    adaptive: AdaptiveTrees | None
-    recorder: StepObserver | None
-    counters: DrafterCounters
-    clock: DraftClock
-
-
-def build(engine: TreeSpeculator, target_model: VllmModel, target_layers: list[str]) -> Parts:
-    """Load the drafters and build what belongs to them.
-
-    Args:
-        target_layers: names of the target's attention layers.
-    """
-    config, resolved, device = engine.vllm_config, engine.resolved, engine.device
-    num_speculative_tokens, num_slots = config.num_speculative_tokens, engine.num_slots
-    drafters = load_drafters(config, resolved, target_model, device)
-    controller = Controller(num_speculative_tokens)
-    policy = make_draft_policy(
-        drafters, resolved.combine, num_speculative_tokens, num_slots, device, controller
-    )
-    tree_states = TreeStates(num_slots, num_speculative_tokens, policy.max_depth, device)
-    if engine.speculative_config.synthetic_acceptance_rates is not None:
-        tree_states.synthetic_acceptance = SyntheticAcceptance(
-            num_slots, num_speculative_tokens, device
-        )
-    follow = any(drafter.cache_layers() for drafter in drafters)
-    skipped = SkippedSteps(config, follow, tree_states, device)
-    if resolved.adaptive:
-        skipped.adaptive = AdaptiveTrees(
-            controller,
-            follow,
-            skipped.backlog,
-            engine.req_states,
-            tree_states,
-            engine.draft_token_confidence_probs,
-            device,
-        )
-    sink = make_sink(config, get_tensor_model_parallel_rank())
-    counters = DrafterCounters(
-        len(drafters), num_speculative_tokens, policy.max_depth, device, sink
-    )
-    clock = DraftClock(device)
-    counters.sources = [
-        clock.counts,
-        lambda: {} if engine.recorder is None else engine.recorder.counts(),
-    ]
-    return Parts(
-        drafters,
-        follow,
-        EngineCaches(config, target_layers, drafters, device),
-        policy,
-        tree_states,
-        skipped,
-        skipped.adaptive,
-        make_observer(config, resolved, drafters, tree_states.parent, policy.max_depth),
-        counters,
-        clock,
-    )
 
 
 def widen_texts(states: RequestState, num_slots: int, resolved: ResolvedConfig) -> None:
@@ -137,7 +55,6 @@ def load_drafters(
     if config.lora_config is None:
         embed = embedding_of(target_model, device)
     else:
-        lora.install()
         embed = embed_without_adapters(target_model)
     combine = resolved.combine
     budgets: tuple[int, ...] = (config.num_speculative_tokens,)
@@ -151,12 +68,6 @@ def load_drafters(
     for drafter in drafters:
         if drafter.calibration is not None:
             drafter.calibration.make_room(config.scheduler_config.max_num_seqs + 1)
-    assert config.speculative_config is not None
-    rates = config.speculative_config.synthetic_acceptance_rates
-    if rates is not None:  # with one SpecBlock drafter, see `check_acceptance`
-        synthetic = import_module("vllm_specblock.bench.synthetic")  # benchmarks only
-        best = unconditional_to_conditional_rates(rates)
-        return [synthetic.SyntheticDrafter(*drafters, best, device)]
     return drafters
 
 

@@ -7,18 +7,22 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
 
+from vllm_specblock.commit.move import move_path
 from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.engine.attention.draft_attention_layer import DraftAttentionLayer
-from vllm_specblock.triton_kernels.kv_cache.commit import KVCacheSet
+from vllm_specblock.tree import words_for
+from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet
+from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 Slots = dict[str, torch.Tensor]
 """Per layer [≥ batch rows] int64, where each row of a batch lies in its cache."""
 
 
 class EngineCaches:
-    """The caches of target and drafters, under one block table.
+    """Caches of target and drafters, under one block table.
 
     Args:
         target_layers: names of the target's attention layers.
@@ -70,11 +74,7 @@ class EngineCaches:
             )
 
     def find_groups(self, kv_cache_config: KVCacheConfig) -> None:
-        """Find the cache group of every layer.
-
-        Raises:
-            OptionError: vLLM gave a layer no block table, or the drafters several.
-        """
+        """Find the cache group of every layer; OptionError if vLLM gave one no block table."""
         self.bind_null()
         # Release the caches that vLLM profiled graphs with; it allocates the real ones next.
         self.target: list[tuple[int, KVCacheSet]] = []
@@ -96,6 +96,52 @@ class EngineCaches:
         self.target = caches_of(self.context, self.target_layers, self.group_of)
         for drafter, names in zip(self.drafters, self.drafter_layers):
             drafter.bind([self.context[name].kv_cache for name in names])
+
+    def warm_up(self, block_tables: BlockTables) -> None:
+        """Launch every attention kernel of target and drafters once, if vLLM's JIT warm-up is on.
+
+        vLLM's own warm-up requests are short, and its dummy batches attend to nothing.
+        """
+        config = self.config
+        if not config.kernel_config.enable_jit_warmup:
+            return
+        block_table = block_tables.input_block_tables[self.group]
+        rows, seen = config.scheduler_config.max_num_batched_tokens, set()
+        for name in self.target_layers:
+            layer = self.context[name]
+            impl = layer.impl
+            sinks = None if impl.sinks is None else impl.sinks.float()
+            heads = impl.num_heads, impl.num_kv_heads, impl.head_size
+            form = (*heads, impl.window, impl.soft_cap, sinks is None)
+            if form in seen:
+                continue
+            seen.add(form)
+            cache, scales = layer.kv_cache, {}
+            if impl.fp8:
+                cache = cache.view(torch.float8_e4m3fn)
+                scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
+            dtype = config.model_config.dtype
+            compile_attention(
+                cache.new_empty(1, impl.num_heads, impl.head_size, dtype=dtype),
+                cache,
+                block_table,
+                words_for(config.num_speculative_tokens),
+                rows,
+                config.model_config.max_model_len,
+                window=impl.window,
+                soft_cap=impl.soft_cap,
+                sinks=sinks,
+                packing=impl.packing(cache),
+                **scales,
+            )
+        for drafter in self.drafters:
+            drafter.warm_up(block_table, rows)
+        if block_table.device.type == "cpu":
+            none, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+            path = torch.zeros(1, 2, dtype=torch.int64)
+            accepted = AcceptedRows(none.int(), one, path, none.int())
+            for _, each in self.target:
+                move_path(each, -one, accepted, 1)
 
     def slots(self, slot_mappings: Slots) -> torch.Tensor:
         """Return the slot mapping of the drafters' caches, [≥ batch rows] int64."""

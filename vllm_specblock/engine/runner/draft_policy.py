@@ -37,8 +37,7 @@ class Proposal:
 class DraftPolicy(ABC):
     """Runs the drafters of an engine, once per step.
 
-    All drafters advance in every step, so that each can draft in the next one (routing paper, §7).
-    `skipping_merge.py` is the exception.
+    All advance in every step (routing paper, §7), except in `skipping_merge.py`.
 
     Attributes:
         wanted: [n] int64, requests of this step that get drafts; None: all.
@@ -61,7 +60,7 @@ class DraftPolicy(ABC):
         """Learn from the verified trees."""
         for index, drafter in enumerate(self.drafters):
             if drafter.calibration is not None:
-                drafter.calibration.learn_from(verified, index)
+                drafter.beta = drafter.calibration.learn_from(verified, index)
 
     def forget(self) -> None:
         """Reset everything learned."""
@@ -93,8 +92,6 @@ class DraftPolicy(ABC):
 
 
 class SingleDrafter(DraftPolicy):
-    """A single drafter."""
-
     def __init__(self, drafter: Drafter) -> None:
         self.drafters = [drafter]
 

@@ -1,16 +1,14 @@
 """CUDA graphs of the commit and draft step, one per number of requests.
 
-A graph serves batches in which every request decodes one committed token and up to N nodes, so
-the drafters always read 1 + D rows per request. Batches with prompt chunks run eagerly.
-
-It covers everything from the commit to the tokens of the next trees. Host values go to the device
-in one small copy before a replay.
+A graph serves batches in which every request decodes one committed token and up to N nodes. It
+covers everything from the commit to the tokens of the next trees. Host values go to the device in
+one small copy before a replay. Batches with prompt chunks run eagerly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,51 +19,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.engine.runner.step_batch import StepBatch
+from vllm_specblock.engine.runner.step_batch import StepBatch, StepInputs
 from vllm_specblock.engine.runner.tree_states import TreeStates
 
 if TYPE_CHECKING:
     from vllm_specblock.engine.runner.speculator import TreeSpeculator
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """Inputs of a proposal.
-
-    Attributes (R requests):
-        rows: rows of the batch.
-        slot_mapping: [≥ batch rows] int64, of the drafters' cache group.
-        target_slots: the same for each set of the target's caches.
-        hidden_states: [≥ batch rows, Ht] for each layer that drafters or the recorder read.
-        num_layers: how many of them drafters read.
-        block_table: [R, max blocks] int32, of the drafters' cache group.
-        block_size: tokens per block.
-        masks: [2, R] int64, see `CacheHoles.mask`.
-        chain: [R] bool or integers, nonzero: verify a chain; None: all requests verify trees.
-    """
-
-    rows: StepBatch
-    slot_mapping: torch.Tensor
-    target_slots: list[torch.Tensor]
-    hidden_states: list[torch.Tensor]
-    num_layers: int
-    block_table: torch.Tensor
-    block_size: int
-    masks: torch.Tensor
-    chain: torch.Tensor | None
-
-    def committed(self, text: torch.Tensor, temperature: torch.Tensor) -> CommittedTokens:
-        """Return the rows that drafters advance on; arguments as in `StepBatch.committed`."""
-        return self.rows.committed(
-            self.slot_mapping,
-            self.hidden_states[: self.num_layers],
-            text,
-            self.block_table,
-            self.block_size,
-            temperature,
-            self.masks,
-        )
 
 
 Step = Callable[[StepInputs], torch.Tensor]
@@ -73,10 +31,7 @@ Step = Callable[[StepInputs], torch.Tensor]
 
 
 def to_scratch_slot(batch: InputBatch, scratch_idx: int) -> InputBatch:
-    """A dummy batch of vLLM, which names real request slots, moved to the slot `scratch_idx`.
-
-    No request of it is done with its prompt: none counts as drafted for.
-    """
+    """Move a dummy batch, which names real slots, to the slot `scratch_idx`, inside prompts."""
     count = batch.num_reqs
     return replace(
         batch,
@@ -89,11 +44,7 @@ def to_scratch_slot(batch: InputBatch, scratch_idx: int) -> InputBatch:
 def null_inputs(
     rows: StepBatch, hidden_states: list[torch.Tensor], num_layers: int, config: VllmConfig
 ) -> StepInputs:
-    """Return inputs of a dummy step before vLLM allocates caches; all blocks are null blocks.
-
-    Args:
-        hidden_states, num_layers: see `StepInputs`.
-    """
+    """Return inputs of a dummy step before vLLM allocates caches; all blocks are null blocks."""
     count, device = rows.batch.num_reqs, rows.base.device
     # With few requests, vLLM's have more tokens than a real one can.
     longest = int(rows.batch.num_scheduled_tokens[:count].max())  # a host array
@@ -117,13 +68,9 @@ _SLOT, _GOES_ON, _CHAIN = range(3)
 
 
 class GraphStepBatch(StepBatch):
-    """StepBatch at fixed addresses, for a graph.
-
-    The layout is always R requests with N nodes each. `read` loads the values of a step, inside
-    the graph.
+    """StepBatch of R requests with N nodes each, in persistent buffers.
 
     Args:
-        batch: R requests in persistent buffers, N nodes each.
         known: [R, 3] int64; columns `_SLOT`, `_GOES_ON` and `_CHAIN`.
     """
 
@@ -132,7 +79,7 @@ class GraphStepBatch(StepBatch):
         self.known = known
 
     def read(self) -> None:
-        """Load the values of this step."""
+        """Load the values of this step, inside the graph."""
         self.goes_on, self.chain = self.known[:, _GOES_ON], self.known[:, _CHAIN]
         self.read_accepted(self.known[:, _SLOT])
 
@@ -141,11 +88,9 @@ class ProposalGraphs(CudaGraphManager):
     """CudaGraphManager of the proposals; vLLM's memory profile finds it by its class.
 
     Captures the sizes of the target's decode graphs: by requests, or by rows where the device
-    allocates the drafts, of which a request then has 0 to N. A batch between two sizes is padded
-    with requests that own the scratch slot and null blocks.
-
-    Keeps a copy of the drafters' input states, (layers read) · (largest capture size + 1) · Ht
-    elements: 12 MiB for three layers of 4096 in bfloat16 at 512 rows.
+    allocates the drafts. A batch between two sizes is padded with requests that own the scratch
+    slot and null blocks. The drafters' input states are copied, 12 MiB for three layers of 4096 in
+    bfloat16 at 512 rows.
     """
 
     def __init__(self, engine: TreeSpeculator, target_mode: CUDAGraphMode) -> None:
@@ -165,15 +110,13 @@ class ProposalGraphs(CudaGraphManager):
             self.buffers.max_num_tokens - 1,
         )
         model = vllm_config.model_config
-        self.hidden_states = [
-            torch.zeros(
-                self.most_rows + 1 if descs else 0,
-                model.get_hidden_size(),
-                dtype=model.dtype,
-                device=device,
-            )
-            for _ in range(engine.num_inner + engine.reads_last)
-        ]
+        self.hidden_states = torch.zeros(
+            engine.num_inner + engine.reads_last,
+            self.most_rows + 1 if descs else 0,
+            model.get_hidden_size(),
+            dtype=model.dtype,
+            device=device,
+        )
         most = max((desc.num_reqs for desc in descs), default=0)
         self.known = torch.zeros(most, 3, dtype=torch.int64, device=device)
         self.known[:, _SLOT] = self.scratch_idx
@@ -202,11 +145,12 @@ class ProposalGraphs(CudaGraphManager):
                 "masks": self.masks[:, :count],
                 "hidden_states": self.hidden_states,
                 "num_layers": self.num_layers,
+                "tokens": tokens[:count],
             }
 
             def forward(cg_mode: CUDAGraphMode) -> None:
                 rows.read()
-                tokens[:count] = step(StepInputs(rows, chain=rows.chain, **inputs))
+                step(StepInputs(rows, chain=rows.chain, **inputs))
 
             return forward
 
@@ -261,9 +205,7 @@ class ProposalGraphs(CudaGraphManager):
         hidden_states: list[torch.Tensor],
         chain: np.ndarray,
     ) -> None:
-        """Copy the values of a step to the buffers of the graph of `desc`.
-
-        The graph reads positions, cache slots and block tables from vLLM's own buffers.
+        """Copy the values of a step to the graph's buffers; it reads vLLM's own for the rest.
 
         Args:
             hidden_states: per layer [batch rows, Ht].

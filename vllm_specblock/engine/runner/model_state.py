@@ -10,8 +10,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_specblock.engine.attention.backend import TreeAttentionMetadataBuilder
+from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.recurrent.metadata import RecurrentTreeBuilder, TreeRows
-from vllm_specblock.engine.runner.sampler import TreeSampler
+from vllm_specblock.engine.step_observer import WARM_UP
 from vllm_specblock.engine.target_lora import LogitsAdapters
 from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 from vllm_specblock.verify.tree_mask import TreeMask
@@ -75,8 +76,9 @@ class TreeModelState(DefaultModelState):
         super().add_request(req_index, new_req_data)
         self.tree_states.reset(req_index)
         self.speculator.note_request(req_index, new_req_data.sampling_params)
-        if self.speculator.recorder is not None:
-            self.speculator.recorder.begin(req_index, new_req_data)
+        recorder = self.speculator.recorder
+        if recorder is not None and not new_req_data.req_id.startswith(WARM_UP):
+            recorder.begin(req_index, new_req_data)
 
     def remove_request(self, req_id: str) -> None:
         super().remove_request(req_id)
@@ -119,24 +121,21 @@ class TreeModelState(DefaultModelState):
                     builder.tree_mask = self.tree_mask
                     self.plain = self.plain and not builder.needs_mask
         if not self.plain:
-            self._build_tree_mask(input_batch)
+            batch = input_batch
+            rows = BatchRows(
+                batch.positions,
+                batch.query_start_loc,
+                batch.seq_lens,
+                batch.idx_mapping,
+                batch.cu_num_logits,
+                batch.logits_indices,
+                batch.expanded_idx_mapping,
+                batch.expanded_local_pos,
+            )
+            self.tree_mask.fill(rows, self.tree_states.depth, self.tree_states.ancestors)
         return super().prepare_attn(
             input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs
         )
-
-    def _build_tree_mask(self, batch: InputBatch) -> None:
-        """Fill the tree mask and positions of this batch."""
-        rows = BatchRows(
-            batch.positions,
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.idx_mapping,
-            batch.cu_num_logits,
-            batch.logits_indices,
-            batch.expanded_idx_mapping,
-            batch.expanded_local_pos,
-        )
-        self.tree_mask.fill(rows, self.tree_states.depth, self.tree_states.ancestors)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         adaptive = self.speculator.adaptive
@@ -158,13 +157,11 @@ class TreeModelState(DefaultModelState):
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Any, Any]:
         # Processors beyond vLLM's own three are the user's, and may read the output so far.
-        self.speculator.chains.everyone = len(sampler.logits_processors) > 3
+        self.speculator.all_chains = len(sampler.logits_processors) > 3
         combine = self.speculator.resolved.combine
         if combine is not None and (combine.draft_policy, combine.merge) == ("merge", "disjoint"):
             # Nodes with equal text must draw the same token; FlashInfer draws per row.
             sampler.use_flashinfer = False
-        spec_config = self.vllm_config.speculative_config
-        chains, adaptive = self.speculator.chains, self.speculator.enable_adaptive_verification
-        return sampler, TreeSampler(
-            sampler, spec_config, self.device, self.tree_states, self.tree_mask, chains, adaptive
-        )
+        make, config = device_of(self.device).sampler_class(), self.vllm_config.speculative_config
+        trees = self.tree_states, self.tree_mask, self.speculator.chains
+        return sampler, make(sampler, config, self.device, *trees)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from vllm_specblock.engine.runner.chain_fallback import ChainFallback
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
 from vllm_specblock.verify.accept_path import accept_path_rows
@@ -20,13 +20,18 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+Sample = Callable[[torch.Tensor | slice], tuple[torch.Tensor, torch.Tensor]]
+"""Rows of the logits → their tokens [n] int64, and their processed logits [n, V]."""
+
 
 class TreeSampler(RejectionSampler):
     """RejectionSampler for draft trees.
 
     Only `_verify` differs. It draws a token at every node with plain decoding's `Sampler.sample`
-    and the noise of the node's depth; the accepted path follows the draws. The parent handles
-    chunks of at most 1 GiB of logits, log-probabilities and NaN counts.
+    and the noise of the node's depth; the accepted path follows the draws.
+
+    Args:
+        chains: [slots] bool, requests that verify the best path of their tree only.
     """
 
     def __init__(
@@ -36,12 +41,11 @@ class TreeSampler(RejectionSampler):
         device: torch.device,
         tree_states: TreeStates,
         tree_mask: TreeMask,
-        chains: ChainFallback,
-        adaptive: bool,
+        chains: np.ndarray,
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self.tree_states, self.tree_mask, self.chains = tree_states, tree_mask, chains
-        self.enable_adaptive_verification = adaptive
+        self.enable_adaptive_verification = tree_mask.adaptive
 
     def _verify_in_chunks(
         self,
@@ -73,7 +77,6 @@ class TreeSampler(RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: torch.Tensor,  # [rows], as draft_sampled; -1: a grammar forbids it
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        tree_states = self.tree_states
         wants_rows = self.sampler.return_sampling_mask or (
             self.sampler.sampling_states.max_num_logprobs(idx_mapping_np) != NO_LOGPROBS
         )
@@ -91,42 +94,42 @@ class TreeSampler(RejectionSampler):
                 return_logprobs=True,
             )
 
-        if logits.device.type != "cpu" or tree_states.synthetic_acceptance is not None:
-            drawn, processed = sample(slice(None))
-        else:
-            from vllm_specblock.engine.cpu.gumbel import drawn_along, sample_by_depth
-
-            trees_of = verify_draft_sampled, cu_num_logits, idx_mapping, tree_states.parent
-            processes = self.sampler.needs_logits_processing[idx_mapping_np].any()
-            if processes and not wants_rows and not self.chains.among(idx_mapping_np).any():
-                processed = logits  # nothing reads it
-                drawn = sample_by_depth(lambda rows: sample(rows)[0], *trees_of)
-            else:
-                with drawn_along(*trees_of):
-                    drawn, processed = sample(slice(None))
-        rows = DrawnRows(verify_draft_sampled, drawn, cu_num_logits, idx_mapping)
-        trees = (
-            tree_states.parent,
-            tree_states.depth,
-            tree_states.ancestors,
-            tree_states.path,
-            tree_states.accepted,
+        drawn, processed = self.draw(
+            sample, verify_draft_sampled, cu_num_logits, idx_mapping, idx_mapping_np, wants_rows
         )
-        if tree_states.synthetic_acceptance is None:
-            output, num_sampled = accept_path_rows(rows, *trees)
-        else:
-            seed = self.sampler.sampling_states.seeds.gpu
-            output, num_sampled = tree_states.synthetic_acceptance.accept_path_rows(
-                rows, seed, pos, *trees
-            )
-
+        rows = DrawnRows(verify_draft_sampled, drawn, cu_num_logits, idx_mapping)
+        output, num_sampled = self.accept(rows, pos)
         if wants_rows:
             # vLLM reports on rows cu[r] + j for the j-th token: bring the path there.
             order = self._path_order(cu_num_logits, idx_mapping, logits.shape[0])
             logits.copy_(logits[order])
-            if processed is not logits:
+            if processed is not None and processed is not logits:
                 processed = processed[order]
-        return processed, output, num_sampled
+        return logits if processed is None else processed, output, num_sampled
+
+    def draw(
+        self,
+        sample: Sample,
+        token: torch.Tensor,
+        first_row: torch.Tensor,
+        req_idx: torch.Tensor,
+        req_idx_np: np.ndarray,
+        wants_rows: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draw a token at every node; a device may leave out nodes that no path reaches.
+
+        Args:
+            token, first_row, req_idx: as in `DrawnRows`.
+            wants_rows: the processed logits are read.
+
+        Returns:
+            [rows] int64; the processed logits [rows, V], or None if they are not wanted.
+        """
+        return sample(slice(None))
+
+    def accept(self, rows: DrawnRows, pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens [R, D + 1] and how many count [R]; store the accepted paths."""
+        return accept_path_rows(rows, *self.tree_states.trees)
 
     def _path_order(
         self, cu_num_logits: torch.Tensor, idx_mapping: torch.Tensor, num_rows: int

@@ -13,21 +13,21 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 from vllm_specblock.drafters.common.cache_holes import CacheHoles
 from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
+from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy
 from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
 from vllm_specblock.engine.runner.step_batch import missed_rows, rows_without_drafts
 from vllm_specblock.engine.runner.tree_states import TreeStates
-from vllm_specblock.engine.undrafted import fills_block
 
 States = list[torch.Tensor]
 """[batch rows, Ht] for each layer of the target that drafters read."""
 
 
 class SkippedSteps:
-    """What the drafters have missed.
+    """Rows that the drafters have missed.
 
-    On a CPU the rows of skipped steps are kept until the drafters read again. Rows that they never
-    read leave holes in their caches, and the blocks with holes are masked.
+    On a CPU they are kept until the drafters read again. Rows that are never read leave holes in
+    the drafters' caches; blocks with holes are masked.
 
     Args:
         has_caches: a drafter has a cache and must read every committed row.
@@ -54,7 +54,7 @@ class SkippedSteps:
         device: torch.device,
     ) -> None:
         self.tree_states = tree_states
-        on_host, self.has_caches = device.type == "cpu", has_caches
+        on_host, self.has_caches = device_of(device).on_host, has_caches
         self.backlog = Backlog() if has_caches and on_host else None
         self.resumes = on_host or not has_caches
         self.blocks_shared = has_caches and config.cache_config.enable_prefix_caching
@@ -79,24 +79,27 @@ class SkippedSteps:
         room = self.backlog is None or self.backlog.has_room(batch.num_tokens, states)
         return self.resumes and room
 
-    def must_read(self, batch: InputBatch, states: States) -> bool:
-        """Whether drafters must read a step without drafts now; else its rows are kept.
+    def must_read(
+        self, batch: InputBatch, states: States, kv_slot: Callable[[], torch.Tensor]
+    ) -> bool:
+        """Whether drafters must read a batch in which every request declined drafts.
 
-        Later requests may reuse a block once it is full.
+        Its rows are kept otherwise, or left out while drafting is paused. Later requests may reuse
+        a block once it is full.
+
+        Args:
+            kv_slot: returns the slots of the rows, [≥ batch rows] int64.
         """
         if self.holes is None or not self.blocks_shared:
             return False
-        if self.backlog is None or fills_block(batch, self.holes.block_size):
+        paused = self.adaptive is not None and self.adaptive.drafting_state.all_paused
+        if paused:
+            self.holes.skip(kv_slot()[: batch.num_tokens])
+        elif self.backlog is None or fills_block(batch, self.holes.block_size):
             return True
-        self.backlog.keep(missed_rows(batch, states), np.ones(batch.num_reqs, dtype=bool))
+        if self.backlog is not None:
+            self.backlog.keep(missed_rows(batch, states), np.full(batch.num_reqs, not paused))
         return False
-
-    def drop(self, batch: InputBatch, states: States, kv_slot: torch.Tensor) -> None:
-        """Neither read nor keep the rows of a step without drafts."""
-        if self.holes is not None and self.blocks_shared:
-            self.holes.skip(kv_slot)
-            if self.backlog is not None:
-                self.backlog.keep(missed_rows(batch, states), np.zeros(batch.num_reqs, dtype=bool))
 
     def skip(
         self,
@@ -110,7 +113,7 @@ class SkippedSteps:
         Args:
             rows: returns the committed rows, on a CPU only.
             kv_slot: [T] int64, their slots.
-            paused: drafting is paused, from now on or since an earlier step.
+            paused: drafting is paused.
         """
         if self.holes is not None:
             self.holes.skip(kv_slot)
@@ -120,7 +123,7 @@ class SkippedSteps:
         if self.backlog is not None:
             self.backlog.keep(rows(), np.ones(batch.num_reqs, dtype=bool))
         if self.adaptive is not None:
-            self.adaptive.drafted(0.0, asked=False)
+            self.adaptive.drafted(self.adaptive.clock.mark(), asked=False)
         self.nothing_drafted(batch.idx_mapping)
 
     def nothing_drafted(self, req_idx: torch.Tensor) -> None:
@@ -130,11 +133,7 @@ class SkippedSteps:
             self.adaptive.nothing_drafted(len(req_idx))
 
     def mask(self, batch: InputBatch, table: torch.Tensor) -> None:
-        """Mask incomplete blocks; vLLM gathers its tables anew in the next step.
-
-        Args:
-            table: [≥ R, max blocks] int32, the batch's, changed in place.
-        """
+        """Mask incomplete blocks in the batch's `table` [≥ R, max blocks] int32, in place."""
         if self.holes is None or not self._masks_here or not self.holes.any:
             return
         num_reqs = batch.num_reqs
@@ -156,3 +155,10 @@ class SkippedSteps:
         self.tree_states.discard(req_idx, self.blind)
         if self.adaptive is not None:
             self.adaptive.confidence[: len(self.blind)].masked_fill_(self.blind[:, None], 0)
+
+
+def fills_block(batch: InputBatch, block_size: int) -> bool:
+    """Whether this step fills a cache block of any request; only full blocks become prefixes."""
+    before = batch.num_computed_tokens_np
+    after = before + batch.num_scheduled_tokens[: batch.num_reqs]
+    return bool((after // block_size > before // block_size).any())  # host arrays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,33 +11,40 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from vllm_specblock.commit.move import move_path
 from vllm_specblock.drafters.common.backlog import MissedRows
+from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine import deep_sleep, draft_updates
-from vllm_specblock.engine.adaptive.budget import clock
+from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
 from vllm_specblock.engine.config.vllm_args import read_back
-from vllm_specblock.engine.cpu.warm_up import compile_loops, without_made_up_requests
+from vllm_specblock.engine.device import device_of
+from vllm_specblock.engine.metrics.counters import DrafterCounters
+from vllm_specblock.engine.metrics.draft_clock import DraftClock
+from vllm_specblock.engine.metrics.exporter import make_sink
 from vllm_specblock.engine.runner import graphs
-from vllm_specblock.engine.runner.build import build, widen_texts
-from vllm_specblock.engine.runner.caches import Slots
-from vllm_specblock.engine.runner.chain_fallback import ChainFallback
+from vllm_specblock.engine.runner.build import load_drafters, make_draft_policy, widen_texts
+from vllm_specblock.engine.runner.caches import EngineCaches, Slots
+from vllm_specblock.engine.runner.chain_fallback import looks_back
 from vllm_specblock.engine.runner.model_state import TreeModelState
-from vllm_specblock.engine.runner.skipped_steps import States
-from vllm_specblock.engine.runner.step_batch import StepBatch, missed_rows
-from vllm_specblock.engine.runner.warm_up import compile_kernels
+from vllm_specblock.engine.runner.skipped_steps import SkippedSteps, States
+from vllm_specblock.engine.runner.step_batch import StepBatch, StepInputs, missed_rows
+from vllm_specblock.engine.runner.tree_states import TreeStates
+from vllm_specblock.engine.step_observer import StepObserver, adaptation
 from vllm_specblock.engine.target_model import check_target_model
 from vllm_specblock.engine.undrafted import wants_drafts
+from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
+from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
-
-    from vllm_specblock.engine.recurrent.layers import RecurrentLayer
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -66,36 +74,63 @@ class TreeSpeculator(DraftModelSpeculator):
         self.num_layers = len(self.resolved.layers)
         self.num_inner = sum(layer < depth for layer in self.resolved.layers)
         self.reads_last = self.num_inner < self.num_layers or self.resolved.adapting is not None
-        self.pad_rows = device.type != "cpu"
+        self.pad_rows = not device_of(device).on_host
         self.enable_adaptive_verification = self.resolved.adaptive
         self.use_acceptance_estimator = False  # vLLM's, for chains
         self.temperature = torch.zeros(self.num_slots, device=device)
-        self.chains = ChainFallback(self.num_slots)
-        self.undrafted = np.zeros(self.num_slots, dtype=bool)
+        # By request slot: it verifies the best path of its tree only; it declines drafts.
+        self.chains, self.undrafted = np.zeros((2, self.num_slots), dtype=bool)
+        self.all_chains = False  # a custom logits processor may read the output
 
     def load_draft_model(
         self, target_model: VllmModel, target_attn_layer_names: set[str]
     ) -> nn.Module:
+        config, resolved, device = self.vllm_config, self.resolved, self.device
         target_layers = sorted(target_attn_layer_names)
-        self.recurrent: list[RecurrentLayer] = []
-        if self.vllm_config.model_config.is_hybrid:
+        self.recurrent: list[Any] = []
+        if config.model_config.is_hybrid:
             from vllm_specblock.engine.recurrent.layers import take_recurrent
 
-            layers = self.vllm_config.compilation_config.static_forward_context
+            layers = config.compilation_config.static_forward_context
             target_layers, self.recurrent = take_recurrent(layers, target_layers)
-        parts = build(self, target_model, target_layers)
-        self.caches, self.draft_policy, self.tree_states = parts[2:5]
-        self.skipped, self.adaptive, self.recorder = parts.skipped, parts.adaptive, parts.recorder
-        self.counters, self.clock = parts.counters, parts.clock
-        self.reads_rows = parts.follow or self.num_layers > 0 or self.recorder is not None
-        return draft_updates.DraftModels(parts.drafters, self.resolved)
+        drafters = load_drafters(config, resolved, target_model, device)
+        num_nodes, controller = self.num_speculative_tokens, Controller(self.num_speculative_tokens)
+        self.draft_policy = make_draft_policy(
+            drafters, resolved.combine, num_nodes, self.num_slots, device, controller
+        )
+        depth, follow = self.draft_policy.max_depth, any(each.cache_layers() for each in drafters)
+        self.tree_states = states = TreeStates(self.num_slots, num_nodes, depth, device)
+        self.caches = EngineCaches(config, target_layers, drafters, device)
+        self.skipped = SkippedSteps(config, follow, states, device)
+        self.adaptive: AdaptiveTrees | None = None
+        if resolved.adaptive:
+            confidence = self.draft_token_confidence_probs
+            self.adaptive = self.skipped.adaptive = AdaptiveTrees(
+                controller,
+                follow,
+                self.skipped.backlog,
+                self.req_states,
+                states,
+                confidence,
+                device,
+            )
+        self.recorder: StepObserver | None = None
+        if resolved.adapting is not None:
+            make = adaptation("serving.observer").make_observer
+            self.recorder = make(config, resolved, drafters, states.parent, depth)
+        self.reads_rows = follow or self.num_layers > 0 or self.recorder is not None
+        sink = make_sink(config, get_tensor_model_parallel_rank())
+        self.clock = DraftClock(device)
+        self.counters = DrafterCounters(len(drafters), device, sink)
+        self.counters.sources = [self.clock.counts]
+        if self.recorder is not None:
+            self.counters.sources.append(self.recorder.counts)
+        return draft_updates.DraftModels(drafters, resolved)
 
     def load_model(self, target_model: VllmModel) -> None:
         check_target_model(target_model, self.vllm_config)  # not all loaders call `create_model`
+        device_of(self.device).prepare(self.vllm_config)
         super().load_model(target_model)
-        if self.device.type == "cpu":
-            compile_loops(self.dtype)
-            without_made_up_requests()
         # vLLM builds this class without our arguments, hence one class per engine.
         kinds: tuple[type, ...] = (TreeModelState,)
         if self.recurrent:
@@ -107,7 +142,6 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
-        self.max_model_len = self.vllm_config.model_config.max_model_len
         self.caches.find_groups(self.kv_cache_config)
 
     def bind_caches(self) -> None:
@@ -116,15 +150,15 @@ class TreeSpeculator(DraftModelSpeculator):
         blocks = self.kv_cache_config.num_blocks, self.block_tables.block_sizes[self.caches.group]
         self.skipped.track(*blocks, self.draft_policy)
         # Otherwise `capture` compiles them.
-        if self.device.type == "cpu" or self.vllm_config.model_config.enforce_eager:
-            compile_kernels(self.vllm_config, self.caches, self.block_tables)
+        if not self.pad_rows or self.vllm_config.model_config.enforce_eager:
+            self.caches.warm_up(self.block_tables)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         self.graphs = graphs.ProposalGraphs(self, cudagraph_mode)
 
     def capture(self) -> None:
         self.forget_warm_up()
-        compile_kernels(self.vllm_config, self.caches, self.block_tables)
+        self.caches.warm_up(self.block_tables)
         self.graphs.capture(self.step, self.draft_tokens)
 
     def forget_warm_up(self) -> None:
@@ -147,7 +181,7 @@ class TreeSpeculator(DraftModelSpeculator):
         if self.adaptive is not None:
             self.adaptive.add(req_idx, samples=temperature > 0, drafts=drafts)
         self.skipped.begin_request(req_idx)
-        self.chains.note(req_idx, params)
+        self.chains[req_idx] = self.all_chains or looks_back(params)
 
     # ---- once per step ----
 
@@ -179,19 +213,22 @@ class TreeSpeculator(DraftModelSpeculator):
         paused = not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch)
         # 0 comes from vLLM's schedule by batch size; in 0.33 also in prompt chunks and last steps.
         draft = num_speculative_tokens != 0
+        may_skip = not draft and self.recorder is None
         counted, self._counted = self._counted, batch.num_draft_tokens > 0
+        read, skipped = states[: self.num_layers], self.skipped
         if undrafted.all():  # a host array
-            self._follow(batch, slot_mappings, states)
+            if skipped.must_read(batch, read, partial(self.caches.slots, slot_mappings)):
+                self.step(self._inputs(batch, slot_mappings, states), draft=False)
             tokens = self._no_trees(batch.num_reqs)
-        elif paused or (not draft and self._can_skip(batch, states)):
+        elif paused or (may_skip and skipped.can_keep(batch, read)):
             self._skip(batch, slot_mappings, states, paused)
             tokens = self._no_trees(batch.num_reqs)
         else:
             self._counted = True
-            began = clock()
+            began = None if self.adaptive is None else self.adaptive.clock.mark()
             graph = self.graphs.find(batch, dummy_run) if draft else None
             if graph is not None:
-                self.graphs.fill(graph, batch, states, self.chains.among(batch.idx_mapping_np))
+                self.graphs.fill(graph, batch, states, self.chains[batch.idx_mapping_np])
                 self._mask(batch)
                 self.graphs.run_fullgraph(graph)
                 tokens = self.draft_tokens[: batch.num_reqs]
@@ -205,13 +242,13 @@ class TreeSpeculator(DraftModelSpeculator):
             if self.adaptive is not None:
                 prompts = batch.num_reqs if batch.has_prefill and not dummy_run else 0
                 policy = self.draft_policy
-                self.adaptive.drafted(clock() - began, policy.asked, policy.read, prompts)
+                self.adaptive.drafted(began, policy.asked, policy.read, prompts)
         # A GPU's counts are on the host one step later.
         if not dummy_run and (counted or self._counted or self.recorder is not None):
             self.counters.publish()
         return tokens
 
-    def step(self, inputs: graphs.StepInputs, draft: bool = True) -> torch.Tensor:
+    def step(self, inputs: StepInputs, draft: bool = True) -> torch.Tensor:
         """Commit, draft and store the trees; the same eagerly and in a graph.
 
         Args:
@@ -220,9 +257,8 @@ class TreeSpeculator(DraftModelSpeculator):
         Returns:
             [R, N] int64, the trees' tokens.
         """
-        verified = self.settle(inputs)
+        verified, committed = self.settle(inputs)
         rows, req_idx = inputs.rows, inputs.rows.batch.idx_mapping
-        committed = inputs.committed(self.req_states.all_token_ids.gpu, self.temperature)
         if self.recorder is not None:
             self.recorder.record(rows, committed, inputs.hidden_states, verified)
         if self.skipped.backlog is not None:
@@ -230,44 +266,46 @@ class TreeSpeculator(DraftModelSpeculator):
         self.clock.begin()
         self.draft_policy.advance(committed)
         if not draft:
+            self.counters.count(verified)
             self.skipped.nothing_drafted(req_idx)
             return self._no_trees(len(req_idx))
         proposal = self.draft_policy.combine(committed)
         # With a prompt, most of the time is spent reading it.
         if not rows.batch.has_prefill:
             self.clock.end()
-        combined = proposal.combined
-        if inputs.chain is not None:
-            combined = combined.where(inputs.chain)
-        if self.adaptive is not None:
-            combined = self.adaptive.write_survival(req_idx, committed.temperature, combined)
-        self.tree_states.store(req_idx, combined)
-        betas = [drafter.beta_of(committed) for drafter in self.draft_policy.drafters]
-        self.counters.drafted(
-            proposal.drafted, proposal.second, proposal.agreed, rows.goes_on, betas
+        betas = [drafter.beta for drafter in self.draft_policy.drafters]
+        trees = chain.from_iterable(zip(proposal.drafted, betas))
+        # Before `store`, which overwrites the verified trees.
+        self.counters.count(
+            verified, Drafted(rows.goes_on, proposal.second, proposal.agreed, *trees)
         )
-        return combined.tree.token
+        paused = None if self.adaptive is None else self.adaptive.paused
+        tokens = self.tree_states.store(
+            req_idx, proposal.combined, inputs.chain, paused, inputs.tokens
+        )
+        if self.adaptive is not None:
+            self.adaptive.write_survival(req_idx, committed.temperature)
+        return tokens
 
-    def settle(self, inputs: graphs.StepInputs) -> VerifiedTrees:
-        """Commit the accepted paths, and learn from them."""
+    def settle(self, inputs: StepInputs) -> tuple[VerifiedTrees, CommittedTokens]:
+        """Commit the accepted paths, and learn from them; return the rows to advance on."""
         rows = inputs.rows
         if rows.has_drafts:
             for (_, caches), slots in zip(self.caches.target, inputs.target_slots):
-                rows.move(caches, slots)
+                move_path(caches, slots, rows.accepted_rows, rows.batch.num_tokens)
             for layer in self.recurrent:
                 layer.commit(rows.accepted_rows.path, rows.accepted_rows.accepted)
         verified = rows.verified(self.temperature)
         self.draft_policy.learn(verified)
-        self.counters.verified(verified)
         if self.adaptive is not None:
             self.adaptive.learn(verified)
-        return verified
+        return verified, inputs.committed(self.req_states.all_token_ids.gpu, self.temperature)
 
-    def _inputs(self, batch: InputBatch, slot_mappings: Slots, states: States) -> graphs.StepInputs:
+    def _inputs(self, batch: InputBatch, slot_mappings: Slots, states: States) -> StepInputs:
         """Return the inputs of an eager step."""
         self._mask(batch)
-        chain, group = self.chains.among(batch.idx_mapping_np), self.caches.group
-        return graphs.StepInputs(
+        chain, group = self.chains[batch.idx_mapping_np], self.caches.group
+        return StepInputs(
             StepBatch(batch, self.tree_states, self.pad_rows, self.reads_rows),
             self.caches.slots(slot_mappings),
             self.caches.target_slots(slot_mappings),
@@ -282,18 +320,6 @@ class TreeSpeculator(DraftModelSpeculator):
     def _mask(self, batch: InputBatch) -> None:
         self.skipped.mask(batch, self.block_tables.input_block_tables[self.caches.group])
 
-    def _follow(self, batch: InputBatch, slot_mappings: Slots, states: States) -> None:
-        """Let the drafters read a batch in which every request declined drafts."""
-        read = states[: self.num_layers]
-        if self.adaptive is not None and self.adaptive.drafting_state.all_paused:
-            kv_slot = self.caches.slots(slot_mappings)[: batch.num_tokens]
-            self.skipped.drop(batch, read, kv_slot)
-        elif self.skipped.must_read(batch, read):
-            self.step(self._inputs(batch, slot_mappings, states), draft=False)
-
-    def _can_skip(self, batch: InputBatch, states: States) -> bool:
-        return self.recorder is None and self.skipped.can_keep(batch, states[: self.num_layers])
-
     def _skip(self, batch: InputBatch, slot_mappings: Slots, states: States, paused: bool) -> None:
         """Skip the drafters in this step."""
         if self.recorder is not None:
@@ -301,9 +327,8 @@ class TreeSpeculator(DraftModelSpeculator):
         missed = partial(missed_rows, batch, states[: self.num_layers])
         kv_slot = self.caches.slots(slot_mappings)[: batch.num_tokens]
         if batch.num_draft_tokens:  # drafted before the pause
-            inputs = self._inputs(batch, slot_mappings, states)
-            self.settle(inputs)
-            committed = inputs.committed(self.req_states.all_token_ids.gpu, self.temperature)
+            verified, committed = self.settle(self._inputs(batch, slot_mappings, states))
+            self.counters.count(verified)
             missed, kv_slot = partial(MissedRows.of, committed), committed.kv_slot
         self.skipped.skip(batch, missed, kv_slot, paused)
 

@@ -1,6 +1,8 @@
-"""Index arithmetic of a batch: committed rows and their destinations."""
+"""Inputs of a step: committed rows and their destinations."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,27 +11,23 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_specblock.commit.accepted_paths import read_accepted
 from vllm_specblock.commit.committed_tokens import committed_tokens
-from vllm_specblock.commit.move import move_path
 from vllm_specblock.drafters.common.backlog import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
-from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet
+from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 from vllm_specblock.triton_kernels.kv_cache.committed_tokens import StepRows
 
 _FEW, _ROUND = 16, 8
 
 
 def rounding(rows: int, room: np.ndarray) -> np.ndarray:
-    """Rows to add so that few numbers of rows occur: every new one has a processor's products
-    prepared anew, which takes longer than themselves.
+    """Return the rows to add to each request so that their sum is a multiple of 8, if above 16.
+
+    A CPU prepares its matrix products anew for every new number of rows.
 
     Args:
-        rows: of a step; up to 16 stay as they are.
         room: [R] integers, rows that may be added to each request.
-
-    Returns:
-        [R], by which the rows come to a multiple of 8 where there is room for it.
     """
     wanted = -rows % _ROUND if rows > _FEW else 0
     before = np.cumsum(room) - room
@@ -70,9 +68,8 @@ class StepBatch:
     The base rows and the accepted path are committed.
 
     Args:
-        pad: a request with drafts gets D rows for its path (D: the deepest path), so that every
-            shape follows from what was scheduled. Otherwise, where the host knows the lengths, it
-            gets as many as it needs, and their sum is rounded up, see `rounding`.
+        pad: a request with drafts gets D rows for its path, so that shapes follow from what was
+            scheduled; else, on the host, as many as it needs, and see `rounding`.
         every_row: False: drafters read texts alone, and get the newest row of each request.
     """
 
@@ -140,61 +137,72 @@ class StepBatch:
             temperature,
         )
 
-    def move(self, kv_caches: KVCacheSet, slot_mapping: torch.Tensor) -> None:
-        """Move the accepted paths together in the target's caches; slot_mapping [batch rows]."""
-        move_path(kv_caches, slot_mapping, self.accepted_rows, self.batch.num_tokens)
 
-    def committed(
-        self,
-        slot_mapping: torch.Tensor,
-        hidden_states: list[torch.Tensor],
-        all_token_ids: torch.Tensor,
-        block_table: torch.Tensor,
-        block_size: int,
-        temperature: torch.Tensor,
-        masks: torch.Tensor,
-    ) -> CommittedTokens:
+@dataclass(frozen=True)
+class StepInputs:
+    """Inputs of a proposal.
+
+    Attributes (R requests):
+        rows: rows of the batch.
+        slot_mapping: [≥ batch rows] int64, of the drafters' cache group.
+        target_slots: the same for each set of the target's caches.
+        hidden_states: [≥ batch rows, Ht] for each layer that drafters or the recorder read.
+        num_layers: how many of them drafters read.
+        block_table: [R, max blocks] int32, of the drafters' cache group.
+        block_size: tokens per block.
+        masks: [2, R] int64, see `CacheHoles.mask`.
+        chain: [R] bool or integers, nonzero: verify a chain; None: all requests verify trees.
+        tokens: [R, N] int64, what to write the trees' tokens to; None: a new tensor.
+    """
+
+    rows: StepBatch
+    slot_mapping: torch.Tensor
+    target_slots: list[torch.Tensor]
+    hidden_states: list[torch.Tensor] | torch.Tensor
+    num_layers: int
+    block_table: torch.Tensor
+    block_size: int
+    masks: torch.Tensor
+    chain: torch.Tensor | None
+    tokens: torch.Tensor | None = None
+
+    def committed(self, text: torch.Tensor, temperature: torch.Tensor) -> CommittedTokens:
         """Return the rows that drafters advance on.
 
         Args:
-            slot_mapping: [batch rows] int64.
-            hidden_states: per layer [batch rows, Ht].
-            all_token_ids: [slots, max_model_len] int32, this step's tokens included.
-            block_table: [R, max blocks] int32.
-            block_size: tokens per block.
+            text: [slots, max_model_len] int32, this step's tokens included.
             temperature: [slots] fp32.
-            masks: [2, R] int64, see `CacheHoles.mask`.
         """
-        batch = self.batch
+        of, batch = self.rows, self.rows.batch
         step = StepRows(
-            *self.accepted_rows,
-            self.request,
-            self.local,
-            self.row_start,
+            *of.accepted_rows,
+            of.request,
+            of.local,
+            of.row_start,
             batch.positions,
-            slot_mapping,
+            self.slot_mapping,
             batch.idx_mapping,
-            all_token_ids,
+            text,
             temperature,
-            *masks,
+            *self.masks,
         )
         rows = committed_tokens(step, batch.num_tokens)
         bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
         return CommittedTokens(
-            states=tuple(hidden_states),
+            states=self.hidden_states[: self.num_layers],
             source=rows.source,
             token=rows.token,
             position=rows.position,
             index=rows.place,
             kv_slot=rows.kv_slot,
-            row_start=self.row_start,
-            row_start_host=self.row_start_host,
-            last=rows.last if self.last is None else self.last,
-            start=masks[1],
-            block_table=block_table,
-            block_size=block_size,
+            row_start=of.row_start,
+            row_start_host=of.row_start_host,
+            last=rows.last if of.last is None else of.last,
+            start=self.masks[1],
+            block_table=self.block_table,
+            block_size=self.block_size,
             max_position=int(bound.max()) - 1,  # a host tensor
-            text=all_token_ids,
+            text=text,
             req_idx=batch.idx_mapping.long(),
             temperature=rows.temperature,
         )

@@ -1,8 +1,7 @@
 """Per-request tree states: the trees under verification.
 
-vLLM carries only the nodes' tokens from a proposal to its verification. Everything else about
-a tree waits here, in tensors that are allocated once: CUDA graphs capture their addresses, and
-nothing is read on the host.
+vLLM carries only the nodes' tokens from a proposal to its verification. The rest of a tree is in
+these tensors, whose addresses CUDA graphs capture.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import torch
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import ancestor_words, words_for
-from vllm_specblock.verify.synthetic_acceptance import SyntheticAcceptance
+from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees, NewTrees, store_trees_triton
 
 
 class TreeStates:
@@ -26,10 +26,7 @@ class TreeStates:
         origin: [S, N] uint8, the drafters that drafted each node, see `combine.Combined`; 0: no
             draft of ours.
         score: [S, N] fp32, cumulative draft log-scores of the nodes; −inf: no draft of ours.
-        synthetic_acceptance: what accepts in the target's place, in benchmarks; else None.
     """
-
-    synthetic_acceptance: SyntheticAcceptance | None = None
 
     def __init__(
         self, num_slots: int, num_nodes: int, max_depth: int, device: torch.device
@@ -50,36 +47,82 @@ class TreeStates:
         self.score = torch.empty(shape, device=device)
         self.reset(slice(None))
 
-    def reset(self, req_idx: int | slice) -> None:
-        """Reset a slot to a chain, for drafts that are not ours.
+    @property
+    def trees(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that `accept_path_rows` reads and writes."""
+        return self.parent, self.depth, self.ancestors, self.path, self.accepted
 
-        These are placeholders of the scheduler, dummy batches and graph capture.
-        """
+    def reset(self, req_idx: int | slice) -> None:
+        """Reset a slot to a chain, for placeholders of the scheduler and dummy batches."""
         self.parent[req_idx] = self._chain_parent
         self.depth[req_idx] = self._chain_depth
         self.ancestors[req_idx] = self._chain_ancestors
         self.accepted[req_idx].fill_(0)
         self.origin[req_idx] = 0
         self.score[req_idx] = float("-inf")
-        if self.synthetic_acceptance is not None:
-            self.synthetic_acceptance.forget(req_idx)
 
-    def store(self, req_idx: torch.Tensor, combined: Combined) -> None:
-        """Store the proposed trees; `req_idx` [R] integers.
+    def store(
+        self,
+        req_idx: torch.Tensor,
+        combined: Combined,
+        chain: torch.Tensor | None = None,
+        paused: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store the trees that will be verified, with no node accepted; return their tokens.
 
-        No node is accepted yet; nothing may be committed if their drafts are not scheduled.
+        Args:
+            req_idx: [R] integers.
+            combined: the proposed trees.
+            chain: [R] bool or integers, requests of which only the best path is verified.
+            paused: [S] bool, slots whose trees become empty.
+            tokens: [R, N] int64, what to write the tokens to; None: a new tensor.
         """
-        tree = combined.tree
-        self.parent[req_idx] = tree.parent
-        self.depth[req_idx, 1:] = tree.depth.long()
-        self.ancestors[req_idx] = tree.ancestors
-        self.accepted.index_fill_(0, req_idx.long(), 0)
-        self.origin[req_idx] = combined.origin
-        self.score[req_idx] = tree.logprob
-        if self.synthetic_acceptance is not None:
-            self.synthetic_acceptance.note(req_idx, tree)
+        kept = KeptTrees(
+            self.parent, self.depth, self.score, self.ancestors, self.origin, self.accepted
+        )
+        return store_trees(req_idx, combined, kept, chain, paused, tokens)
 
     def discard(self, req_idx: torch.Tensor, where: torch.Tensor) -> None:
         """Drop the trees of the requests where `where` [R] bool holds."""
         for field, none in ((self.parent, -1), (self.origin, 0), (self.score, float("-inf"))):
             field[req_idx] = field[req_idx].masked_fill(where[:, None], none)
+
+
+def _store_triton(
+    req_idx: torch.Tensor,
+    combined: Combined,
+    kept: KeptTrees,
+    chain: torch.Tensor | None,
+    paused: torch.Tensor | None,
+    tokens: torch.Tensor | None,
+) -> torch.Tensor:
+    given = vars(combined.tree) | {"origin": combined.origin}
+    new = NewTrees._make(given[name].contiguous() for name in NewTrees._fields)
+    tokens = torch.empty_like(new.token) if tokens is None else tokens
+    store_trees_triton(req_idx, new, kept, chain, paused, tokens)
+    return tokens
+
+
+@op(_store_triton)
+def store_trees(
+    req_idx: torch.Tensor,
+    combined: Combined,
+    kept: KeptTrees,
+    chain: torch.Tensor | None,
+    paused: torch.Tensor | None,
+    tokens: torch.Tensor | None,
+) -> torch.Tensor:
+    """See `TreeStates.store`."""
+    if chain is not None:
+        combined = combined.where(chain)
+    if paused is not None and (empty := paused[req_idx]).any():  # a host tensor
+        combined = combined.empty_where(empty)
+    tree = combined.tree
+    kept.parent[req_idx] = tree.parent
+    kept.depth[req_idx, 1:] = tree.depth.long()
+    kept.score[req_idx] = tree.logprob
+    kept.ancestors[req_idx] = tree.ancestors
+    kept.origin[req_idx] = combined.origin
+    kept.accepted.index_fill_(0, req_idx.long(), 0)
+    return tree.token if tokens is None else tokens.copy_(tree.token)

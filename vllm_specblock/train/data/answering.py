@@ -14,8 +14,7 @@ from vllm_specblock.train.data.chat_tokens import ChatTokens
 class Answerer(Protocol):
     """The target as a generator of answers.
 
-    generate: prompts -> answers as token ids, with the end token where one was generated; `stops`
-        are ids that end an answer beside the target's own.
+    generate: prompts -> answers as token ids, with the end token where one was generated.
     forget: clear caches, so that later answers do not depend on earlier calls in any bit.
     """
 
@@ -25,7 +24,6 @@ class Answerer(Protocol):
         temperatures: list[float],
         max_tokens: list[int],
         seeds: list[int],
-        stops: Sequence[int] = (),
     ) -> list[list[int]]: ...
 
     def forget(self) -> None: ...
@@ -88,13 +86,9 @@ class Dialogue:
             self._past.append({"role": "assistant", "content": self.tokens.said(answer)})
 
     def seed(self, seed: int) -> int:
-        """Sampling seed of the next answer."""
-        return seed_of(f"{seed}/{self.number}/{self._turn}")
-
-
-def seed_of(name: str) -> int:
-    """A 31-bit sampling seed."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) >> 1
+        """Sampling seed of the next answer, 31 bits."""
+        name = f"{seed}/{self.number}/{self._turn}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) >> 1
 
 
 def answer(

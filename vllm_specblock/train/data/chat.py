@@ -174,11 +174,6 @@ class Lines:
                     file.seek(line.offset)
                     yield parse(file.readline())
 
-    def followed_by(self, other: Lines) -> Lines:
-        """The lines of both, these first."""
-        shifted = [line._replace(file=line.file + len(self.files)) for line in other.usable]
-        return Lines(self.files + other.files, self.usable + shifted, self.broken + other.broken)
-
 
 def find_lines(
     files: Sequence[Path], limit: int | None, chat: bool, report: Callable[[str], None]

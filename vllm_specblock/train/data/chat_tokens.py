@@ -47,15 +47,6 @@ class ChatTokens:
         """Whether there is a chat template."""
         return bool(self.tokenizer.chat_template)
 
-    @property
-    def added(self) -> frozenset[int]:
-        """Ids of control tokens: text never splits or joins them."""
-        return frozenset(self.tokenizer.added_tokens_decoder)
-
-    def text(self, messages: Sequence[Message], ask: bool = False) -> str:
-        """Messages as the template writes them; with `ask`, up to where an answer begins."""
-        return self._apply(messages, ask=ask, tokenize=False)
-
     def ids(self, text: str) -> list[int]:
         """Tokens of a text alone."""
         encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
@@ -119,19 +110,17 @@ class ChatTokens:
         return max(start, next(same, min(len(whole), len(alone))))
 
     def _render(self, messages: Sequence[Message], ask: bool) -> list[int]:
-        return self._inside(self._apply(messages, ask=ask, tokenize=True))
-
-    def _apply(self, messages: Sequence[Message], *, ask: bool, tokenize: bool) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(
+            ids: list[int] = self.tokenizer.apply_chat_template(
                 list(messages),
                 add_generation_prompt=ask,
-                tokenize=tokenize,
+                tokenize=True,
                 return_dict=False,
                 **self.options,
             )
         except jinja2.TemplateError as error:
             raise BrokenLine(f"the chat template refuses it: {error}") from None
+        return self._inside(ids)
 
     def _inside(self, ids: list[int]) -> list[int]:
         if max(ids, default=0) >= self.vocab_size:

@@ -2,7 +2,7 @@
 
 Line n of the usable ones goes to shard n // shard_size. A shard is a function of the options, the
 input and its own number, so a killed run resumes at its first missing shard and ends with the same
-bytes. Prompts that the target makes up are lines of a file that is made first.
+bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import TrainError
-from vllm_specblock.train.data import self_prompts, shards
+from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.answering import Answerer, Dialogue, answer
 from vllm_specblock.train.data.chat import (
     BrokenLine,
@@ -63,14 +63,8 @@ def make_data(options: DataOptions, load: Callable[[], Answerer]) -> Made:
     tokens = read_chat_tokens(options)
     making = {"options": options.must_match(), "input": fingerprint(options.input)}
     _begin(options.out, making)
-    lines = Lines((), [], 0)
-    if options.input:
-        lines = find_lines(options.input, options.limit, tokens.chat, report)
-    target = functools.cache(load)
-    if options.self_prompts:
-        made_up = self_prompts.make_prompts(options, tokens, target)
-        lines = lines.followed_by(find_lines([made_up], None, tokens.chat, report))
-    maker = ShardMaker(options, lines, tokens, target)
+    lines = find_lines(options.input, options.limit, tokens.chat, report)
+    maker = ShardMaker(options, lines, tokens, functools.cache(load))
     total, paths = len(lines.usable), []
     with tqdm(total=total, unit="line", desc="data") as bar:
         for number, first in enumerate(range(0, total, options.shard_size)):
@@ -92,7 +86,7 @@ def coverage(counts: Tensor, draft_vocab_size: int) -> float:
 def _begin(out: Path, making: dict[str, Any]) -> None:
     """Claim the folder; raise `TrainError` where another run began it."""
     path = out / MAKING
-    if shards.shard_path(out, 0).exists() or self_prompts.begun(out):
+    if shards.shard_path(out, 0).exists():
         if not path.exists():
             raise TrainError(f"{out} holds other data already; give another folder to write to.")
         begun = json.loads(path.read_text(encoding="utf-8"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class DataOptions(BaseModel):
@@ -15,15 +15,9 @@ class DataOptions(BaseModel):
 
     target: Path = Field(description="Folder or hub id of the target model.")
     input: tuple[Path, ...] = Field(
-        default=(),
+        min_length=1,
         description="A .jsonl or .jsonl.gz file: conversations (ShareGPT), messages or data "
         "(UltraChat), a prompt or a text in each line. Repeatable.",
-    )
-    self_prompts: int = Field(
-        default=0,
-        ge=0,
-        description="Prompts that the target makes up, after those of the input: it continues its "
-        "chat template where a user's turn begins.",
     )
     out: Path = Field(description="Folder to write the shards to.")
 
@@ -64,20 +58,9 @@ class DataOptions(BaseModel):
         description="""Further arguments of vLLM's LLM, such as '{"max_num_seqs": 512}'.""",
     )
 
-    @model_validator(mode="after")
-    def _something_to_answer(self) -> DataOptions:
-        if not self.input and not self.self_prompts:
-            raise ValueError("give --input, --self-prompts or both")
-        if self.self_prompts and (self.answers == "keep" or self.raw_prompts):
-            other = "--answers keep" if self.answers == "keep" else "--raw-prompts"
-            raise ValueError(f"--self-prompts are turns of a chat without an answer; drop {other}")
-        return self
-
     def must_match(self) -> dict[str, Any]:
         """The options that a restarted run shares with the run it continues."""
         free = {"target", "input", "out", "draft_vocab_size", "engine"}
-        if not self.self_prompts:  # a folder may be older than the option
-            free.add("self_prompts")
         # A hub id is no path; a folder stays the same one from wherever it is named.
         target = self.target.resolve() if self.target.exists() else self.target
         return {"target": str(target), **self.model_dump(mode="json", exclude=free)}

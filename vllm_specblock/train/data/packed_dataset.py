@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +15,6 @@ from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.batch import NO_TOKEN, Batch, Segment, segments_of
 from vllm_specblock.train.data.shards import Text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class PackedDataset:
@@ -134,30 +129,22 @@ def token_counts(texts: Sequence[Text], vocab_size: int) -> Tensor:
     return counts
 
 
-def load_texts(
-    path: Path, tokenizer: Callable[[], PreTrainedTokenizerBase], vocab_size: int
-) -> list[Text]:
-    """Read what `specblock data` wrote; or a folder of UTF-8 text files (each a document), a
-    `.jsonl` file with a `text` or an `input_ids` in every line, or a `.safetensors` file (see
-    `shards`). Without a loss mask every token counts. `tokenizer` is called only for text.
+def load_texts(path: Path, vocab_size: int) -> list[Text]:
+    """Read the folder that `specblock data` wrote, or one `.safetensors` file (see `shards`).
 
     Raises:
-        TrainError: the data is missing, broken or empty; says which file and line.
+        TrainError: the data is missing, broken or empty.
     """
-    if path.is_dir() and any(path.glob("shard-*.safetensors")):
+    if path.is_dir():
         found = shards.read(path)
-    elif path.is_dir():
-        found = _whole(_framed(_text_files(path), tokenizer()))
     elif not path.is_file():
         raise TrainError(f"There is no training data at {path}.")
-    elif path.suffix == ".jsonl":
-        found = _whole(_json_lines(path, tokenizer))
     elif path.suffix == ".safetensors":
         found = shards.read_shard(path)
     else:
         raise TrainError(
-            f"{path} is neither a folder of shards or text files nor a .jsonl nor a .safetensors "
-            "file."
+            f"{path} is neither a folder of shards nor a .safetensors file: `specblock data` makes "
+            "one of texts, prompts and chats."
         )
     texts = [Text(text.tokens.int(), text.loss_mask) for text in found if len(text.tokens)]
     if not texts:
@@ -169,54 +156,3 @@ def load_texts(
             f"{vocab_size - 1}; was it tokenised for another model?"
         )
     return texts
-
-
-def _whole(sequences: Iterator[Tensor]) -> Iterator[Text]:
-    return (Text(ids, torch.ones(len(ids), dtype=torch.bool)) for ids in sequences)
-
-
-def _text_files(folder: Path) -> Iterator[str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    if not files:
-        raise TrainError(f"The folder {folder} holds no text files.")
-    for path in files:
-        try:
-            yield path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise TrainError(f"{path} is not UTF-8 text: {error.reason}.") from None
-
-
-def _framed(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tensor]:
-    """Tokenise documents, each between the tokenizer's BOS and EOS where it has them."""
-    before = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    after = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for text in texts:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        yield torch.tensor([*before, *ids, *after], dtype=torch.int64)
-
-
-def _json_lines(path: Path, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> Iterator[Tensor]:
-    loaded = None
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise TrainError(f"{path}:{number} is not JSON: {error.msg}.") from None
-            entry = entry if isinstance(entry, dict) else {}
-            if isinstance(text := entry.get("text"), str):
-                loaded = loaded or tokenizer()
-                yield next(_framed(iter([text]), loaded))
-            elif _is_token_list(ids := entry.get("input_ids")):
-                yield torch.tensor(ids, dtype=torch.int64)
-            else:
-                raise TrainError(
-                    f'{path}:{number} has neither a "text" string nor an "input_ids" list of ids; '
-                    "chats and prompts go through `specblock data` first."
-                )
-
-
-def _is_token_list(value: object) -> bool:
-    return isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)

@@ -1,7 +1,7 @@
 """Chain accuracy: α of the drafter's chain of whole blocks, position by position.
 
 The paper's α_{m,j} (SpecBlock, appendix C and figure 5b) is measured here; its α_k (figure 5a) is
-of another chain, whose blocks may start anywhere in the block before: see `main_path.py`.
+of another chain, whose blocks may start anywhere in the block before (`research/main_path.py`).
 
 At every root of the continuation the drafter drafts one chain of M blocks, each from the end of
 the one before. Every block takes the text's token at its start: α is given that all tokens before
@@ -74,14 +74,9 @@ def first_block_along(drafter: SpecBlockModel, sequence: EvalSequence, cache: De
     )
 
 
+@torch.no_grad()
 def chain_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> Chain:
     """The chains of all roots from the first token after the prompt to the last but one."""
-    return compare(drafter, sequence, states_along(drafter, sequence, blocks))
-
-
-@torch.no_grad()
-def states_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> Tensor:
-    """States that the heads read along those chains, [n, M·K, H]; no head changes them."""
     weight = drafter.lm_head.weight
     cache = DenseCache(drafter.config, weight.dtype, weight.device)
     first = first_block_along(drafter, sequence, cache)[:-1]  # [T − 2, K, H]
@@ -90,7 +85,7 @@ def states_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -
         _drafted_from(drafter, sequence, part, first[part], cache.grow(part), blocks)
         for part in rows[sequence.prompt - 1 :].split(TOGETHER)
     ]
-    return torch.cat(parts)
+    return _compare(drafter, sequence, torch.cat(parts))
 
 
 def _drafted_from(
@@ -119,9 +114,8 @@ def _drafted_from(
     return torch.cat(states, dim=1)
 
 
-@torch.no_grad()
-def compare(drafter: SpecBlockModel, sequence: EvalSequence, hidden: Tensor) -> Chain:
-    """The heads over `states_along` [n, M·K, H] against the text, a column of logits at a time."""
+def _compare(drafter: SpecBlockModel, sequence: EvalSequence, hidden: Tensor) -> Chain:
+    """The heads' choices at hidden [n, M·K, H] against the text, a column of logits at a time."""
     tokens, (count, columns) = sequence.tokens, hidden.shape[:2]
     root = len(tokens) - count + torch.arange(count, device=hidden.device)
     place = root[:, None] + torch.arange(columns, device=hidden.device)

@@ -17,7 +17,6 @@ from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.chain import first_block_along
 from vllm_specblock.train.eval.dense_cache import DenseCache
 from vllm_specblock.train.learner import EvalSequence
-from vllm_specblock.train.losses import RANK_BUCKETS
 from vllm_specblock.tree import DraftTree
 
 
@@ -53,8 +52,6 @@ class SpecBlockDraft:
 
     Args:
         calibration, temperature: see `LearnedBeta`.
-        true_buckets: where a position's path is the text so far, take the rank bucket of the text's
-            next token, not the rank head's: an upper bound on rank guidance.
     """
 
     def __init__(
@@ -64,7 +61,6 @@ class SpecBlockDraft:
         shape: TreeShape,
         calibration: DraftCalibration | None = None,
         temperature: float = 0.0,
-        true_buckets: bool = False,
     ) -> None:
         weight = drafter.lm_head.weight
         self.drafter, self.sequence, self.shape = drafter, sequence, shape
@@ -73,7 +69,6 @@ class SpecBlockDraft:
         self.branching = torch.tensor(shape.branching, device=self.device)
         self.path_rope = drafter.config.block_rope == "path"
         self.beta = LearnedBeta(calibration, temperature, self.device)
-        self.true_buckets = true_buckets
 
     @torch.no_grad()
     def __call__(self, root: int) -> DraftTree:
@@ -83,8 +78,7 @@ class SpecBlockDraft:
         drafted = self._first_block[newest]  # [rows so far, K, H]; row 0 is the drafting row
         depth = torch.zeros(1, dtype=torch.int64, device=self.device)  # tokens before a row
         expansion = Expansion(self.shape, self.branching, num_requests=1)
-        on_text = torch.ones(1, dtype=torch.bool, device=self.device)  # the path to each row
-        best, on_text = self._candidates(drafted[None], beta, root + 1 + depth, on_text)
+        best = drafter.candidates(drafted[None], self.shape.width, beta)
         expansion.first_block(*(x[:, 0] for x in best))
         growth = self.cache.grow(newest)
         for block in range(2, self.shape.num_blocks + 1):
@@ -94,14 +88,12 @@ class SpecBlockDraft:
             base = root + (reach if self.path_rope else torch.zeros_like(reach))
             hidden = drafter(
                 drafted[row, position],
-                self._embed(starts.token[0]),
+                self.sequence.embed(starts.token[0]).to(self.dtype),
                 base,
                 growth.starts(row, position),
             )  # [S, K, H]
-            follows = on_text[row, position] & (starts.token[0] == self._text(root + reach))
-            best, so_far = self._candidates(hidden[None], beta, root + 1 + reach, follows)
+            best = drafter.candidates(hidden[None], self.shape.width, beta)
             expansion.next_block(starts, block, *best)
-            on_text = torch.cat([on_text, so_far])
             drafted, depth = torch.cat([drafted, hidden]), torch.cat([depth, reach])
         selection = expansion.select()
         self.last = expansion, selection
@@ -118,43 +110,6 @@ class SpecBlockDraft:
     def _first_block(self) -> Tensor:
         """Block 1's states [T − 1, K, H] of all rows, which no step changes."""
         return first_block_along(self.drafter, self.sequence, self.cache)
-
-    def _candidates(
-        self, hidden: Tensor, beta: Tensor | None, first: Tensor, follows: Tensor
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """`SpecBlockModel.candidates` of some rows, with true buckets where asked for.
-
-        Args:
-            hidden: [1, rows, K, H].
-            first: [rows] int64, number of the text's token that position 0 of each row drafts.
-            follows: [rows] bool, the path to the row is the text.
-
-        Returns:
-            log-probabilities and tokens [1, rows, K, B] and buckets [1, rows, K], then [rows, K]
-            bool: the path to each position is the text (known with true buckets only).
-        """
-        width, block = self.shape.width, hidden.shape[2]
-        if not self.true_buckets:
-            best = self.drafter.candidates(hidden, width, beta)
-            return best, follows[:, None].expand(-1, block)
-        seen = max(width, RANK_BUCKETS[-1])
-        logprob, token, bucket = self.drafter.candidates(hidden, seen, beta)
-        text = self._text(first[:, None] + torch.arange(block, device=self.device))
-        right = token[0] == text[..., None]  # [rows, K, seen]
-        rank = torch.where(right.any(-1), right.byte().argmax(-1), seen) + 1
-        true = torch.bucketize(rank, torch.tensor(RANK_BUCKETS, device=self.device))
-        chain = torch.cat([follows[:, None], right[:, :-1, 0]], dim=1)
-        on_text = chain.long().cumprod(1).bool()
-        bucket = torch.where(on_text & (text >= 0), true, bucket[0])[None]
-        return (logprob[..., :width], token[..., :width], bucket), on_text
-
-    def _text(self, number: Tensor) -> Tensor:
-        """The text's tokens of these numbers, −1 past its end."""
-        tokens = self.sequence.tokens
-        return tokens[number.clamp(max=len(tokens) - 1)].where(number < len(tokens), -1)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return self.sequence.embed(tokens).to(self.dtype)
 
 
 def serving_shape(

@@ -56,8 +56,6 @@ With the plugin `vllm_specblock` installed beside vLLM, FOLDER being this one:
 vllm serve {shlex.quote(target)} --speculative-config \\
   '{{"method": "specblock", "model": "FOLDER"}}'
 ```
-
-vLLM's CPU build needs `VLLM_USE_V2_MODEL_RUNNER=1` beside it.
 """
 
 

@@ -18,7 +18,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,6 @@ from vllm_specblock.train.data.batch import Segment, segments_of
 
 INDEX = "features.json"
 UNFINISHED = "unfinished.json"
-OPEN_FILES = 8
 
 
 class Features(NamedTuple):
@@ -181,19 +179,24 @@ def _write_shard(
 
 
 class FeatureStore:
-    """Read a whole feature folder by piece, as views of at most `OPEN_FILES` mapped files.
-    `expected`: entries of `Origin`, None is any. Raises `TrainError` where the folder is not whole,
-    damaged, or of another origin."""
+    """Read a whole feature folder by piece, as views of mapped files.
+
+    Args:
+        expected: entries of `Origin`; None is any.
+
+    Raises:
+        TrainError: the folder is not whole, damaged, or of another origin.
+    """
 
     def __init__(self, folder: Path, **expected: Any) -> None:
         self.folder = folder
         self.index = shards.read_index(folder, INDEX, "features")
         check(folder, self.index, **expected)
-        self._file = lru_cache(OPEN_FILES)(self._open)
+        self._files = [self._open(number) for number in range(self.index["shards"])]
         self._places: dict[tuple[int, int], tuple[int, int, int]] = {}
-        for number in range(self.index["shards"]):
+        for number, file in enumerate(self._files):
             row = 0
-            for sequence, start, length in self._file(number).get_tensor("pieces").tolist():
+            for sequence, start, length in file.get_tensor("pieces").tolist():
                 self._places[sequence, start] = (number, row, length)
                 row += length
 
@@ -203,7 +206,7 @@ class FeatureStore:
 
     def zeros(self, *shape: int) -> Features:
         """Zeros shaped [*shape, ...], in the dtype of the files."""
-        columns = (self._file(0).get_slice(name)[:0] for name in Features._fields)
+        columns = (self._files[0].get_slice(name)[:0] for name in Features._fields)
         return Features(*(rows.new_zeros(*shape, rows.shape[1]) for rows in columns))
 
     def read(self, segment: Segment) -> tuple[Features, Tensor]:
@@ -217,7 +220,7 @@ class FeatureStore:
                 f"extracted in pieces of {self.index['length']} tokens from "
                 f"{self.index['sequences']} sequences, and training must use the same."
             )
-        file, rows = self._file(number), slice(row, row + segment.length)
+        file, rows = self._files[number], slice(row, row + segment.length)
         features = Features(*(file.get_slice(name)[rows] for name in Features._fields))
         return features, file.get_slice("tokens")[rows]
 

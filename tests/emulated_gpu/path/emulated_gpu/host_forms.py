@@ -15,8 +15,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, FIRST, INDEX_BITS
+from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
+from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 
 from emulated_gpu.vllm_operators import fa3_fwd
+from vllm_specblock import candidates
+from vllm_specblock.combine import combined
+from vllm_specblock.tree import DraftTree
+from vllm_specblock.verify.accept_path import accept_path_rows
+from vllm_specblock.verify.tree_mask import build_tree_mask
 
 Grid = tuple[int, int, int]
 
@@ -95,6 +103,7 @@ def rotate_pair(a: Arguments, grid: Grid) -> None:
         rows = at // a.ROPE.EACH
         if states is a.query_ptr and a.keep_ptr is not None:
             rows = a.keep_ptr[rows]
+            states = states[rows * a.ROPE.EACH + at % a.ROPE.EACH] if a.ROPE.PICKS else states
         angle = (a.base_ptr[rows] + at % a.ROPE.EACH).float()[:, None, None] * a.turn_ptr[
             a.ROPE.HALF :
         ]
@@ -151,6 +160,196 @@ def best_of_chunk(a: Arguments, grid: Grid) -> None:
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     keys = (ordered << 32) | (0x7FFFFFFF - torch.arange(chunks * width).view(chunks, width))
     a.best_ptr.view(rows, chunks, a.TOP).copy_(keys.topk(a.TOP, -1).values)
+
+
+def merge_chunks(a: Arguments, grid: Grid) -> tuple[torch.Tensor, ...]:
+    rows = grid[0]
+    keys = a.best_ptr.view(rows, -1).topk(a.MERGE.TOP, -1).values
+    ordered = (keys >> 32).int()
+    values = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
+    index = 0x7FFFFFFF - (keys & 0x7FFFFFFF)
+    largest, weight, spread, sharper = a.sums_ptr.view(rows, 4, -1).unbind(1)
+    most = largest.amax(-1)
+    lower = largest - most[:, None]
+    total = (weight * lower.exp()).sum(-1)
+    if a.beta_ptr is None:
+        scores = values - (most + total.log())[:, None]
+    else:
+        sharp = a.beta_ptr.flatten()[torch.arange(rows) // a.rows_each, None]
+        scores = (sharper * (sharp * lower).exp()).sum(-1, keepdim=True).log()
+        scores = sharp * (values - most[:, None]) - scores
+    index = index[:, : a.WIDTH]
+    a.logprob_ptr.view(rows, -1).copy_(scores[:, : a.WIDTH])
+    a.token_ptr.view(rows, -1).copy_(index + a.offset_ptr[index])
+    return values, most, lower, weight, spread, total
+
+
+def merge_and_rank(a: Arguments, grid: Grid) -> None:
+    values, most, lower, weight, spread, total = merge_chunks(a, grid)
+    rank = a.RANK
+    if rank.SCOPE == 0:
+        within = most + total.log()
+        entropy = total.log() - ((spread + weight * lower) * lower.exp()).sum(-1) / total
+    else:
+        below = (values - most[:, None])[:, : rank.SCOPE]
+        mass = below.exp().sum(-1)
+        within = most + mass.log()
+        entropy = mass.log() - (below.exp() * below).sum(-1) / mass
+    features = [
+        values[:, : rank.LOGPROBS] - within[:, None],
+        most[:, None] - values[:, [1, 2, 4]],
+        (values[:, :1] - within[:, None]).exp(),
+        entropy[:, None],
+    ]
+    psi = torch.cat(features, -1).to(a.of_state_ptr.dtype).float()
+    columns = a.first_ptr[:, a.size : a.size + rank.LOGPROBS + 5].float()
+    state = F.silu(a.of_state_ptr.float() + psi @ columns.T)
+    a.bucket_ptr.copy_((state @ a.second_ptr.float().T).argmax(-1))
+
+
+def attach_block(a: Arguments, requests: int) -> None:
+    """[R, rows, K, B] candidates behind those of the blocks before."""
+    grow, given, cells = a.GROW, a.drafts, (requests, a.GROW.ROWS, a.GROW.K, a.GROW.B)
+    token, path_hash, key, parent, may_start, _ = a.fields_ptr.unbind()
+    score, first = a.score_ptr, 1
+    if grow.BLOCK == 1:
+        for field, value in ((token, 0), (path_hash, grow.ROOT), (key, 0), (parent, 0), (score, 0)):
+            field[:, 0] = value
+        node = torch.zeros(requests, 1, dtype=torch.int64)
+        total, text, above = score[:, :1], path_hash[:, :1], key[:, :1]
+    else:
+        node, first = given.start_node, 1 + (1 + (grow.BLOCK - 2) * grow.S) * grow.K * grow.B
+        total = torch.where(given.start_valid, score.gather(1, node), float("-inf"))
+        text, above = path_hash.gather(1, node), key.gather(1, node) & grow.DEPTH
+        if grow.BLOCK < grow.BLOCKS:
+            begun = torch.where(given.start_valid, text, grow.ROOT)
+            a.started_ptr[:, grow.BLOCK - 2] = begun
+    word = given.top_token.view(cells)
+    width = given.branching[given.bucket].view(cells[:3])[..., None]
+    wanted = torch.arange(grow.B) < width.clamp(min=1)
+    gain = torch.where(wanted, given.top_logprob.view(cells), float("-inf")).clamp(max=0.0)
+    totals, texts = torch.empty_like(gain), torch.empty_like(word)
+    total, text = total[..., None], text[..., None]
+    for k in range(grow.K):
+        totals[:, :, k] = total + gain[:, :, k]
+        texts[:, :, k] = word[:, :, k] + text * grow.FACTOR
+        total, text = totals[:, :, k, :1], texts[:, :, k, :1]
+    index = first + torch.arange(gain[0].numel()).view(cells[1:])
+    depth = (1 + torch.arange(grow.K)) * grow.DEPTH_ONE
+    rank = (totals.abs().view(torch.int32).long() << 32) + above[..., None, None]
+    rank += depth[:, None] + index
+    up = (index - torch.arange(grow.B) - grow.B).expand(cells).clone()
+    up[:, :, 0] = node[..., None]
+    here = slice(first, first + index.numel())
+    fields = [(token, word), (path_hash, texts), (key, rank), (parent, up), (score, totals)]
+    if grow.BLOCK < grow.BLOCKS:
+        open_key = torch.where(width > 0, rank, rank | CLOSED)
+        open_key[:, 0, -1, 0] |= FIRST
+        fields.append((may_start, open_key))
+    for field, values in fields:
+        field[:, here] = values.flatten(1)
+
+
+def attach_and_start(a: Arguments, grid: Grid) -> None:
+    attach_block(a, grid[0])
+    grow, count = a.GROW, a.COUNT
+    token, path_hash, key, _, may_start, _ = a.fields_ptr[:, :, :count].unbind()
+    closed = torch.arange(1, max(count, grow.S + 1)).clamp(max=count - 1) | CLOSED
+    open_key = closed.repeat(grid[0], 1)
+    open_key[:, : count - 1] = may_start[:, 1:]
+    if grow.BLOCK > 1:
+        order, winner = candidates.join(key, path_hash)
+        best = torch.empty_like(order, dtype=torch.bool)
+        best.scatter_(1, order, winner == torch.arange(count))
+        started = a.started_ptr[:, : grow.BLOCK - 1].flatten(1)
+        free = best & ~(path_hash[..., None] == started[:, None]).any(-1)
+        open_key[:, : count - 1] = torch.where(free[:, 1:], open_key[:, : count - 1], closed)
+    chosen = open_key.sort(1).values[:, : grow.S]
+    node = chosen & INDEX_BITS
+    drafted = (node - 1) // grow.B
+    found = node, token.gather(1, node), drafted // grow.K, drafted % grow.K, chosen < CLOSED
+    for out, values in zip(a.starts, found, strict=True):
+        out.copy_(values)
+
+
+def attach_and_select(a: Arguments, grid: Grid) -> None:
+    attach_block(a, grid[0])
+    count, depth = a.SELECT.COUNT, a.GROW.K * a.GROW.BLOCKS
+    token, path_hash, key, parent = a.fields_ptr[:4, :, :count].unbind()
+    chosen = candidates.select.reference(
+        token, parent, a.score_ptr[:, :count], key, path_hash, a.SELECT.BUDGET, depth
+    )
+    for name in a.tree._fields[:-1]:
+        getattr(a.tree, name).copy_(getattr(chosen.tree, name))
+    a.tree.node.view(chosen.node.shape).copy_(chosen.node)
+
+
+def accept_path(a: Arguments, grid: Grid) -> None:
+    rows = DrawnRows(a.token_ptr, a.drawn_ptr, a.first_row_ptr, a.req_idx_ptr)
+    trees = a.parent_ptr, a.depth_ptr, a.ancestors_ptr, a.path_ptr, a.accepted_ptr
+    output, sampled = accept_path_rows.reference(rows, *trees)
+    a.output_ptr.copy_(output)
+    a.num_sampled_ptr.copy_(sampled)
+
+
+def tree_mask(a: Arguments, grid: Grid) -> None:
+    requests = grid[0] - 1
+    starts = a.node_start_ptr[: requests + 1].long()
+    counts = starts.diff()
+    request = torch.arange(requests).repeat_interleave(counts)
+    node = torch.arange(int(starts[-1])) - starts[request]
+    row = a.query_start_ptr[request + 1] - counts[request] + node
+    slots = a.req_idx_ptr[:requests].long()
+    rows = BatchRows(
+        a.position_ptr[: a.num_rows], a.query_start_ptr, a.seq_len_ptr, slots, starts,
+        row, slots[request], node,
+    )  # fmt: skip
+    build_tree_mask.reference(rows, a.depth_ptr, a.ancestors_ptr, a.out)
+
+
+def best_chain(a: Arguments, grid: Grid) -> None:
+    *tree, origin = a.given
+    chosen = combined.best_chain.reference(
+        combined.Combined(DraftTree(*tree), origin), a.chain_ptr[: grid[0]]
+    )
+    for name in a.made._fields[:-1]:
+        getattr(a.made, name).copy_(getattr(chosen.tree, name))
+    a.made.origin.copy_(chosen.origin)
+
+
+def penalties(a: Arguments, grid: Grid) -> None:
+    request = a.expanded_idx_mapping_ptr[: grid[0]].long()
+    given = a.repetition_penalty_ptr, a.frequency_penalty_ptr, a.presence_penalty_ptr
+    repeated, frequent, present = (each[request].float() for each in given)
+    for row in ((repeated != 1) | (frequent != 0) | (present != 0)).nonzero().flatten().tolist():
+        slot, place = request[row], int(a.expanded_local_pos_ptr[row])
+        counts = a.output_bin_counts_ptr[slot, : a.vocab_size].clone()
+        drafted = a.token_ids_ptr[row - place + 1 : row + 1].long()
+        counts.index_add_(0, drafted, torch.ones_like(drafted, dtype=counts.dtype))
+        packed = a.prompt_bin_mask_ptr[slot, :, None] >> torch.arange(32, dtype=torch.int32)
+        seen = (packed & 1).flatten()[: a.vocab_size].bool() | (counts > 0)
+        scale = torch.where(seen, repeated[row], 1.0)
+        logits = a.logits_ptr[row, : a.vocab_size]
+        wide = logits.float()
+        wide = wide * torch.where(wide > 0, 1.0 / scale, scale)
+        logits.copy_(wide - frequent[row] * counts - present[row] * (counts > 0))
+
+
+def min_p(a: Arguments, grid: Grid) -> None:
+    least = a.min_p_ptr[a.expanded_idx_mapping_ptr[: grid[0]].long()].float()
+    rows = (least != 0).nonzero().flatten()
+    logits = a.logits_ptr[rows, : a.vocab_size]
+    threshold = logits.amax(-1).float() + least[rows].log()
+    a.logits_ptr[rows, : a.vocab_size] = logits.masked_fill(
+        logits < threshold[:, None], float("-inf")
+    )
+
+
+def temperature(a: Arguments, grid: Grid) -> None:
+    heat = a.temperature_ptr[a.expanded_idx_mapping_ptr[: grid[0]].long()].float()
+    rows = ((heat != 0) & (heat != 1)).nonzero().flatten()
+    logits = a.logits_ptr[rows, : a.vocab_size].float() / heat[rows, None]
+    a.logits_ptr[rows, : a.vocab_size] = logits.to(a.logits_ptr.dtype)
 
 
 def move_path(a: Arguments, grid: Grid) -> None:
@@ -211,7 +410,7 @@ def uniform(*keys: torch.Tensor) -> torch.Tensor:
     return (h >> 16).float() * 2.0**-16 + ((h & 0xFFFF).float() + 0.5) * 2.0**-32
 
 
-FORMS: dict[str, tuple[Callable[[Arguments, Grid], None], str]] = {
+FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "kernel_unified_attention": (unified_attention, ""),
     "reshape_and_cache_kernel_flash": (reshape_and_cache, ""),
     "_tree_attention_kernel": (tree_attention, "into.out"),
@@ -220,18 +419,46 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], None], str]] = {
     "_layer_shift_kernel": (layer_shift, "out_ptr"),
     "_store_kv_kernel": (store_kv, ""),
     "_best_of_chunk_kernel": (best_of_chunk, "best_ptr"),
+    "_merge_and_rank_kernel": (merge_and_rank, "logprob_ptr token_ptr"),
+    "topk_tokens._merge_kernel": (merge_chunks, "logprob_ptr token_ptr"),
+    "expand._attach_and_start_kernel": (
+        attach_and_start,
+        "starts.node starts.token starts.valid score_ptr",
+    ),
+    "expand._attach_and_select_kernel": (
+        attach_and_select,
+        "score_ptr tree.token tree.parent tree.depth tree.logprob tree.size tree.ancestors",
+    ),
+    "_accept_path_kernel": (accept_path, "path_ptr accepted_ptr output_ptr num_sampled_ptr"),
+    "_build_tree_mask_kernel": (
+        tree_mask,
+        "out.prefix_len out.mask_words out.tree_start out.position out.node_position",
+    ),
+    "_best_chain_kernel": (best_chain, ""),  # of equal paths it may take either
+    "_penalties_kernel": (penalties, "logits_ptr"),
+    "_min_p_kernel": (min_p, "logits_ptr"),
+    "_temperature_kernel": (temperature, "logits_ptr"),
     "_gumbel_sample_kernel": (gumbel_sample, "local_argmax_ptr"),
     "_move_path_kernel": (move_path, ""),
 }
-"""By a kernel's name: its form, and the results in which the interpreter has to agree."""
+"""By a kernel's name, or its module's and its own where two have one name: its form, and the
+results in which the interpreter has to agree."""
 SECONDS = {
     "_merge_splits_kernel": "_tree_attention_kernel",
     "reduce_segments": "kernel_unified_attention",
 }
 """Kernels that finish another's work, which a host form has done by itself."""
-EVERY = 64
+EVERY = 256
 """One in so many launches of a kernel runs in the interpreter, too."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def known(kernel: Callable) -> str | None:
+    """Return the name of a kernel that has a form, or whose work another's form has done."""
+    name = kernel.__name__
+    names = f"{kernel.__module__.split('.')[-1]}.{name}", name
+    return next((each for each in names if each in FORMS or each in SECONDS), None)
+
 
 draw = random.Random(0)
 unfinished: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}

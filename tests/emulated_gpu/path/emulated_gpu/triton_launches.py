@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import json
+import math
 import os
 import random
 import sys
@@ -21,7 +22,6 @@ import numpy as np
 import torch
 from lib.interpreter import teach_bf16_dot, teach_whole_arrays
 
-from emulated_gpu import host_forms
 from emulated_gpu.launch_records import as_compiled
 
 SHUFFLE = os.environ.get("EMU_SHUFFLE") == "1"
@@ -34,6 +34,9 @@ TAKES_POINTERS = (
     "_move_path_kernel",
 )
 """Kernels whose arguments contain pointers: they may access any memory of the device."""
+
+SCANS = {"_larger": np.maximum.accumulate, "_smaller": np.minimum.accumulate}
+"""By the name of the function that combines two elements."""
 
 seconds: collections.Counter[str] = collections.Counter()
 order = random.Random(0)
@@ -55,6 +58,8 @@ def patch_interpreter(interpreter: ModuleType) -> None:
     tl = interpreter.tl
     teach_bf16_dot(interpreter)
     teach_whole_arrays(interpreter)
+    sort_by_numpy(interpreter)
+    cache_types(interpreter)
     if BOUNDS:
         check_accesses(interpreter)
 
@@ -76,6 +81,86 @@ def patch_interpreter(interpreter: ModuleType) -> None:
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = patch_once
+
+
+def sort_by_numpy(interpreter: ModuleType) -> None:
+    """Replace networks of exchanges and scans element by element: most of an engine's time."""
+    tl, plain_scan = interpreter.tl, interpreter.ScanOps.generic_scan
+
+    def largest_first(x, k):
+        data = np.flip(np.sort(x.handle.data, axis=-1), -1)[..., : int(k)]
+        handle = interpreter.TensorHandle(np.ascontiguousarray(data), x.handle.dtype)
+        return tl.core.tensor(handle, tl.block_type(x.dtype, list(data.shape)))
+
+    def sort(x, dim=None, descending=False):
+        assert x.dtype.is_int() and dim is None and not descending
+        handle = interpreter.TensorHandle(np.sort(x.handle.data, axis=-1), x.handle.dtype)
+        return tl.core.tensor(handle, x.type)
+
+    def topk(x, k, dim=None):
+        assert x.dtype.is_int() and dim is None
+        return largest_first(x, k)
+
+    def generic_scan(self, input):
+        scan = SCANS.get(self.combine_fn.__name__)
+        if scan is None:
+            return plain_scan(self, input)
+        return [self.to_tensor(scan(x.handle.data, axis=self.axis), x.dtype) for x in input]
+
+    tl.sort, tl.topk = sort, topk
+    interpreter.ScanOps.generic_scan = generic_scan
+
+
+def cache_types(interpreter: ModuleType) -> None:
+    """Keep shapes and types, which the interpreter makes anew for each operation; fewer calls."""
+    core, plain_dtype = interpreter.tl.core, interpreter._get_np_dtype
+    make_block = core.block_type.__init__
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, tuple[Any, Any]] = {}
+    dtypes: dict[Any, np.dtype] = {}
+
+    def block_type(self, element_ty, shape):
+        key = element_ty.name, tuple(map(int, shape))
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(self.__dict__)
+        self.__dict__.update(blocks[key])
+
+    def tensor(self, handle, type):
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            shapes[key] = (core.tuple(map(core.constexpr, key)), core.constexpr(math.prod(key)))
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    def np_dtype(dtype):
+        key = type(dtype), dtype.name
+        if key not in dtypes:
+            dtypes[key] = plain_dtype(dtype)
+        return dtypes[key]
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    interpreter._get_np_dtype = np_dtype
+
+    semantic = interpreter.interpreter_semantic
+    broadcast = type(semantic).broadcast_impl_value
+
+    def broadcast_impl_value(self, left, right):
+        if left.type.is_block() and right.type.is_block() and left.type.shape == right.type.shape:
+            return left, right
+        return broadcast(self, left, right)
+
+    def patch_attr(obj, name, member, builder, scope):
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    type(semantic).broadcast_impl_value = broadcast_impl_value
+    interpreter._patch_attr = patch_attr
 
 
 def check_accesses(interpreter: ModuleType) -> None:
@@ -160,19 +245,26 @@ def record(self, name: str, given: dict[str, Any], options: dict[str, Any]) -> N
             file.write(line + "\n")
 
 
+@functools.cache
+def parameters(fn: Callable) -> tuple[list[str], dict[str, Any]]:
+    """Names of a kernel's arguments, and defaults."""
+    known = inspect.signature(fn).parameters
+    empty = inspect.Parameter.empty
+    return list(known), {name: x.default for name, x in known.items() if x.default is not empty}
+
+
 def launch(self, *args: Any, **kwargs: Any) -> None:
     """`GridExecutor.__call__`: run the kernel, or add it to the current stream."""
     from triton.runtime import interpreter
 
     patch_interpreter(interpreter)
-    spec = inspect.getfullargspec(self.fn)
-    known = {*spec.args, *spec.kwonlyargs}
+    known, defaults = parameters(self.fn)
     args = tuple(on_host(arg) for arg in args)
     options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
     kwargs = {name: on_host(arg) for name, arg in kwargs.items() if name in known}
     for hook in self.pre_run_hooks:
         hook(*args, **kwargs)
-    given = inspect.getcallargs(self.fn, *args, **kwargs)
+    given = {**defaults, **dict(zip(known, args)), **kwargs}
     grid = self.grid(given) if callable(self.grid) else self.grid
     grid = tuple(map(int, grid if isinstance(grid, (tuple, list)) else (grid,)))
     grid += (1,) * (3 - len(grid))
@@ -206,13 +298,18 @@ def launch(self, *args: Any, **kwargs: Any) -> None:
             running.pop()
             seconds[name] += time.perf_counter() - began
 
+    form = None
+    if HOST_FORMS:
+        from emulated_gpu import host_forms  # imports kernels, and so Triton as a whole
+
+        form = host_forms.known(self.fn)
+
     def run() -> None:
-        if HOST_FORMS and self.fn.__name__ in host_forms.FORMS | host_forms.SECONDS:
-            began = time.perf_counter()
-            host_forms.run(self.fn.__name__, given, grid, interpret)
-            seconds[f"{name} and its host form"] += time.perf_counter() - began
-        else:
-            interpret()
+        if form is None:
+            return interpret()
+        began = time.perf_counter()
+        host_forms.run(form, given, grid, interpret)
+        seconds[f"{name} and its host form"] += time.perf_counter() - began
 
     if _emulated_gpu.lazy() or _emulated_gpu.capturing():
         _emulated_gpu.enqueue(run, name)

@@ -1,0 +1,285 @@
+"""Learners of whole batches against plain arithmetic of one row at a time, kind by kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from baselines import trunk
+from baselines.falcon import Falcon
+from baselines.mask_blocks import DFlash, JetSpec
+from baselines.medusa import Medusa
+from baselines.parallelspec import ParallelSpec
+from baselines.static_tree import default_hits
+from safetensors.torch import load_file
+from support.baseline_batches import (
+    DRAFT_VOCAB,
+    HIDDEN,
+    TARGET_CONFIG,
+    assert_drafts,
+    assert_outcome,
+    embed,
+    lesson_of,
+    packed_lesson,
+    plain_trunk,
+    rows_of,
+    script_to,
+    train,
+    vocabulary,
+)
+from support.dflash import plain_logits
+from support.trees import texts
+
+from vllm_specblock.train.data.batch import Batch
+
+FORWARDS, MASK = 3, 19
+HEAD = torch.randn(DRAFT_VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9))
+Where = tuple[int, int, int]
+"""(window, first column of the row's document, column)"""
+
+
+def medusa_rows(drafter, train_batch, where: Where, fed, folder) -> list[torch.Tensor]:
+    """Each head after one state."""
+    window, _, column = where
+    out = []
+    for block in drafter.blocks:
+        x = train_batch.target_outputs.last[window, column]
+        for layer in block.layers:
+            z = layer.weight @ x
+            x = x + z / (1 + torch.exp(-z))
+        out.append((drafter.lm_head.weight @ x).log_softmax(-1))
+    return out
+
+
+def parallelspec_rows(drafter, train_batch, where: Where, fed, folder) -> list[torch.Tensor]:
+    """The document up to the row, then the mask tokens."""
+    window, begin, column = where
+    here = slice(begin, column + 1)
+    trunk = drafter.trunk
+    condition = trunk.condition_norm(
+        train_batch.target_outputs.hidden[window, here] @ trunk.condition_proj.weight.T
+    )
+    token = trunk.token_norm(embed(train_batch.batch.tokens[window, begin + 1 : column + 2]))
+    real = torch.cat([condition, token], -1) @ trunk.fuse.weight.T
+    inputs = torch.cat([real, drafter.mask_tokens])
+    count = len(inputs)
+    causal = torch.ones(count, count).tril().bool()
+    states = plain_trunk(trunk, inputs, torch.arange(1, count + 1), causal)
+    states = states[-1 - len(drafter.mask_tokens) :]
+    return list((drafter.norm(states) @ drafter.lm_head.weight.T).log_softmax(-1))
+
+
+def falcon_rows(drafter, train_batch, where: Where, fed: list[int], folder) -> list[torch.Tensor]:
+    """The blocks up to the row, then one block after another of its own states and of `fed`, the
+    tokens after the root."""
+    window, begin, column = where
+    k, trunk = drafter.config.block_size, drafter.trunk
+
+    def fused(condition, tokens):
+        both = [trunk.condition_norm(condition), trunk.token_norm(embed(tokens))]
+        return torch.cat(both, -1) @ trunk.fuse.weight.T
+
+    here = slice(begin, column + 1)
+    condition = train_batch.target_outputs.hidden[window, here] @ trunk.condition_proj.weight.T
+    real = fused(condition, train_batch.batch.tokens[window, begin + 1 : column + 2])
+    missing = -len(real) % k
+    blocks = list(torch.cat([torch.zeros(missing, HIDDEN), real]).split(k))
+    positions = []
+    while True:
+        inputs = torch.cat([block + drafter.lstm(block[None])[0][0] for block in blocks])
+        number = torch.arange(len(inputs)) // k
+        place = torch.arange(len(inputs)) + 1 - missing
+        states = plain_trunk(trunk, inputs, place, number[:, None] >= number)[-k:]
+        positions += list((drafter.norm(states) @ drafter.lm_head.weight.T).log_softmax(-1))
+        done = len(positions)
+        if done == k * drafter.config.forwards or len(fed) < done:
+            return positions
+        blocks.append(fused(states, torch.tensor(fed[done - k : done])))
+
+
+def mask_rows(drafter, train_batch, where: Where, fed, folder) -> list[torch.Tensor]:
+    """The masks behind the root, by the formula over what was saved."""
+    window, begin, column = where
+    if not (folder / "config.json").exists():
+        drafter.save(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    weights = {name: weight.detach() for name, weight in drafter.named_parameters()}
+    features = train_batch.target_outputs.hidden[window, begin : column + 1]
+    root = int(train_batch.batch.tokens[window, column + 1])
+    block = embed(torch.tensor([root, *[MASK] * 3]))
+    return list(plain_logits(weights, raw, HEAD, features, block)[1:].log_softmax(-1))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A learner's class, its sizes, its rows in plain arithmetic and the weights of positions."""
+
+    make: type
+    sizes: dict
+    rows: Callable
+    weights: list[float]
+    blocks: int = 1
+    head: torch.Tensor | None = None
+
+    def learner(self, **changes):
+        d2t, t2d, _ = vocabulary()
+        return self.make.for_target(TARGET_CONFIG, d2t, t2d, 0, self.head, **self.sizes | changes)
+
+
+MASKS = {"masks": 3, "mask_token_id": MASK, "budget": 15}
+FALLING = [0.8, 0.64, 0.512, 0.4096]
+KINDS = {
+    "medusa": Kind(Medusa, {"num_heads": 4, "num_layers": 2, "budget": 15}, medusa_rows, FALLING),
+    "parallelspec": Kind(
+        ParallelSpec, {"positions": 4, "budget": 15}, parallelspec_rows, [1.0] * 4
+    ),
+    "falcon, 2": Kind(
+        Falcon,
+        {"block": 2, "forwards": FORWARDS, "lstm_layers": 2, "budget": 25},
+        falcon_rows,
+        [1.0] * 2 * FORWARDS,
+        FORWARDS,
+    ),
+    "falcon, 4": Kind(
+        Falcon,
+        {"block": 4, "forwards": FORWARDS, "lstm_layers": 2, "budget": 25},
+        falcon_rows,
+        [1.0] * 4 * FORWARDS,
+        FORWARDS,
+    ),
+    "dflash": Kind(DFlash, MASKS, mask_rows, [1.0, 0.60653, 0.36788], head=HEAD),
+    "jetspec": Kind(JetSpec, MASKS, mask_rows, [1.0] * 3, head=HEAD),
+}
+FALCON = [name for name in KINDS if name.startswith("falcon")]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> Kind:
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def drafter(kind):
+    made = kind.learner()
+    if kind.make is Medusa:  # whose heads begin as the target's own
+        for block in made.blocks:
+            for layer in block.layers:
+                torch.nn.init.normal_(layer.weight, std=0.3)
+    return made
+
+
+@pytest.fixture
+def train_batch():
+    return packed_lesson()
+
+
+def fed_by_text(batch, window, column) -> list[int]:
+    """The tokens after a row's root. Past the document's end any do: nothing there is counted."""
+    return [*batch.tokens[window].clamp(min=0).tolist(), *[0] * 9][column + 2 :]
+
+
+@torch.no_grad()
+def test_loss_is_that_of_every_row_alone(kind, drafter, train_batch, tmp_path):
+    def rows(window, begin, column):
+        fed = fed_by_text(train_batch.batch, window, column)
+        return kind.rows(drafter, train_batch, (window, begin, column), fed, tmp_path)
+
+    assert_outcome(drafter(train_batch), rows, train_batch, kind.weights, kind.blocks)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("at_once", [3, 100])
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in FALCON])
+def test_drafts_what_it_was_trained_to(name, train_batch, tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(trunk, "_ROWS_AT_ONCE", at_once)
+    kind = KINDS[name]
+    drafter = kind.learner()
+
+    def positions(root):
+        return kind.rows(drafter, train_batch, (0, 0, root - 1), [], tmp_path)
+
+    assert_drafts(drafter, train_batch, positions, 1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("at_once", [4, 100])
+@pytest.mark.parametrize("name", FALCON)
+def test_falcon_drafts_what_it_was_trained_to(name, train_batch, monkeypatch, at_once):
+    """Two long paths that part at once: each forward goes on from several blocks before it."""
+    monkeypatch.setattr(trunk, "_ROWS_AT_ONCE", at_once)
+    drafter, named = KINDS[name].learner(), vocabulary()[2]
+    drafter.hits[:] = torch.tensor([0.99, 0.2] + [0.01] * 8)
+    drafter.hits[0, :2] = 0.5
+    whole = drafter.draft_along(script_to(train_batch, 8))
+    for root in (1, 5, 8):
+        found = texts(drafter.draft_along(script_to(train_batch, root))(root), 0)
+        assert len(found) == 25
+        long = {path[0] for path in found if len(path) > 2 * drafter.config.block_size}
+        assert len(long) == 2
+        for path, score in found.items():
+            positions = falcon_rows(drafter, train_batch, (0, 0, root - 1), list(path), None)
+            total = sum(positions[k][named.index(token)].item() for k, token in enumerate(path))
+            assert score == pytest.approx(total, abs=1e-4)
+        assert texts(whole(root), 0) == pytest.approx(found, abs=1e-5)
+
+
+def test_learns(kind):
+    before, after = train(kind.learner(), updates=60 if kind.head is not None else 30)
+    assert before < 0.4 and after > 0.9
+
+
+def test_every_weight_learns_and_is_saved(drafter, train_batch, tmp_path):
+    drafter(train_batch).loss.backward()
+    assert all(weight.grad.abs().sum() > 0 for weight in drafter.parameters())
+    drafter.save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    if isinstance(drafter, Medusa):  # vLLM wants its LM head over the whole vocabulary
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][drafter.t2d]
+    for name, weight in drafter.named_parameters():
+        assert torch.equal(tensors[name], weight.bfloat16()), name
+
+
+def test_half_precision_and_one_seed_one_drafter(kind, train_batch):
+    drafter, twin = kind.learner().state_dict(), kind.learner()
+    for name, value in twin.state_dict().items():
+        assert torch.equal(value, drafter[name]), name
+    with torch.autocast("cpu", torch.bfloat16):
+        half = twin(train_batch)
+    assert half.loss.dtype == torch.float32
+    assert half.loss.item() == pytest.approx(twin(train_batch).loss.item(), rel=0.03)
+
+
+def test_medusa_starts_as_the_target_and_takes_short_windows():
+    d2t, t2d, _ = vocabulary()
+    medusa = Medusa.for_target(TARGET_CONFIG, d2t, t2d, 0, HEAD, num_heads=3)
+    last = torch.randn(HIDDEN)
+    for logits in medusa.logits(medusa.states(last)):
+        assert torch.allclose(logits, HEAD @ last, atol=1e-5)
+    outcome = medusa(lesson_of(Batch.of(torch.tensor([[4, 5, 6]]))))
+    assert outcome.loss.isfinite() and outcome.seen[0, 1:].sum() == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FALCON)
+def test_falcons_calibration_counts_ranks(name, train_batch):
+    drafter, named, batch = KINDS[name].learner(), vocabulary()[2], train_batch.batch
+    right = torch.zeros(FORWARDS * drafter.config.block_size, 10)
+    count = torch.zeros(len(right), 1)
+    for window, begin, end, column in rows_of(batch):
+        fed = fed_by_text(batch, window, column)
+        positions = falcon_rows(drafter, train_batch, (window, begin, column), fed, None)
+        for j, logprob in enumerate(positions[: end - column - 2]):
+            place = column + 2 + j
+            token = int(batch.tokens[window, place])
+            if batch.loss_mask[window, place] and token in named:
+                order = logprob.argsort(descending=True).tolist()
+                rank = order.index(named.index(token))
+                count[j] += 1
+                right[j, rank : rank + 1] += 1  # past the last column: nothing
+    prior = default_hits(*right.shape).float()
+    assert torch.equal(drafter.hits, prior)
+    drafter.calibrate([train_batch, train_batch])
+    assert torch.allclose(drafter.hits, (2 * right + prior) / (2 * count + 1))

@@ -1,0 +1,91 @@
+"""Attention metadata of a drafter's first block: KV indices, prefix lengths, RoPE positions.
+
+The torch reference is `drafters.specblock.draft_attention.DraftAttentionBuilder`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..optional_triton import cdiv, jit, tl
+
+_CELLS = 256  # of a program
+
+
+class FirstBlockMetadata(NamedTuple):
+    """Block 1: T rows of K positions, of R requests."""
+
+    kv_index: torch.Tensor  # [T, K] int64, negative for padding
+    prefix_len: torch.Tensor  # [T·K] int32
+    base: torch.Tensor  # [T] int64, RoPE's position of each row's first
+    query_start: torch.Tensor  # [R+1] int32
+    ends: torch.Tensor  # [R] int32, entries up to and with the newest row's
+    kept_start: torch.Tensor  # [R+1] int32, of the newest rows alone
+    kept_prefix: torch.Tensor  # [R·K] int32
+
+
+def first_block_metadata_triton(
+    position: torch.Tensor,
+    index: torch.Tensor,
+    kv_slot: torch.Tensor,
+    row_start: torch.Tensor,
+    last: torch.Tensor,
+    block_size: int,
+) -> FirstBlockMetadata:
+    """Launch the kernel; tensors as `CommittedTokens` has them, block_size: K."""
+    rows, requests, K = len(position), len(last), block_size
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=position.device)
+
+    made = FirstBlockMetadata(
+        empty(rows, K, dtype=torch.int64),
+        empty(rows * K),
+        empty(rows, dtype=torch.int64),
+        *(empty(size) for size in (requests + 1, requests, requests + 1, requests * K)),
+    )
+    given = (x.contiguous() for x in (position, index, kv_slot, row_start, last))
+    most = max(rows * K, requests * K, requests + 1)
+    _first_block_metadata_kernel[(cdiv(most, _CELLS),)](
+        *given, made, rows, requests, K=K, CELLS=_CELLS, num_warps=4
+    )
+    return made
+
+
+# A part of a long prompt begins anywhere: the alignment of its tensors is not to be compiled for.
+@jit(do_not_specialize=["position_ptr", "index_ptr", "kv_slot_ptr", "row_start_ptr", "last_ptr",
+                        "num_rows", "num_requests"])  # fmt: skip
+def _first_block_metadata_kernel(
+    position_ptr,  # [T] int64
+    index_ptr,  # [T] int64
+    kv_slot_ptr,  # [T] int64
+    row_start_ptr,  # [R+1] int32
+    last_ptr,  # [R] int64
+    out,  # FirstBlockMetadata
+    num_rows,  # T
+    num_requests,  # R
+    K: tl.constexpr,
+    CELLS: tl.constexpr,
+):
+    """CELLS positions of rows, as many of newest rows, and as many requests."""
+    cell = tl.program_id(0) * CELLS + tl.arange(0, CELLS)
+    one, k = cell // K, cell % K
+    inside = one < num_rows
+    slot = tl.load(kv_slot_ptr + one, mask=inside, other=-1)
+    tl.store(out.kv_index + cell, tl.where(slot >= 0, slot * K, -K) + k, mask=inside)
+    entry = tl.load(index_ptr + one, mask=inside, other=0) * K
+    tl.store(out.prefix_len + cell, (entry + k + 1).to(tl.int32), mask=inside)
+    base = tl.load(position_ptr + one, mask=inside, other=0) + 1
+    tl.store(out.base + one, base, mask=inside & (k == 0))
+
+    inside = one < num_requests
+    newest = tl.load(last_ptr + one, mask=inside, other=0)
+    entry = tl.load(index_ptr + newest, mask=inside, other=0) * K
+    tl.store(out.kept_prefix + cell, (entry + k + 1).to(tl.int32), mask=inside)
+    tl.store(out.ends + one, (entry + K).to(tl.int32), mask=inside & (k == 0))
+    inside = cell <= num_requests
+    start = tl.load(row_start_ptr + cell, mask=inside, other=0)
+    tl.store(out.query_start + cell, start * K, mask=inside)
+    tl.store(out.kept_start + cell, cell * K, mask=inside)

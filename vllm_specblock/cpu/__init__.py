@@ -1,0 +1,1 @@
+"""What only a CPU needs: its attention, compiled loops, and replacements of vLLM's kernels."""

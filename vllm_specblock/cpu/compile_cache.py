@@ -1,0 +1,28 @@
+"""vLLM's cache of compiled models on a CPU.
+
+vLLM stores the compiled model, and cannot load it on a CPU: it calls `finalize_loading` on what it
+loads, which Inductor's plain function lacks. Each start then compiles for a minute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_specblock.engine.patches import Function, replaces
+
+
+def install() -> None:
+    """Give loaded functions a `finalize_loading` that does nothing. Idempotent."""
+
+    @replaces(torch.compiler, "load_compiled_function")
+    def load_compiled_function(original: Function, *args: Any, **kwargs: Any) -> Any:
+        return finalisable(original(*args, **kwargs))
+
+
+def finalisable(loaded: Any) -> Any:
+    compiled = loaded._artifacts.compiled_fn
+    if not hasattr(compiled, "finalize_loading"):
+        compiled.finalize_loading = lambda config: None
+    return loaded

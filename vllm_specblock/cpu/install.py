@@ -1,0 +1,151 @@
+"""What Model Runner V2 needs on a CPU beyond Triton's interpreter (`triton_interpreter.py`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_specblock.cpu import (
+    batches,
+    compile_cache,
+    gumbel,  # noqa: F401 - replaces a kernel
+    loops,
+    sampling,  # noqa: F401 - likewise
+    sleeping_waits,
+)
+from vllm_specblock.cpu.device import CpuDevice
+from vllm_specblock.cpu.kernels import overrides
+from vllm_specblock.cpu.top_k_top_p import apply_top_k_top_p
+from vllm_specblock.engine import compat
+from vllm_specblock.engine.device import DEVICES
+from vllm_specblock.engine.patches import PATCHES, Function, patch, replaces
+from vllm_specblock.options import TargetError
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.buffer_utils import FusedStagedWriter, StagedWriteTensor
+
+
+def install() -> None:
+    """Replace slow or impossible kernels and let CUSTOM attention be chosen; idempotent."""
+    if "cpu kernels" in PATCHES:
+        return
+    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.buffer_utils import FusedStagedWriter
+
+    found = overrides()
+    with _hidden("llvmlite"):
+        register_kernels(found)
+    PATCHES["cpu kernels"] = register_kernels
+    # Its kernels loop over a program's rows in a way that the interpreter cannot.
+    topk_topp_sampler.HAS_TRITON = False
+    patch(topk_topp_sampler, "apply_top_k_top_p_pytorch", lambda original: apply_top_k_top_p)
+    # These three hand arrays of raw pointers to their kernels.
+    patch(BlockTables, "gather_block_tables", lambda original: _gather_block_tables)
+    patch(BlockTables, "compute_slot_mappings", lambda original: _compute_slot_mappings)
+    patch(FusedStagedWriter, "apply", lambda original: _apply_staged_writes)
+    loops.register()
+    DEVICES["cpu"] = CpuDevice()
+    register_backend(
+        AttentionBackendEnum.CUSTOM, "vllm_specblock.cpu.attention.PackedAttentionBackend"
+    )
+    compile_cache.install()
+    sleeping_waits.install()
+    _accept_custom_attention()
+
+
+@contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Keep a package out of `sys.modules` within this context.
+
+    vLLM searches every module for copies of a kernel, and fails on the library handle of Numba's
+    llvmlite, which has any attribute, `__dict__` too.
+    """
+    found = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
+    for name in found:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules.update(found)
+
+
+def _accept_custom_attention() -> None:
+    """Let the CPU platform select our backend; vLLM's always returns CPU_ATTN, unvalidated."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    @replaces(CpuPlatform, "get_attn_backend_cls")
+    def get_attn_backend_cls(
+        original: Function,
+        cls: type[CpuPlatform],
+        selected_backend: AttentionBackendEnum,
+        attn_selector_config: AttentionSelectorConfig,
+        *args: Any,
+        **kwargs: Any,
+    ) -> str:
+        if selected_backend is not AttentionBackendEnum.CUSTOM:
+            return original(selected_backend, attn_selector_config, *args, **kwargs)
+        reasons = selected_backend.get_class().validate_configuration(
+            device_capability=None, **attn_selector_config._asdict()
+        )
+        if reasons:
+            raise TargetError(f"unsupported attention ({', '.join(reasons)})")
+        return AttentionBackendEnum.CUSTOM.get_path()
+
+
+def _gather_block_tables(
+    self: BlockTables,
+    idx_mapping: torch.Tensor,
+    num_reqs_padded: int,
+    out: tuple[torch.Tensor, ...] | None = None,
+    out_ptrs: torch.Tensor | None = None,
+    num_computed_tokens: torch.Tensor | None = None,  # [S], for windows; from 0.33 on
+) -> tuple[torch.Tensor, ...]:
+    count, rows = len(idx_mapping), num_reqs_padded
+    tables = out
+    if tables is None:
+        tables = tuple(self.input_block_tables)
+        rows = max(rows, compat.rows_left_over(self, count))
+    reaches = compat.window_reach(self)
+    for source, table, reach, size in zip(self.block_tables, tables, reaches, self.block_sizes):
+        table[:count] = source.gpu[idx_mapping]
+        table[count:rows] = 0
+        if reach > 0 and num_computed_tokens is not None:
+            first = (num_computed_tokens[idx_mapping] - reach).clamp(min=0) // size
+            table[:count].masked_fill_(torch.arange(table.shape[1]) < first[:, None], 0)
+    return tuple(table[:num_reqs_padded] for table in tables)
+
+
+def _compute_slot_mappings(
+    self: BlockTables,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    num_tokens_padded: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    slots = self.slot_mappings if out is None else out
+    for group, size in enumerate(self.block_sizes):
+        table = self.block_tables[group].gpu
+        rows = slots[group], idx_mapping, query_start_loc, positions, table
+        batches.slot_mapping(*map(torch.Tensor.numpy, rows), size)
+    return slots[:, :num_tokens_padded]
+
+
+def _apply_staged_writes(
+    self: FusedStagedWriter,
+    tensors: Sequence[StagedWriteTensor],
+    output_ptrs: torch.Tensor,
+    output_strides: torch.Tensor,
+) -> None:
+    for tensor in tensors:
+        tensor.apply_write()

@@ -1,0 +1,78 @@
+"""Step costs of a few batch sizes, measured at start-up: what the controller begins with."""
+
+from __future__ import annotations
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+logger = init_logger("vllm.specblock.costs")
+
+_ROUNDS = 4
+_SECONDS = 6.0  # of all rounds; large models see fewer
+_MOST_ROWS = 512
+
+
+def padded(rows: np.ndarray) -> np.ndarray:
+    """[n] rows → [n], the next number of rows that steps are run with.
+
+    Up to 16 all are, then multiples of 16, 32 and 64. A processor's products take 16 rows at a
+    time, or more, and prepare every new number of rows anew, which takes as long as a step.
+    """
+    multiple = np.where(rows <= 16, 1, np.where(rows <= 128, 16, np.where(rows <= 256, 32, 64)))
+    return -(-rows // multiple) * multiple
+
+
+def sizes(num_nodes: int, max_requests: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Steps to measure, (rows, requests), by rising rows; from one row to trees of all requests."""
+    each = num_nodes + 1
+    most = min(max_tokens, _MOST_ROWS, max_requests * each)
+    rows = {1, 2, 4, 8, 16, *padded(np.arange(17, most + 1)).tolist()}  # a host array
+    found = [(1, 1)]
+    for size in sorted(rows - {1, each}):
+        if size <= most:
+            found.append((size, min(size, max_requests)))
+    return sorted([*found, (each, 1)]) if 1 < each <= most else found
+
+
+def measure_steps(runner: GPUModelRunner) -> None:
+    """Set what steps of a runner take, by dummy steps with logits for every row.
+
+    Sizes take turns, so that a machine that is slow for a while is slow for all of them, and the
+    least time of the rounds counts.
+
+    Args:
+        runner: ready to run, with a HostBudgetManager.
+    """
+    manager = runner.adaptive_verification
+    state, clock = manager.drafting_state, manager.drafting_state.clock.mark
+    began = clock()
+    verify: dict[int, float] = {}
+    draft: dict[int, float] = {}
+    wanted = sizes(manager.num_speculative_steps, runner.max_num_reqs, runner.max_num_tokens)
+    for turn in range(_ROUNDS):
+        for rows, requests in wanted:
+            if turn and clock() - began > _SECONDS:
+                break
+            for _ in range(1 if turn else 2):  # a new number of rows has products to prepare
+                start = clock()
+                # It has as many requests as there can be, or one of a whole tree.
+                uniform = requests < min(rows, runner.max_num_reqs)
+                hidden_states, _ = runner._dummy_run(rows, uniform_decode=uniform)
+                runner.model.compute_logits(hidden_states[:rows])
+                drafting = state.clock.seconds(*state.drafted)
+                took = max(clock() - start - drafting, 1e-6)
+            verify[rows] = min(took, verify.get(rows, np.inf))
+            draft[requests] = min(drafting, draft.get(requests, np.inf))
+    runner.speculator.forget_warm_up()
+    manager.controller.cost.measured(verify, draft)
+    tree = verify.get(manager.num_speculative_steps + 1, verify[max(verify)]) + draft[1]
+    logger.info(
+        "A step with a tree of %d nodes takes %.2f times a plain one, %.0f %% of it for drafting "
+        "(%d sizes measured in %.1f s).",
+        manager.num_speculative_steps,
+        tree / verify[1],
+        100 * draft[1] / tree,
+        len(verify),
+        clock() - began,
+    )

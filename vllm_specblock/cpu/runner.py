@@ -1,0 +1,103 @@
+"""Model Runner V2 on a CPU, for engines that ask for us.
+
+That runner needs Triton, and vLLM decides when it is imported whether Triton is there. `prepare`
+changes that once an engine asks for us; other engines keep their runner.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vllm_specblock import triton_interpreter
+from vllm_specblock.config import OptionError
+from vllm_specblock.engine.config.ours import WHEN_ASKED, is_ours
+from vllm_specblock.engine.patches import Function, replaces
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, VllmConfig
+
+WORKER = f"{__name__}.CPUWorker"
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
+
+
+def register() -> None:
+    """Patch what decides on the runner; nothing of it is loaded."""
+    if choose not in WHEN_ASKED:
+        WHEN_ASKED.append(choose)
+    from vllm import envs
+    from vllm.config import VllmConfig
+    from vllm.config import vllm as config
+
+    @replaces(VllmConfig, "use_v2_model_runner")
+    def use_v2_model_runner(original: Function, self: VllmConfig) -> bool:
+        if envs.VLLM_USE_V2_MODEL_RUNNER is None and is_ours(self.speculative_config):
+            prepare()
+            return True
+        return original(self)
+
+    @replaces(VllmConfig, "_validate_v2_model_runner")
+    def _validate_v2_model_runner(original: Function, self: VllmConfig) -> None:
+        from vllm import triton_utils
+
+        # The copy there is what other engines keep their runner by.
+        before, config.HAS_TRITON = config.HAS_TRITON, triton_utils.HAS_TRITON
+        try:
+            original(self)
+        finally:
+            config.HAS_TRITON = before
+
+
+def __getattr__(name: str) -> Any:
+    """Return vLLM's worker by `WORKER`, in a process that can run Model Runner V2."""
+    if name != "CPUWorker":
+        raise AttributeError(name)
+    prepare()
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    return CPUWorker
+
+
+def choose(parallel: ParallelConfig) -> None:
+    """Prepare this process for an engine that asks for us, and its workers by their class.
+
+    Raises:
+        OptionError: the process has loaded the runner without Triton.
+    """
+    prepare()
+    if parallel.worker_cls == "auto":
+        parallel.worker_cls = WORKER
+
+
+def prepare() -> None:
+    """Let this process run Model Runner V2; idempotent.
+
+    Raises:
+        OptionError: it has loaded that runner without Triton.
+    """
+    from vllm import envs, triton_utils
+
+    if envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        return  # refused with the other options
+    if not triton_utils.HAS_TRITON:
+        if _RUNNER in sys.modules:
+            raise OptionError(
+                "An engine of this process has loaded vLLM's runner without Triton: make the one "
+                "with 'specblock' first, or set VLLM_USE_V2_MODEL_RUNNER=1 before Python starts."
+            )
+        _find_triton()
+    from vllm_specblock.cpu import install
+
+    install.install()
+
+
+def _find_triton() -> None:
+    from vllm import triton_utils
+    from vllm.platforms import current_platform
+
+    # vLLM replaces the first runner's kernels only while there is no Triton.
+    current_platform.register_triton_kernel_overrides()
+    triton_interpreter.enable()
+    importlib.reload(triton_utils.importing)
+    importlib.reload(triton_utils)

@@ -1,0 +1,51 @@
+"""What depends on the device that the model runs on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+    from vllm_specblock.engine.adaptive.clocks import Clock
+    from vllm_specblock.engine.runner.sampler import TreeSampler
+
+
+class Device:
+    """A GPU. A leaf room registers other devices in `DEVICES`.
+
+    Attributes:
+        on_host: tensors are in host memory. The rows of a step are then not padded, drafters can
+            read missed rows later, and costs are measured from step to step.
+    """
+
+    on_host = False
+
+    def prepare(self, config: VllmConfig) -> None:
+        """Prepare for an engine of ours, before its drafters are loaded."""
+
+    def clock(self) -> Clock:
+        """Return what times its steps."""
+        from vllm_specblock.engine.adaptive.clocks import DeviceClock
+
+        return DeviceClock()
+
+    def install_budgets(self) -> None:
+        """Let vLLM build our budget manager for this device."""
+        from vllm_specblock.engine.adaptive import budget
+
+        budget.install()
+
+    def sampler_class(self) -> type[TreeSampler]:
+        from vllm_specblock.engine.runner.sampler import TreeSampler
+
+        return TreeSampler
+
+
+DEVICES: dict[str, Device] = {"cuda": Device()}
+"""Type of a torch device → what depends on it."""
+
+
+def device_of(device: torch.device) -> Device:
+    return DEVICES.get(device.type, DEVICES["cuda"])
