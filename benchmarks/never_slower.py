@@ -9,8 +9,11 @@ is stopped, so load on the machine slows all of them. A killed run goes on.
 
 Figures are times per token over plain vLLM's, prompts included, the mean over the sets. All answers
 have the same length (`ignore_eos`): at T > 0 vLLM's drafters and its two model runners give other
-texts. "First" are the passes over the sets in which plain vLLM takes its first `--first-steps`
-decode steps, "later" those after it. A warm-up of 8 steps is in neither.
+texts. A batch ends with its slowest request. With `--waves 3`, three times as many requests come,
+and the next one begins where one ends, as in a server.
+
+"First" are the passes over the sets in which plain vLLM takes its first `--first-steps` decode
+steps, "later" those after it. A warm-up of 8 steps is in neither.
 
 CPU time is of all threads. Beside other work, set OMP_WAIT_POLICY=passive or use one thread: what
 a thread spins away while it waits for one without a core counts, 20 times a step's own work.
@@ -75,10 +78,10 @@ def write_sets(sets: Mapping[str, Iterable[str]], count: int, folder: Path) -> s
     return str(folder)
 
 
-def figures_of(bench: Bench, first_steps: int) -> dict[str, list[Figures]]:
+def figures_of(bench: Bench, first_steps: int, waves: int) -> dict[str, list[Figures]]:
     """Figures of the first steps and of those after, by phase."""
     config, names = bench.config, [*bench.methods]
-    pass_steps = len(bench.sets) * config.max_new_tokens
+    pass_steps = len(bench.sets) * config.max_new_tokens * waves
     order = [unit.key() for unit in units(config, bench.sets)]
     passes = {key: place // len(bench.sets) for place, key in enumerate(order)}
     found = {}
@@ -159,6 +162,9 @@ def main(
     ] = None,
     fixed: Annotated[bool, typer.Option(help="Trees of fixed sizes as well.")] = False,
     batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,2,4,8,16,32",
+    waves: Annotated[
+        int, typer.Option(min=1, help="Of requests; those beyond the first queue.")
+    ] = 1,
     temperature: Annotated[list[float], typer.Option(help="0 is greedy.")] = [0.0, 0.8],  # noqa: B006
     tokens: Annotated[int, typer.Option(min=2, help="Generated per request.")] = 64,
     passes: Annotated[int, typer.Option(min=1, help="Over all sets, a batch of each.")] = 2,
@@ -185,28 +191,27 @@ def main(
         "raw": not AutoTokenizer.from_pretrained(target).chat_template,
         **{"max_new_tokens": tokens, "ignore_eos": True, "rounds": 1, "explain": False},
         **{"dtype": dtype, "max_model_len": max_model_len, "at_once": at_once},
-        # The same engine for any number of requests at a time.
-        "engine": {"max_num_seqs": max(sizes)} | json.loads(engine),
     }
     cells, failures, path = {}, {}, out / "never_slower.json"
     try:
         asked = read_sets(BenchConfig(set=questions, **common))
         sets = {name: [q.turns[0][:characters] for q in those] for name, those in asked.items()}
         if random_tokens:
-            sets[RANDOM] = random_texts(target, passes * max(sizes))
+            sets[RANDOM] = random_texts(target, passes * waves * max(sizes))
         for heat, size in itertools.product(temperature, sizes):
             folder = out / f"batch_{size}_T_{heat:g}"
-            chosen = write_sets(sets, passes * size, folder / "sets")
-            config = BenchConfig(
-                set=(chosen,), batch=size, temperature=(heat,), out=folder, **common
-            )
+            chosen = write_sets(sets, passes * waves * size, folder / "sets")
+            # One engine for any number of requests at a time; with a queue, as many as that.
+            most = {"max_num_seqs": max(sizes) if waves == 1 else size} | json.loads(engine)
+            given = {"batch": size * waves, "temperature": (heat,), "engine": most}
+            config = BenchConfig(set=(chosen,), out=folder, **given, **common)
             bench = prepare(config)
             bench.warm_up_tokens = WARM_UP
             with neighbour() if beside else nullcontext():
                 measure(bench)
             failures |= bench.failures
             cell = f"batch {size}, T = {heat:g}"
-            cells[cell] = rows_of(figures_of(bench, first_steps))
+            cells[cell] = rows_of(figures_of(bench, first_steps, waves))
             print(f"\n{table({cell: cells[cell]})}\n", flush=True)
             path.write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
     except BenchError as error:
