@@ -132,6 +132,14 @@ def test_plain_steps_are_timed_now_and_then():
     assert found[0] == 7  # at once, while the gain is uncertain
 
 
+def test_a_drafter_is_asked_where_it_gains_more_than_it_costs():
+    """Beside a lookup of a tenth of its time, while nothing but start-up figures is known."""
+    controller = Controller(4)
+    assert controller.asks(0.28, 1, 0) and not controller.asks(0.26, 1, 0)  # 1.5 · (0.2 − 0.02)
+    controller.cost.read = 0.01
+    assert controller.asks(0.29, 1, 64) and not controller.asks(0.28, 1, 64)  # + 1.5 · 0.01
+
+
 def test_a_change_of_text_is_seen_after_as_many_trees():
     controller = Controller(1)
     for survival, trees in ((0.9, 256), (0.3, 128)):

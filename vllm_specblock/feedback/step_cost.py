@@ -183,10 +183,8 @@ class StepCost:
         """Return the covariance of start-up figures: it halves in 0.7 doublings of a size."""
         found = np.zeros((len(self._logs), len(self._logs)))
         for curve in self._verify, self._draft, self._lookup:
-            here, octave = (
-                slice(curve.first, curve.first + len(curve.points)),
-                np.log2(curve.points),
-            )
+            here = slice(curve.first, curve.first + len(curve.points))
+            octave = np.log2(curve.points)
             found[here, here] = self._spread**2 * np.exp(-np.abs(octave[:, None] - octave))
         found[-1, -1] = NOISE**2
         return found
