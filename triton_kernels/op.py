@@ -26,7 +26,7 @@ class Op(Generic[P, R]):
         loop: compiled for CPUs; `cpu/loops.py` registers it. None: the reference runs.
     """
 
-    def __init__(self, reference: Callable[P, R], kernel: Callable[P, R] | None) -> None:
+    def __init__(self, reference: Callable[P, R], kernel: Callable[P, R]) -> None:
         update_wrapper(self, reference)
         self.reference, self.kernel = reference, kernel
         self.loop: Callable[P, R] | None = None
@@ -36,7 +36,7 @@ class Op(Generic[P, R]):
         if torch.is_grad_enabled() and any(map(_needs_gradient, given)):
             return self.reference(*args, **kwargs)
         where = _first_tensor(given[0])
-        if where.is_cuda and self.kernel is not None:
+        if where.is_cuda:
             return self.kernel(*args, **kwargs)
         if self.loop is not None and takes(where):
             return self.loop(*args, **kwargs)
@@ -46,11 +46,6 @@ class Op(Generic[P, R]):
 def op(kernel: Callable[P, R]) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Decorate the torch reference of a kernel's launcher."""
     return lambda reference: Op(reference, kernel)
-
-
-def cpu_op(reference: Callable[P, R]) -> Op[P, R]:
-    """Decorate a torch function that only CPUs have another form of."""
-    return Op(reference, None)
 
 
 def _needs_gradient(x: object) -> bool:

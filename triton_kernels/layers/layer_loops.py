@@ -74,40 +74,6 @@ def _norm(values, weight, count, eps):
 
 
 @njit(fastmath=_FAST)
-def _add_norm(
-    left,  # [T, places, width]
-    left_row,
-    left_place,
-    right,  # [Q, places, width]
-    right_row,
-    right_place,
-    keep,  # [Q] int64, or nowhere
-    keep_stride,
-    weight,  # [width]
-    total,  # [Q, places, width] contiguous
-    normed,  # [Q, places, width] contiguous
-    rows,
-    places,
-    width,
-    size,
-    eps,
-):
-    gain, x, y = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, _F)
-    _load(weight, width, size, gain)
-    for row in range(rows):
-        of = _index(keep, keep_stride, row)
-        for place in range(places):
-            _load(left + of * left_row + place * left_place, width, size, x)
-            _load(right + row * right_row + place * right_place, width, size, y)
-            for i in range(width):
-                x[i] += y[i]
-            at = (row * places + place) * width * size
-            _store(x, width, size, total + at)
-            _norm(x, gain, width, eps)
-            _store(x, width, size, normed + at)
-
-
-@njit(fastmath=_FAST)
 def _norm_rows(
     x,  # [rows, width]
     x_row,
@@ -125,37 +91,6 @@ def _norm_rows(
         _load(x + row * x_row, width, size, values)
         _norm(values, gain, width, eps)
         _store(values, width, size, out + row * out_row)
-
-
-@njit
-def _copy(source, target, count):
-    """`count` bytes."""
-    read, write = at_address(source, count), at_address(target, count)
-    for i in range(count):
-        write[i] = read[i]
-
-
-@njit
-def _beside_previous(
-    hidden,  # [T, K, H]
-    out,  # [T, K, 2H]
-    rows,
-    places,
-    width,  # bytes of H elements
-):
-    for row in range(rows):
-        for place in range(places):
-            entry = row * places + place
-            before = entry - (1 if place else 0)
-            _copy(hidden + entry * width, out + 2 * entry * width, width)
-            _copy(hidden + before * width, out + (2 * entry + 1) * width, width)
-
-
-@njit
-def _gather_rows(states, state_row, source, source_stride, out, out_row, rows, width):
-    for row in range(rows):
-        of = _index(source, source_stride, row)
-        _copy(states + of * state_row, out + row * out_row, width)
 
 
 @njit(fastmath=_FAST)

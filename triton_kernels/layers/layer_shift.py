@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..op import cpu_op, op
+from ..op import op
 from ..optional_triton import cdiv, jit, tl
 from .norms import Norm
 
@@ -57,7 +57,6 @@ def shift(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(beside_previous(hidden), weight)
 
 
-@cpu_op
 def beside_previous(hidden: torch.Tensor) -> torch.Tensor:
     """What eq. 3 multiplies, [h[t, k]; h[t, k-1]]. hidden [T, K, H] -> [T, K, 2H]."""
     previous = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)

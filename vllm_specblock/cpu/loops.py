@@ -8,15 +8,8 @@ from vllm_specblock.commit.move import move_path
 from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.feedback.record_step_numba import record_step_numba
 from vllm_specblock.triton_kernels.kv_cache.commit_numba import move_path_numba
-from vllm_specblock.triton_kernels.layers.layer_shift import beside_previous
-from vllm_specblock.triton_kernels.layers.layers_numba import (
-    add_norm_numba,
-    beside_previous_numba,
-    norm_pair_numba,
-)
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
-from vllm_specblock.triton_kernels.layers.norms import add_norm, norm_pair
 from vllm_specblock.triton_kernels.tree.merge_trees_numba import merge_trees_numba
 from vllm_specblock.triton_kernels.tree.select_tree_numba import select_numba
 from vllm_specblock.triton_kernels.verify.accept_path_numba import accept_path_numba
@@ -28,12 +21,9 @@ from vllm_specblock.verify.accept_path import accept_path_rows
 def register() -> None:
     """Give every op its loop."""
     accept_path_rows.loop = accept_path_numba
-    add_norm.loop = add_norm_numba
-    beside_previous.loop = beside_previous_numba
     lm_and_rank_head.loop = lm_and_rank_head_numba
     merge.loop = merge_by(merge_trees_numba)
     move_path.loop = move_path_numba
     reallocate_drafts.loop = reallocate_drafts_numba
-    norm_pair.loop = norm_pair_numba
     record_step.loop = record_step_numba
     select.loop = lambda *given: selection_of(select_numba(*given))

@@ -12,7 +12,6 @@ from torch import nn
 
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.layers.layers_numba import gather_states_numba, runs_loop
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,7 @@ class CommittedTokens:
         if isinstance(self.states, torch.Tensor) and layers == (*range(first, after),):
             rows = self.states[first:after].transpose(0, 1)
             return rows.index_select(0, self.source).flatten(1)  # one launch
-        states = [self.states[layer] for layer in layers]
-        if runs_loop(*states):
-            return gather_states_numba(states, self.source)
-        return torch.cat([state[self.source] for state in states], dim=-1)
+        return torch.cat([self.states[layer][self.source] for layer in layers], dim=-1)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ import torch
 from torch import nn
 from vllm_specblock.triton_kernels import optional_numba
 from vllm_specblock.triton_kernels.layers import layers_numba
-from vllm_specblock.triton_kernels.layers.layer_shift import beside_previous
-from vllm_specblock.triton_kernels.layers.norms import add_norm
 from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair_reference
 
 pytestmark = pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
@@ -37,44 +35,6 @@ def assert_close(got, wanted, dtype):
     torch.testing.assert_close(got, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 4, 40), (5, 33), (0, 4, 16)], ids=str)
-def test_sum_and_norm(shape, dtype):
-    torch.manual_seed(sum(shape))
-    left, right = (torch.randn(shape, dtype=dtype) for _ in range(2))
-    norm = norm_over(shape[-1], dtype)
-    assert layers_numba.runs_loop(left, right, norm.weight)
-    found = layers_numba.add_norm_numba(left, right, norm)
-    for got, wanted in zip(found, add_norm.reference(left, right, norm)):
-        assert_close(got, wanted, dtype)
-
-
-def test_sum_of_broadcast_states(dtype):
-    row, query = torch.randn(5, 1, 48, dtype=dtype), torch.randn(1, 4, 48, dtype=dtype)
-    norm = norm_over(48, dtype)
-    found = layers_numba.add_norm_numba(row, query, norm)
-    for got, wanted in zip(found, add_norm.reference(row, query, norm)):
-        assert_close(got, wanted, dtype)
-
-
-@pytest.mark.parametrize("kept", [[6, 0, 2], [], [5] * 9])
-def test_sum_of_kept_rows(kept, dtype):
-    """`left` is half of a wider tensor, and `keep` the column of a table."""
-    left = torch.randn(7, 4, 48, dtype=dtype)[..., 24:]
-    right, norm = torch.randn(len(kept), 4, 24, dtype=dtype), norm_over(24, dtype)
-    table = torch.ones(len(kept), 3, dtype=torch.int64)
-    table[:, 1] = torch.tensor(kept, dtype=torch.int64)
-    found = layers_numba.add_norm_numba(left, right, norm, table[:, 1])
-    for got, wanted in zip(found, add_norm.reference(left, right, norm, table[:, 1])):
-        assert_close(got, wanted, dtype)
-
-
-def test_two_norms_side_by_side(dtype):
-    left, right = torch.randn(6, 80, dtype=dtype)[:, 40:], torch.randn(6, 40, dtype=dtype)
-    norms = norm_over(40, dtype), norm_over(40, dtype)
-    got = layers_numba.norm_pair_numba(left, right, *norms)
-    assert_close(got, torch.cat([norms[0](left), norms[1](right)], -1), dtype)
-
-
 def test_norm(dtype):
     x, norm = torch.randn(3, 4, 72, dtype=dtype), norm_over(72, dtype)
     assert_close(layers_numba.rms_norm_numba(x, norm.weight, norm.eps), norm(x), dtype)
@@ -83,19 +43,6 @@ def test_norm(dtype):
 def test_nothing_is_read_of_a_norm_of_zeros():
     x, norm = torch.zeros(1, 8), norm_over(8, torch.float32)
     assert not layers_numba.rms_norm_numba(x, norm.weight, norm.eps).any()
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 3), (3, 4, 40), (2, 3, 7), (0, 4, 8)], ids=str)
-def test_states_beside_the_previous_ones(shape, dtype):
-    hidden = torch.randn(shape, dtype=dtype)
-    assert torch.equal(layers_numba.beside_previous_numba(hidden), beside_previous(hidden))
-
-
-def test_states_of_layers_side_by_side(dtype):
-    states = [torch.randn(9, 2 * 24, dtype=dtype)[:, :24] for _ in range(3)]
-    source = torch.tensor([[8, 1], [0, 1], [8, 1], [3, 1]])[:, 0]
-    wanted = torch.cat([state[source] for state in states], dim=-1)
-    assert torch.equal(layers_numba.gather_states_numba(states, source), wanted)
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])

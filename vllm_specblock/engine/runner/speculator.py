@@ -104,15 +104,9 @@ class TreeSpeculator(DraftModelSpeculator):
         self.skipped = SkippedSteps(config, follow, states, device)
         self.adaptive: AdaptiveTrees | None = None
         if resolved.adaptive:
-            confidence = self.draft_token_confidence_probs
+            confidence, backlog = self.draft_token_confidence_probs, self.skipped.backlog
             self.adaptive = self.skipped.adaptive = AdaptiveTrees(
-                controller,
-                follow,
-                self.skipped.backlog,
-                self.req_states,
-                states,
-                confidence,
-                device,
+                controller, follow, backlog, self.req_states, states, confidence, device
             )
         self.recorder: StepObserver | None = None
         if resolved.adapting is not None:
