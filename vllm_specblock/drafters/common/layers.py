@@ -27,8 +27,6 @@ Keys and queries carry their RoPE. Q = T, except in the last layer of a forward 
 callable owns the cache, the mask and the scaling by 1/sqrt(D).
 """
 
-FEW_ROWS = 256
-
 
 class RMSNorm(nn.RMSNorm):
     """RMS norm with float32 arithmetic inside; gives the dtype of its input."""
