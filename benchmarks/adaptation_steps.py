@@ -85,9 +85,6 @@ def steps_of(
         tokens: of each answer; greedy, none ends earlier.
         name: of the requests.
         before: called before every step with whether it counts.
-
-    Raises:
-        RuntimeError: some request ended before all were warm.
     """
     from vllm import SamplingParams
 

@@ -150,11 +150,7 @@ def prompts_of(model: str, vocabulary: int, context: int, batch: int) -> list[An
 
 
 def run(name: str, arguments: dict[str, Any], job: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Return the answer of one engine to one job (`steady_state.py`).
-
-    Raises:
-        EngineFailed: the engine did not start, or ended.
-    """
+    """Return the answer of one engine to one job (`steady_state.py`)."""
     log.parent.mkdir(parents=True, exist_ok=True)
     engine = EngineProcess(name, arguments, ENV, log, COMMAND)
     try:

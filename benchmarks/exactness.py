@@ -102,9 +102,6 @@ def compare(
 
     Returns:
         Tokens compared, the seconds it took, and what was swapped.
-
-    Raises:
-        SystemExit: a token differs.
     """
     from vllm import LLM, SamplingParams
 

@@ -83,9 +83,6 @@ def summarise(events: Iterable[dict[str, Any]]) -> Summary:
 
     Kernels, copies and fills are what the device runs, and the ranges are those that the device
     spent in them; in a trace without any, torch's operations and the host's ranges stand in.
-
-    Raises:
-        ValueError: fewer than two steps.
     """
     timed = [event for event in events if event.get("ph") == "X"]
     of_gpu = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -153,9 +150,6 @@ def profile(arguments: dict[str, Any], steps: int) -> list[dict[str, Any]]:
 
     Args:
         arguments: of vLLM's `LLM`.
-
-    Raises:
-        RuntimeError: the requests ended before.
     """
     import torch
     from torch.profiler import ProfilerActivity

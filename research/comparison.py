@@ -23,6 +23,7 @@ from drafter_zoo import ABLATIONS, BASELINES
 from pydantic import Field
 from transformers import AutoConfig
 
+from vllm_specblock.bench.table import markdown_table
 from vllm_specblock.cli.from_model import options_of
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -246,29 +247,23 @@ def branchings(drafter: SpecBlockModel, nodes: int) -> dict[str, Callable[[EvalS
 
 def table(summary: dict[str, Any]) -> str:
     """The comparison in Markdown."""
-    lines = [
-        "| drafter | M parameters | loss floor | drafter forwards | τ, T=0 | τ, T=1 "
-        "| α₁ … (training text) |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = [["drafter", "M parameters", "loss floor", "drafter forwards", "τ, T=0", "τ, T=1"]]
+    rows[0].append("α₁ … (training text)")
     results = summary["results"]
-    for key in results:
-        name, _, temperature = key.rpartition(" T=")
-        if temperature != "0":
-            continue
+    for name in dict.fromkeys(key.rpartition(" T=")[0] for key in results):
         of = "specblock" if name in (UNIFORM, PAPER) else name
-        alpha = " \\| ".join(
-            " ".join(f"{a:.2f}" for a in block) for block in summary["alpha"].get(of, [])
-        )
+        blocks = summary["alpha"].get(of, [])
         taus = [results.get(f"{name} T={t}") for t in (0, 1)]
-        shown = [f"{r['tau']:.2f} ± {r['error']:.2f}" if r else "–" for r in taus]
-        count = summary["parameters"].get(of, 0) / 1e6
         floor = summary["loss_floor"].get(of)
-        lines.append(
-            f"| {name} | {count:.2f} | {'–' if floor is None else f'{floor:g}'} "
-            f"| {FORWARDS.get(of, 2)} | {shown[0]} | {shown[1]} | {alpha} |"
+        rows.append(
+            [
+                *(name, f"{summary['parameters'].get(of, 0) / 1e6:.2f}"),
+                *("–" if floor is None else f"{floor:g}", str(FORWARDS.get(of, 2))),
+                *(f"{r['tau']:.2f} ± {r['error']:.2f}" if r else "–" for r in taus),
+                " \\| ".join(" ".join(f"{a:.2f}" for a in block) for block in blocks),
+            ]
         )
-    return "\n".join(lines)
+    return markdown_table(rows)
 
 
 FORWARDS = {

@@ -75,11 +75,7 @@ class RunContext:
 
 
 def make(name: str, run_context: RunContext) -> Learner:
-    """The drafter called `name`, untrained.
-
-    Raises:
-        TrainError: there is no drafter of that name.
-    """
+    """The drafter called `name`, untrained."""
     if name in ABLATIONS:
         return _specblock(run_context, **ABLATIONS[name])
     if name not in BASELINES:

@@ -71,7 +71,7 @@ def figures(
 ) -> None:
     """Draw where drafts are accepted: by position, in a text, in a tree.
 
-    Writes fig5a_alpha.png, fig5b_alpha_blocks.png (SpecBlock only), fig6_text.png, fig7_trees.png
+    Writes fig5a_alpha.png, fig5b_alpha_blocks.png (SpecBlock only), fig6_text.svg, fig7_trees.png
     and figures.json with every number.
     """
     pyplot()  # fails before the work where it is missing
@@ -130,7 +130,7 @@ def figures(
     blocks = {name: each for name, each in drafters.items() if each.alpha_mj is not None}
     if blocks:
         paper.plot_block_alpha(blocks, out / "fig5b_alpha_blocks.png")
-    paper.plot_text(cases, tokenizer, tokens, out / "fig6_text.png")
+    paper.save_text(cases, tokenizer, tokens, out / "fig6_text.svg")
     paper.plot_trees(cases, tokenizer, out / "fig7_trees.png")
     whole = {
         "target": str(target),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -60,22 +59,11 @@ class DrafterFigures:
         chains = [figures.chain.alpha_mj for figures in self.sets.values() if figures.chain]
         return [_means(blocks) for blocks in zip(*chains)] if chains else None
 
-    @property
-    def forward_shares(self) -> list[dict[int, float]]:
-        """Per position of the main path: the share of each drafter forward, all sets together."""
-        shares = []
-        for each in zip(*(figures.main_path.forward for figures in self.sets.values())):
-            counts: Counter[int] = sum(map(Counter, each), Counter())
-            total = sum(counts.values())
-            shares.append({forward: counts[forward] / total for forward in sorted(counts)})
-        return shares
-
     def as_json(self) -> dict[str, Any]:
         return {
             "tau": fmean(figures.tau for figures in self.sets.values()),
             "alpha": self.alpha,
             "alpha_mj": self.alpha_mj,
-            "forward_shares": self.forward_shares,
             "sets": {name: figures.as_json() for name, figures in self.sets.items()},
         }
 
@@ -93,9 +81,6 @@ def measure(drafter: LoadedDrafter, sequences: Iterable[EvalSequence], depth: in
         sequences: with the states of the drafter's layers; each is read once.
         depth: of the deepest tree of all compared drafters, so that all of them take steps at the
             same places of a text's end.
-
-    Raises:
-        TrainError: no text is long enough for a step.
     """
     steps, chains = [], []
     for sequence in sequences:

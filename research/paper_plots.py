@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from paper_measure import DrafterFigures
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+from rich.text import Text
 
 from vllm_specblock.bench.draft_tree import (
     BONUS,
@@ -90,23 +96,15 @@ def committed_tokens(steps: Sequence[Step]) -> list[tuple[int, Origin]]:
 def plot_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
     """Draw figure 5a: α_k along the main path of the served tree, to the depth of each drafter.
 
-    Thick lines are means over the sets, thin ones single sets. Below them, for each drafter: which
-    of its forwards proposed the tokens at that position, all sets together.
+    Thick lines are means over the sets, thin ones single sets.
     """
-    count = len(drafters)
-    figure, (axes, *bars) = pyplot().subplots(
-        1 + count, sharex=True, figsize=(6.4, 4 + 0.9 * count), height_ratios=[4] + [0.9] * count
-    )
+    figure, axes = pyplot().subplots(figsize=(6.4, 4))
     for index, (name, found) in enumerate(drafters.items()):
-        colour = DRAFTERS[index % len(DRAFTERS)]
         each_set = [figures.main_path.alpha for figures in found.sets.values()]
-        _lines(axes, found.alpha, each_set, colour, name)
-        _shares(bars[index], found.forward_shares)
-        bars[index].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+        _lines(axes, found.alpha, each_set, DRAFTERS[index % len(DRAFTERS)], name)
     axes.set_ylabel("acceptance rate α$_k$")
-    axes.set_xlim(0.4, max(len(found.alpha) for found in drafters.values()) + 0.6)
+    axes.set_xlabel("k, position on the main path")
     axes.set_title("first choice accepted, given that all before it were", fontsize=10)
-    bars[-1].set_xlabel("k, position on the main path; below: the forward that proposed it")
     save(figure, path)
 
 
@@ -149,79 +147,27 @@ def _lines(
     axes.legend(frameon=False)
 
 
-def _shares(axes: Axes, shares: list[dict[int, float]]) -> None:
-    """Draw a stack of drafter forwards at every position."""
-    for k, of_forward in enumerate(shares, start=1):
-        below = 0.0
-        for forward, share in of_forward.items():
-            axes.bar(k, share, bottom=below, width=0.8, color=forward_colour(forward))
-            below += share
-    axes.set_ylim(0, 1)
-    axes.set_yticks([])
-    axes.set_xticks(range(1, len(shares) + 1))
-
-
 # ---- figure 6: an answer, shaded by where its tokens come from ----
 
 
-class Placed(NamedTuple):
-    """A piece of a token on the page: column and line of its first letter."""
-
-    column: int
-    line: int
-    text: str
-    origin: Origin
-
-
-def place(words: Sequence[tuple[str, Origin]], columns: int = COLUMNS) -> list[Placed]:
-    """Set tokens in lines; a line end within a token is shown and breaks the line."""
-    placed, column, line = [], 0, 0
-    for word, origin in words:
-        for index, part in enumerate(word.split("\n")):
-            if index or (column and column + len(part) > columns):
-                column, line = 0, line + 1
-            part = part + "⏎" * (index < word.count("\n"))
-            if part:
-                placed.append(Placed(column, line, part, origin))
-            column += len(part)
-    return placed
-
-
-def plot_text(
+def save_text(
     cases: dict[str, Case], tokenizer: PreTrainedTokenizerBase, count: int, path: Path
 ) -> None:
     """Draw figure 6: the first `count` committed tokens of each drafter, shaded by their origin."""
-    from matplotlib.patches import Patch, Rectangle
-
-    committed = {name: committed_tokens(case.steps) for name, case in cases.items()}
-    pages = {name: place(_words(each[:count], tokenizer)) for name, each in committed.items()}
-    pieces = [piece for page in pages.values() for piece in page]
-    lines = 2 + max(piece.line for piece in pieces)
-    wide = 4 + max(piece.column + len(piece.text) for piece in pieces)  # with the ellipsis
-    figure, every = pyplot().subplots(
-        1,
-        len(pages),
-        squeeze=False,
-        figsize=(0.084 * len(pages) * wide, 0.22 * lines + 0.7),
-        gridspec_kw={"left": 0, "right": 1, "wspace": 0},
+    console = Console(record=True, file=io.StringIO(), width=COLUMNS * len(cases))
+    grid = Table.grid(*[""] * len(cases))
+    pages = []
+    for name, case in cases.items():
+        committed, page = committed_tokens(case.steps), Text()
+        for word, origin in _words(committed[:count], tokenizer):
+            page.append(word, style=f"#000000 on {COLOURS[origin]}")
+        pages.append(Panel(page.append("…" * (len(committed) > count)), title=name))
+    grid.add_row(*pages)
+    keys = Text("  ").join(
+        Text(f" {origin} ", style=f"#000000 on {COLOURS[origin]}") for origin in Origin
     )
-    how = {"family": "monospace", "fontsize": 9.5, "va": "center", "parse_math": False}
-    for axes, (name, page) in zip(every[0], pages.items()):
-        for column, line, text, origin in page:
-            box = Rectangle((column, -line - 0.5), len(text), 0.9, color=COLOURS[origin], lw=0)
-            axes.add_patch(box)
-            # Letter by letter: a slightly wider font would leave its shade.
-            for offset, letter in enumerate(text):
-                axes.text(column + offset + 0.5, -line - 0.05, letter, ha="center", **how)
-        if len(committed[name]) > count:
-            axes.text(page[-1].column + len(page[-1].text) + 0.5, -page[-1].line, "…")
-        axes.set_xlim(-1, wide - 1)
-        axes.set_ylim(-lines + 0.4, 0.8)
-        axes.set_title(name, fontsize=10)
-        axes.axis("off")
-    keys = [Patch(facecolor=COLOURS[origin], label=origin) for origin in Origin]
-    figure.legend(handles=keys, loc="lower center", ncols=3, frameon=False, fontsize=9)
-    save(figure, path)
+    console.print(grid, keys)
+    console.save_svg(str(path), title="committed tokens", theme=DEFAULT_TERMINAL_THEME)
 
 
 def _words(

@@ -11,10 +11,5 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from support.compared import (  # noqa: F401 - hooks
-    pytest_sessionfinish,
-    pytest_terminal_summary,
-    pytest_testnodedown,
-)
 
 torch.set_num_threads(1)

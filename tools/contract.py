@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from email import message_from_string
 from pathlib import Path
 
 from vllm_specblock.engine.compat import PACKAGE, broken, hooks, installed
@@ -48,11 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def folder_of(what: str | None) -> Path:
-    """The folder `vllm` that is meant.
-
-    Raises:
-        ContractError: there is none, and none can be had.
-    """
+    """The folder `vllm` that is meant."""
     if not what:
         root = installed()
         if root is None:
@@ -64,17 +59,13 @@ def folder_of(what: str | None) -> Path:
     if given.is_dir():
         below = given / PACKAGE
         return below if below.is_dir() else given
-    if not metadata_in(KEPT / what):
+    if not list((KEPT / what).glob(f"*{METADATA}")):
         download(what, KEPT / what)
     return KEPT / what / PACKAGE
 
 
 def download(version: str, folder: Path) -> None:
-    """The Python sources of a release's wheel, into `folder`.
-
-    Raises:
-        ContractError: pip cannot download it.
-    """
+    """The Python sources of a release's wheel, into `folder`."""
     wheels = folder / "wheel"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
     done = subprocess.run([*pip, "--quiet", "--dest", str(wheels), f"{PACKAGE}=={version}"])
@@ -95,17 +86,6 @@ def unpack(wheel: Path, folder: Path) -> None:
             or (name.startswith(f"{PACKAGE}/") and Path(name).suffix in READABLE)
         ]
         packed.extractall(folder, names)
-
-
-def metadata_in(folder: Path) -> list[Path]:
-    """Of the wheel that was unpacked there, if one was: in a list."""
-    return list(folder.glob(f"*{METADATA}"))
-
-
-def requirements(folder: Path) -> list[str]:
-    """What the wheel that was unpacked in `folder` requires, e.g. "numpy>=2; extra == 'a'"."""
-    (path,) = metadata_in(folder)
-    return message_from_string(path.read_text(encoding="utf-8")).get_all("Requires-Dist", [])
 
 
 if __name__ == "__main__":

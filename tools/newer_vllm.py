@@ -16,19 +16,16 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
 
-from contract import KEPT, ContractError, folder_of, requirements
-from packaging.requirements import Requirement
+from contract import ContractError, folder_of
 
 from vllm_specblock.engine.compat import PACKAGE, installed
 
 MADE = Path(__file__).resolve().parent.parent / "build"
 ALSO = {"orjson"}
-"""What vLLM's server imports from 0.33 on: installed beside it. What else is unmet is named."""
+"""What vLLM's server imports from 0.33 on: installed beside it."""
 SCRIPTS = ("vllm", "specblock")
 SCRIPT = """#!{python}
 import sys
@@ -40,16 +37,6 @@ sys.exit(next(iter(entry_points(group="console_scripts", name="{name}"))).load()
 
 class OverlayError(Exception):
     """One sentence for the user."""
-
-
-class Unmet(NamedTuple):
-    """A requirement of the release, and what there is instead: a version, or None."""
-
-    wanted: Requirement
-    found: str | None
-
-    def __str__(self) -> str:
-        return f"{self.wanted.name}{self.wanted.specifier} ({self.found or 'not installed'})"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,12 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make(release: str, folder: Path) -> Path:
-    """The environment, anew; its interpreter.
-
-    Raises:
-        OverlayError: there is no CPU build to take compiled parts from, or the result fails.
-        ContractError: the release cannot be downloaded.
-    """
+    """The environment, anew; its interpreter."""
     build = installed_version(PACKAGE)
     base = installed()
     if base is None or build is None or "+cpu" not in build:
@@ -79,8 +61,7 @@ def make(release: str, folder: Path) -> Path:
             "call the Python of an environment that `make setup` made on a CPU."
         )
     sources = folder_of(release)
-    unmet = list(unmet_of(requirements(KEPT / release), installed_version))
-    also = [str(each.wanted) for each in unmet if each.wanted.name in ALSO]
+    also = [name for name in ALSO if installed_version(name) is None]
     venv.create(folder, with_pip=False, clear=True, symlinks=True)
     where = {"base": str(folder), "platbase": str(folder)}
     site = Path(sysconfig.get_path("purelib", "venv", where))
@@ -88,7 +69,7 @@ def make(release: str, folder: Path) -> Path:
     # Its own .pth files count there as well, such as that of a package installed with `-e`.
     (site / "base.pth").write_text(f"import site; site.addsitedir({str(base.parent)!r})\n")
     lay_over(sources, base, site / PACKAGE)
-    name_it(site, release, build, (each for each in unmet if each.wanted.name not in ALSO))
+    name_it(site, release, build)
     for name in SCRIPTS:
         script = python.with_name(name)
         script.write_text(SCRIPT.format(python=python, name=name))
@@ -112,22 +93,6 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def unmet_of(wanted: Iterable[str], version_of: Callable[[str], str | None]) -> Iterator[Unmet]:
-    """What is missing or is of another version, extras aside.
-
-    Args:
-        wanted: requirements as a wheel's metadata has them.
-        version_of: a distribution's version; None: it is not installed.
-    """
-    for requirement in map(Requirement, wanted):
-        # An extra's requirements hold with that extra only, and none is installed here.
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        found = version_of(requirement.name)
-        if found is None or not requirement.specifier.contains(found, prereleases=True):
-            yield Unmet(requirement, found)
-
-
 def lay_over(sources: Path, base: Path, package: Path) -> None:
     """The sources' files in `package`, with links to the base's compiled parts."""
     shutil.copytree(sources, package)
@@ -137,14 +102,13 @@ def lay_over(sources: Path, base: Path, package: Path) -> None:
         link.symlink_to(part)
 
 
-def name_it(site: Path, release: str, build: str, unmet: Iterable[Unmet]) -> None:
+def name_it(site: Path, release: str, build: str) -> None:
     """Metadata of a distribution `vllm` that says what this is.
 
     Args:
         site: the environment's `site-packages`.
         release: whose Python it is.
         build: version of the build whose compiled parts it has, e.g. "0.32.0+cpu".
-        unmet: of what the release requires, and stays so.
     """
     name = f"{release}+cpu.parts.of.{build.partition('+')[0]}"
     info = site / f"{PACKAGE}-{name}.dist-info"
@@ -155,9 +119,7 @@ def name_it(site: Path, release: str, build: str, unmet: Iterable[Unmet]) -> Non
         f"Version: {name}",
         f"Summary: Python of vLLM {release} over compiled parts of {build}: for tests of plugins",
         "",
-        f"Made by tools/newer_vllm.py; a build of neither release. Of what {release} requires,",
-        "this is installed otherwise, or not at all:",
-        *(f"    {each}" for each in unmet),
+        "Made by tools/newer_vllm.py; a build of neither release.",
     ]
     files = {
         "METADATA": "\n".join(lines) + "\n",

@@ -120,11 +120,7 @@ class Installer:
             self._tools = {"uv": ([uv, "pip"], ["--python", str(python)]), **self._tools}
 
     def install(self, what: str, *arguments: str) -> None:
-        """Install `arguments`, which are `what`.
-
-        Raises:
-            SetupError: no tool can.
-        """
+        """Install `arguments`, which are `what`."""
         if not self.can_install(what, *arguments):
             raise SetupError(
                 f"{' and '.join(self._tools)} could not install {' '.join(arguments)}; the message "

@@ -151,11 +151,7 @@ def _tree(path: str) -> ast.Module:
 
 
 def _function(path: str, name: str) -> ast.FunctionDef:
-    """A function of a file.
-
-    Raises:
-        LookupError: it has none of that name.
-    """
+    """A function of a file."""
     for node in _tree(path).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
@@ -163,11 +159,7 @@ def _function(path: str, name: str) -> ast.FunctionDef:
 
 
 def items_of(path: str, name: str) -> list[tuple[str, set[str]]]:
-    """A file's dictionary of dictionaries: each key, and the keys that are under it.
-
-    Raises:
-        LookupError: the file has no such dictionary.
-    """
+    """A file's dictionary of dictionaries: each key, and the keys that are under it."""
     for node in _tree(path).body:
         named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
         if named and isinstance(node.value, ast.Dict):

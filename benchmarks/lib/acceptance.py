@@ -100,11 +100,7 @@ def reached(best: list[float]) -> list[float]:
 
 
 def profile(model: str, tau: float) -> list[float]:
-    """α by depth at which `PAPER_TREE` has this τ.
-
-    Raises:
-        SystemExit: no power of the line gives it.
-    """
+    """α by depth at which `PAPER_TREE` has this τ."""
     low, high = 0.01, 50.0  # τ falls with the power
     if not tree_tau(line(model, high), PAPER_TREE) < tau < tree_tau(line(model, low), PAPER_TREE):
         raise SystemExit(f"--tau is {tau:g}, but trees of 8 levels give between 1 and 9.")

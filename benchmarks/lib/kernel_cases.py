@@ -16,10 +16,11 @@ from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, Ste
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet, move_kv
 from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
 from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift, shift
+from vllm_specblock.triton_kernels.tree.candidate_keys import DEPTH_ONE, ROOT_HASH
 from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
 from lib.acceptance import synthetic_tree
-from lib.candidate_sets import random_candidates
+from vllm_specblock.candidates import extend_hash, rank_key, select
 from vllm_specblock.commit.committed_tokens import committed_sources
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
@@ -299,6 +300,49 @@ def expansion_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
     """From the candidates of M blocks to the best N nodes in order."""
     ways, moved = random_candidates(TreeShape(*TREE_SHAPE, sizes.nodes), batch, device)
     return Case("tree selection", f"batch {batch}, N {sizes.nodes}", ways, moved)
+
+
+def random_candidates(
+    shape: TreeShape, batch: int, device: torch.device
+) -> tuple[dict[str, Callable[[], Any]], int]:
+    """Ways to make trees of them, and the bytes that each has to read and write.
+
+    As many candidates as `shape` has cells, evenly over its depths, each below a random one of
+    the depth before; tokens of a vocabulary of 64, so that some texts are equal.
+    """
+    draw = torch.Generator(device).manual_seed(0)
+    levels = shape.max_depth
+    width = shape.num_rows * shape.block_size * shape.width // levels
+    token = torch.randint(64, (batch, levels, width), generator=draw, device=device)
+    gain = torch.rand(batch, levels, width, generator=draw, device=device).log()
+    chosen = torch.randint(width, (batch, levels, width), generator=draw, device=device)
+    score, path_hash = torch.zeros_like(gain), torch.full_like(token, ROOT_HASH)
+    parent = torch.zeros_like(token)
+    for level in range(levels):
+        above = 0, path_hash[:, level]
+        if level:
+            up = chosen[:, level]
+            above = score[:, level - 1].gather(1, up), path_hash[:, level - 1].gather(1, up)
+            parent[:, level] = up + 1 + (level - 1) * width
+        score[:, level] = above[0] + gain[:, level]
+        path_hash[:, level] = extend_hash(above[1], token[:, level])
+    place = torch.arange(1, levels * width + 1, device=device)
+    depth = torch.arange(1, levels + 1, device=device).repeat_interleave(width)
+    key = rank_key(score.flatten(1), (depth * DEPTH_ONE + place).expand(batch, -1))
+    fields = (
+        F.pad(token.flatten(1), (1, 0)),
+        F.pad(parent.flatten(1), (1, 0)),
+        F.pad(score.flatten(1), (1, 0)),
+        F.pad(key, (1, 0)),
+        F.pad(path_hash.flatten(1), (1, 0), value=ROOT_HASH),
+    )
+    ways = {
+        "ours": lambda: select(*fields, shape.budget, levels),
+        "torch": lambda: select.reference(*fields, shape.budget, levels),
+    }
+    tree = ways["torch"]().tree
+    written = sum(each.nbytes for each in vars(tree).values())
+    return ways, sum(field.nbytes for field in fields) + written
 
 
 def cases(sizes: Sizes, device: torch.device, splits: Sequence[int] = ()) -> Iterator[Case]:

@@ -9,11 +9,7 @@ PLAIN = "vLLM"
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """Whole numbers above 0 with commas between them.
-
-    Raises:
-        SystemExit: it is something else.
-    """
+    """Whole numbers above 0 with commas between them."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdigit() and int(part) for part in parts):
         raise SystemExit(
@@ -24,11 +20,7 @@ def numbers(text: str, option: str) -> list[int]:
 
 
 def chosen(found: dict[str, Any], only: str | None) -> dict[str, Any]:
-    """Those whose name has one of `only`'s parts in it (semicolons between them), and plain vLLM.
-
-    Raises:
-        SystemExit: a part is in no name.
-    """
+    """Plain vLLM, and those whose name has one of `only`'s parts (semicolons between them)."""
     if only is None:
         return found
     parts = [part.strip() for part in only.split(";") if part.strip()]

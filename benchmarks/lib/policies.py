@@ -61,11 +61,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
 
 
 def make_policy(name: str, seed: int) -> Policy:
-    """Return a policy by name.
-
-    Raises:
-        TrainError: there is none of that name.
-    """
+    """Return a policy by name."""
     if name not in POLICIES:
         raise TrainError(f"There is no policy {name!r}: choose one of {', '.join(POLICIES)}.")
     return POLICIES[name](seed)

@@ -30,10 +30,6 @@ class ResultsStore:
     Args:
         path: a JSON file; made, or gone on with.
         settings: what all results have in common; JSON's types only.
-
-    Raises:
-        SystemExit: the file has results of other settings, of another revision of the code, or
-            with other versions of what it stands on.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):

@@ -61,11 +61,7 @@ class Server:
         self.guard = start_guard(self.process)
 
     def wait(self) -> None:
-        """Wait until it answers.
-
-        Raises:
-            ServerEnded: it did not start.
-        """
+        """Wait until it answers."""
         until = time.monotonic() + START
         while time.monotonic() < until:
             self.require()
@@ -81,11 +77,7 @@ class Server:
             raise ServerEnded(f"It ended with {self.process.returncode}: {self._last_words()}")
 
     def metrics(self) -> dict[str, float]:
-        """Return counters and gauges by name, summed over their labels.
-
-        Raises:
-            ServerEnded: it does not answer any more.
-        """
+        """Return counters and gauges by name, summed over their labels."""
         try:
             text = self._get("/metrics")
         except OSError as error:

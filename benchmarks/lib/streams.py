@@ -110,9 +110,6 @@ def make_stream(name: str, length: int, seed: int, domains: int = 2) -> list[Pla
 
     Args:
         domains: home and the others.
-
-    Raises:
-        TrainError: there is none of that name, or it has no request.
     """
     if name not in STREAMS:
         raise TrainError(f"There is no stream {name!r}: choose one of {', '.join(STREAMS)}.")

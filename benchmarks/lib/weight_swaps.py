@@ -84,11 +84,7 @@ class Swaps:
         return swapping
 
     def swap(self, name: str | None = None) -> None:
-        """Give one of the drafters a version; None: any.
-
-        Raises:
-            AssertionError: it took one that holds NaN.
-        """
+        """Give one of the drafters a version; None: any."""
         which = self.draw.randrange(len(self.drafters))
         name = name or self.draw.choice(sorted(self.versions))
         self.count[name] += 1
@@ -109,11 +105,7 @@ class Swaps:
         return self._accepted() - self._accepted_before
 
     def require(self, swaps: int, accepted: int) -> None:
-        """Hold that it looked at something.
-
-        Raises:
-            AssertionError: there were fewer swaps, not all versions, or fewer accepted tokens.
-        """
+        """Hold that it looked at something."""
         assert self.count.keys() == self.versions.keys(), f"not all versions: {self.count}"
         assert self.count.total() >= swaps, f"{self.count.total()} swaps, not {swaps}"
         assert self.accepted >= accepted, f"{self.accepted} drafts accepted, not {accepted}"

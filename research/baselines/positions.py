@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baselines.first_choice import loss_and_choice
 from vllm_specblock.drafters.common.layers import DraftLM
 from vllm_specblock.drafters.dflash.product_trees import ProductTrees
+from vllm_specblock.train.head_loss import head_loss
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,
@@ -137,3 +137,21 @@ class PositionsLearner(Learner):
             wanted = batch.at(label, row, row + 1 + k, IGNORE_INDEX)[:, :inside]
             loss_mask = live[:, :inside] & (wanted != IGNORE_INDEX)
             yield states[:, :inside, k - 1][loss_mask], loss_mask, wanted[loss_mask]
+
+
+def loss_and_choice(
+    normed: Tensor, head: Tensor, target_probs: Tensor, target_row: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`head_loss`, and the drafter's first choice.
+
+    Arguments as there; `head` may have another dtype.
+
+    Returns:
+        sum [] fp32, rows' losses [n] fp32 without a gradient, draft ids [n] int64.
+    """
+    best = torch.empty_like(target_row)
+
+    def look(rows: slice, logits: Tensor) -> None:
+        best[rows] = logits.argmax(-1)
+
+    return *head_loss(normed, head.to(normed.dtype), target_probs, target_row, look), best

@@ -20,10 +20,10 @@ from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
 
 from baselines.causal_rows import CausalRows
 from baselines.config import SmallShape
-from baselines.first_choice import loss_and_choice
 from baselines.folder import write_folder, write_mapping
 from baselines.groups import Kept, draw_weights, seeded
 from baselines.options import SpSConfig
+from baselines.positions import loss_and_choice
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.common.rope import Rotary

@@ -45,7 +45,7 @@ def test_one_set_one_round():
     # 70 ms in 12 steps, of 14 s.
     assert ours.draft_ms == pytest.approx(70 / 12) and ours.draft_share == pytest.approx(0.005)
     assert (ours.different, ours.outputs) == (1, 3)
-    assert ours.speedup_spread is None and ours.tau_spread is None
+    assert ours.speedup_spread is None
     plain = figures(records)["plain", "a"]
     assert (plain.speedup, plain.speedup_cpu, plain.tau) == (1.0, 1.0, 1.0)
     assert plain.throughput == pytest.approx(22 / 26)

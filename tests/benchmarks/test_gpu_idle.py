@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import gpu_idle
 import pytest
 from gpu_idle import DRAFTING, STEP, Gap, summarise
 
@@ -53,26 +46,3 @@ def test_idle_time_of_each_step():
     assert "idle 15.0%" in text
     assert "40.0   draft … gemm" in text
     assert "0.050   33.3%        1.0   drafting" in text
-
-
-@pytest.mark.engine
-def test_it_runs(tmp_path):
-    pytest.importorskip("vllm")
-    small = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "dtype": "float32"}
-    found = tmp_path / "found.json"
-    script = Path(gpu_idle.__file__)
-    options = ["--batch", "2", "--steps", "6", "--nodes", "8", "--json", str(found)]
-    ran = subprocess.run(
-        [sys.executable, str(script), *options, "--engine", json.dumps(small)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert "6 steps on" in ran.stdout and "longest gaps" in ran.stdout
-    figures = json.loads(found.read_text())
-    assert len(figures["step_us"]) == 6
-    assert all(0 < idle < 1 for idle in figures["idle"])
-    assert set(figures["parts"]) == {*gpu_idle.PARTS.values(), DRAFTING}
-    assert 0 < figures["launches"][DRAFTING] < figures["launches"]["a step"]
-    assert figures["parts"][DRAFTING] < figures["parts"][gpu_idle.PARTS["sample_tokens"]]

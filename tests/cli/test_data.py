@@ -17,6 +17,7 @@ from vllm_specblock.cli.main import app
 from vllm_specblock.train.data import shards
 
 TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
+RUN = "from vllm_specblock.cli.main import app; app()"
 NEW = 24
 PROMPTS = ["class Reader:\n", "import os\n\ndef main(", "for line in lines:\n", "x = [\n"]
 
@@ -35,18 +36,20 @@ def source(tmp_path) -> Path:
     return path
 
 
+def arguments(source: Path, out: Path, *more: str | int | Path) -> list[str]:
+    engine = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+    given = ["data", "--target", TARGET, "--input", source, "--out", out, "--max-length", 256]
+    given += ["--max-new-tokens", NEW, "--dtype", "float32", "--engine", json.dumps(engine)]
+    return [str(each) for each in (*given, *more)]
+
+
 def specblock_data(source: Path, out: Path, *more: str | int | Path):
     """The command as a user gives it, in a process of its own."""
-    engine = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
-    arguments = ["data", "--target", TARGET, "--input", source, "--out", out, "--max-length", 256]
-    arguments += ["--max-new-tokens", NEW, "--dtype", "float32", "--engine", json.dumps(engine)]
-    arguments += more
     # As in a user's shell, where nothing has chosen how vLLM runs its engine.
     hidden = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     return subprocess.run(
-        [sys.executable, "-c", "from vllm_specblock.cli.main import app; app()"]
-        + [str(argument) for argument in arguments],
+        [sys.executable, "-c", RUN, *arguments(source, out, *more)],
         env=environment,
         capture_output=True,
         text=True,
@@ -96,9 +99,10 @@ def test_answers_are_the_targets_own(source, tmp_path):
     assert [path.read_bytes() for path in there] == [first, second]
 
     # All is there: no engine starts, whatever it would be given.
-    result = specblock_data(source, whole, *options, "--tensor-parallel-size", 64)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "4 sequences of" in result.stdout
+    result = CliRunner().invoke(
+        app, arguments(source, whole, *options, "--tensor-parallel-size", 64)
+    )
+    assert result.exit_code == 0 and "4 sequences of" in result.stdout, result.output
 
 
 @pytest.mark.engine

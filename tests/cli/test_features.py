@@ -54,15 +54,15 @@ def arguments(data: Path, out: Path, changes: dict | None = None) -> list[str]:
     return ["features", "--eager", *(f"--{name}={value}" for name, value in options.items())]
 
 
-@pytest.fixture(params=["1", "0"], ids=["own process", "this process"], scope="module")
-def folder(request, data, tmp_path_factory) -> Path:
-    """Extracted by a vLLM engine in a process of its own (vLLM's default), and beside us."""
+@pytest.fixture(scope="module")
+def folder(data, tmp_path_factory) -> Path:
+    """Extracted by a vLLM engine in a process of its own, vLLM's default."""
     out = tmp_path_factory.mktemp("features") / "out"
     code = "from vllm_specblock.cli.main import app\nif __name__ == '__main__':\n    app()"
     script = out.parent / "specblock.py"
     script.write_text(code)
     environment = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": request.param,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     command = [sys.executable, str(script), *arguments(data, out)]

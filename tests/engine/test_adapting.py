@@ -8,7 +8,6 @@ import time
 
 import pytest
 import torch
-from support import compared
 from support.dashboard import unanswered
 from support.engines import Engine, make_engine
 from support.matrix import PROMPTS, Checker, params
@@ -17,7 +16,6 @@ from vllm_specblock.drafters.specblock.refresh import HEADS
 from vllm_specblock.engine.metrics import exporter
 
 check = Checker()
-compared.counters.append(check)
 ONLY_OF_TWO = {
     f"{exporter.PREFIX}{name}_total"
     for name in (
@@ -105,8 +103,3 @@ def test_a_trainer_inside_the_engine_learns_between_steps(reference):
     # One slice may be longer than what was saved up for it, and is paid for afterwards.
     assert 0 < trainer.slices.seconds < 0.03 * seconds + 1.0
     trainer.close()
-
-
-def test_enough_tokens():
-    """The session fails at its end if fewer tokens were compared, of which none differed."""
-    compared.require(2_000)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from support.engines import ROOT, make_engine
 from support.matrix import PROMPTS, params
 from vllm import SamplingParams
 
 from vllm_specblock.feedback.calibration import GREEDY
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return make_engine(None)
 
 
 def serve(engine, plain, temperature: float) -> None:
@@ -77,9 +71,8 @@ def test_two_heads_learn_each_for_itself(plain):
     assert second.calibration.trees[0] > 20 and second.calibration.of(torch.zeros(1)) != GREEDY
 
 
-def test_temperatures_reach_the_head(plain, monkeypatch):
-    engine = make_engine({"num_speculative_tokens": 12})
-    (head,) = engine.speculator.draft_policy.drafters
+def test_temperatures_reach_the_head(tree, monkeypatch):
+    (head,) = tree.speculator.draft_policy.drafters
     seen, advance = [], head.advance
 
     def noting(rows):
@@ -88,5 +81,5 @@ def test_temperatures_reach_the_head(plain, monkeypatch):
 
     monkeypatch.setattr(head, "advance", noting)
     mixed = [SamplingParams(temperature=heat, max_tokens=8, seed=1) for heat in (0.0, 0.6, 1.3)]
-    engine.generate(PROMPTS[:3], mixed)
+    tree.generate(PROMPTS[:3], mixed)
     assert {round(heat, 3) for heat in seen} == {0.0, 0.6, 1.3}

@@ -49,9 +49,3 @@ def test_sleep_of_level_two_is_refused_for_trees_alone(reached):
     Worker.sleep(ours)
     Worker.sleep(worker(), level=2)
     assert reached == [("sleep", 1), ("sleep", 2)]
-
-
-def test_once_is_enough(reached):
-    patched = Worker.sleep
-    draft_weights.install()
-    assert Worker.sleep is patched

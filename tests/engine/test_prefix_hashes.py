@@ -60,9 +60,8 @@ KINDS = {
     },
     "ngram": {"kind": "ngram", "model": None},
     "dflash": {"calibrate_drafts": False},
-    "jetspec": {"calibrate_drafts": False},
 }
-WITHOUT_DROP = {"ngram", "dflash", "jetspec"}
+WITHOUT_DROP = {"ngram", "dflash"}
 """Kinds with cache rows that do not depend on the next token."""
 
 

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm
+from packaging.version import Version
 from support.engines import assert_identical, make_engine, prompts
 from vllm import SamplingParams
 from vllm.platforms import current_platform
@@ -86,11 +88,11 @@ def test_no_drafts_where_nobody_could_use_them(adaptive, plain, monkeypatch):
     assert accepted > 0
 
 
+@pytest.mark.skipif(Version(vllm.__version__) < Version("0.33"), reason="vLLM from 0.33 on")
 def test_the_scheduler_says_when_nobody_could_use_them(plain, monkeypatch):
     """As vLLM does it itself from 0.33 on: in chunks of a prompt, and in the last step."""
     engine = make_engine({"num_speculative_tokens": 24}, max_num_batched_tokens=64)
-    if not getattr(engine.core.scheduler, "can_skip_drafts", False):
-        pytest.skip("vLLM from 0.33 on")
+    assert engine.core.scheduler.can_skip_drafts
     propose, wanted = engine.speculator.propose, []
 
     def noting(batch, *args, **kwargs):

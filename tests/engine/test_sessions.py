@@ -17,7 +17,7 @@ TEXTS = (
     "One day, Tom went to the park with his",
     " He was happy because the",
 )
-SESSIONS, CHUNKS = 45, 4
+SESSIONS, CHUNKS = 27, 4
 STOPS = (16, 201, 269, 14)
 """Frequent tokens of the target's answers, to stop inside accepted paths."""
 

@@ -90,11 +90,6 @@ def test_an_inherited_interface_counts_if_the_forward_implements_it():
     assert not target_model.hands_out_states(target(MiMoModel), [2])
 
 
-def test_no_hidden_states_are_requested_for_ngrams():
-    engine = make_engine({"kind": "ngram", "model": None})
-    assert not engine.runner.use_aux_hidden_state_outputs
-
-
 def test_caches_are_grouped_and_shared_caches_listed_once():
     """Cache groups stay separate, and layers that share a cache count once."""
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support import compared
 from support.engines import Engine, make_engine
 from support.matrix import PROMPTS, Checker
 from vllm import SamplingParams
 
 check = Checker()
-compared.counters.append(check)
 
 MARKERS = {"reasoning_start_str": "class", "reasoning_end_str": "return self"}
 

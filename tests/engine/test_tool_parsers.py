@@ -55,14 +55,14 @@ def llama_answer() -> str:
     return "; ".join(json.dumps({"name": name, "parameters": given}) for name, given in CALLS)
 
 
-@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("size", [1, 2, 4, 9])
 def test_llama3_json_takes_deltas_of_a_path(tokenizer, size):
     ids = tokenizer(llama_answer(), add_special_tokens=False)["input_ids"]
     cuts = [*range(size, len(ids), size), len(ids)]
     assert streamed(tokenizer, "llama3_json", ids, cuts) == expected()
 
 
-@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("size", [1, 2, 4, 9])
 def test_hermes_takes_deltas_of_a_path(tokenizer, size):
     calls = (json.dumps({"name": name, "arguments": given}) for name, given in CALLS)
     answer = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)

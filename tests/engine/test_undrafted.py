@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from support import compared
 from support.drafters import install
 from support.engines import Engine, make_engine, record_drafts
 from support.matrix import CASES, PROMPTS, Checker, params
@@ -12,7 +11,6 @@ from vllm.exceptions import VLLMValidationError
 from vllm.platforms.cpu import CpuPlatform
 
 check = Checker()
-compared.counters.append(check)
 
 NO = {"specblock_draft": 0}
 
@@ -109,31 +107,6 @@ def test_only_the_others_are_drafted_for(engine, monkeypatch):
     requests = params(4, max_tokens=20)
     engine.generate(PROMPTS[:4], [*opting_out(requests[:3]), requests[3]])
     assert set(drafted) == {1}
-
-
-def test_a_merged_lookup_is_for_the_others_alone(monkeypatch):
-    """Whether the drafter is skipped is theirs to decide, too."""
-    merged = {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge"}
-    engine = make_engine({"num_speculative_tokens": 12, **merged})
-    policy, mixed = engine.speculator.draft_policy, []
-    lookup, expects = policy.drafters[policy.lookup], policy.gate.expects
-    draft = lookup.draft
-
-    def drafting(requests=None):
-        if policy.wanted is not None:
-            mixed.append(("looked up", None if requests is None else len(requests)))
-        return draft(requests)
-
-    def voting(sure):
-        if policy.wanted is not None:
-            mixed.append(("voted", len(sure)))
-        return expects(sure)
-
-    monkeypatch.setattr(lookup, "draft", drafting)
-    monkeypatch.setattr(policy.gate, "expects", voting)
-    requests = params(4, max_tokens=20)
-    engine.generate(PROMPTS[:4], [*opting_out(requests[:3]), requests[3]])
-    assert set(mixed) == {("looked up", 1), ("voted", 1)}
 
 
 @pytest.mark.parametrize("extra", [None, NO])

@@ -1,4 +1,4 @@
-"""The demo around its engines: processes that take turns, the table, near-ties."""
+"""The demo around its engines: what it starts, what it concludes, near-ties."""
 
 from __future__ import annotations
 
@@ -10,26 +10,11 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM
 
+from vllm_specblock.bench.live import Answer
 from vllm_specblock.bench.near_ties import bfloat16_step
-from vllm_specblock.bench.process import EngineProcess, end_all
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "examples/tiny_pair/target"
-
-# Speaks as `vllm_specblock/engine/offline/answering.py` does, and counts instead of thinking.
-CHILD = """
-import json, sys
-if json.loads(sys.stdin.readline())["model"] == "missing":
-    print("there is no such model", file=sys.stderr)
-    sys.exit(3)
-say = lambda what: print(json.dumps(what), flush=True)
-say({"runner": "none"})
-for job in map(json.loads, sys.stdin):
-    for number in range(3):
-        say({"said": [0, [number, 7]]})
-    ids = [job["prompts"][0] + [job["max_tokens"]]]
-    say({"ids": ids, "wall": 0.5, "cpu": 0.25, "counters": {"vllm:inter_token_latency_seconds": 4}})
-"""
 
 
 def load(*names):
@@ -47,55 +32,31 @@ def load(*names):
 
 
 (demo,) = load("demo")
-Answer = demo.Answer
 
 
-@pytest.fixture
-def start(tmp_path):
-    started = []
-
-    def go(model):
-        arguments, command = {"model": model}, [sys.executable, "-c", CHILD]
-        log = tmp_path / f"{len(started)}.log"
-        started.append(EngineProcess("e", arguments, {}, log, command, wait=False))
-        return started[-1]
-
-    yield go
-    end_all(started)
-
-
-def answer_of(ids, wall=1.0, steps=4):
-    return Answer([1, 2], ids, wall, 2 * wall, steps)
+def answer_of(ids, seconds=1.0):
+    answer = Answer("", lambda ids: " ".join(map(str, ids)))
+    answer.hear(ids)
+    answer.seconds = seconds
+    return answer
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """The command with engines that say `plain` and `drafted`, answer by answer."""
+    """The command with engines that answer `plain` and `drafted`, prompt by prompt."""
     drafter = tmp_path / "drafter"
     drafter.mkdir()
     (drafter / "config.json").write_text("{}")
 
     def go(plain, drafted, **options):
-        plain, drafted, started, ended = iter(plain), iter(drafted), [], []
-
-        def start(engines, *given):
-            engines += [plain, drafted]
-            started.extend(given)
-
-        def ask(engine, tokenizer, message, max_tokens, listener):
-            if max_tokens == 24:  # warms up
-                return None
-            listener.hear(0, tokenizer("class")["input_ids"])
-            return next(engine)
-
+        started = []
+        pairs = [([1, 2], *each) for each in zip(plain, drafted)]
         monkeypatch.setattr(demo, "make_target", lambda folder: TARGET)
-        monkeypatch.setattr(demo, "start", start)
-        monkeypatch.setattr(demo, "ask", ask)
-        monkeypatch.setattr(demo, "end_all", ended.extend)
+        monkeypatch.setattr(demo, "start_engines", lambda engines, *given: started.extend(given))
+        monkeypatch.setattr(demo, "answer_all", lambda *given: pairs)
         with pytest.raises(typer.Exit) as left:
-            given = {"drafter": str(drafter), "lookup": False, "nodes": 16, "blocks": 1}
-            demo.main(**given | {"max_tokens": 8, "dtype": "float32", "eager": False} | options)
-        assert len(ended) == (2 if started else 0)
+            given = {"drafter": str(drafter), "max_tokens": 8, "dtype": "float32", "eager": False}
+            demo.main(**given | options)
         return left.value.exit_code, started
 
     return go
@@ -104,29 +65,28 @@ def run(monkeypatch, tmp_path):
 FOUR = [[number] * 5 for number in range(10, 14)]
 
 
-def test_the_table(run, capsys):
-    plain = [answer_of(ids, wall=0.5) for ids in FOUR]
-    drafted = [answer_of(ids, wall=0.25, steps=2) for ids in FOUR]
-    code, (target, speculative, dtype, eager) = run(plain, drafted)
+def test_speed_ups_and_identical_answers(run, capsys):
+    plain = [answer_of(ids, 1.0) for ids in FOUR]
+    drafted = [answer_of(ids, seconds) for ids, seconds in zip(FOUR, (0.25, 0.5, 0.25, 1.0))]
+    code, (target, methods, _, dtype, eager, _) = run(plain, drafted)
     assert (code, target, dtype, eager) == (0, TARGET, "float32", False)
-    assert speculative["num_speculative_tokens"] == 16 and "second_drafter" not in speculative
+    assert methods["plain"] is None
+    drafts = methods["drafts"]
+    assert drafts["second_drafter"] == {"kind": "ngram"} and drafts["draft_policy"] == "merge"
     lines = capsys.readouterr().out.splitlines()
-    rows = [line.split() for line in lines]
-    assert ["vLLM", "10.0", "200.0", "1.00"] in rows
-    assert ["vLLM", "+", "SpecBlock", "(16)", "20.0", "100.0", "2.00"] in rows
-    assert "speed-up: 2.00 x by the clock, 2.00 x by processor time" in lines
-    assert "identical: yes (4 of 4 answers, 20 tokens in all)" in lines
-    assert sum("[vLLM 0.5 s, with drafts 0.2 s: the same answer]" in line for line in lines) == 4
-    # The drafted answer is shown, the plain one is not.
-    assert sum(line == "class" for line in lines) == 4
+    kinds = "Edit this code 4.00, Extract JSON 2.00, Answer from this document 4.00, Chat 1.00"
+    assert f"speed-up 2.00 ({kinds})" in lines and "identical answers: 4 of 4" in lines
+    assert run(plain, drafted, drafter="ngram")[1][1]["drafts"] == {
+        "method": "specblock",
+        "kind": "ngram",
+    }
 
 
 def test_another_answer_in_float32_is_a_failure(run, capsys):
     plain = [answer_of(ids) for ids in FOUR]
     drafted = [answer_of([*ids[:2], 99, *ids[3:]]) for ids in FOUR[:1]] + plain[1:]
     assert run(plain, drafted)[0] == 1
-    shown = capsys.readouterr().out
-    assert "identical: no (3 of 4 answers" in shown and "ANOTHER ANSWER" in shown
+    assert "identical answers: 3 of 4" in capsys.readouterr().out
 
 
 def best_two(prompt):
@@ -137,12 +97,10 @@ def best_two(prompt):
     return tokens.tolist(), values.tolist()
 
 
-def test_in_bfloat16_every_difference_is_held_against_a_step(run, capsys, monkeypatch):
+def test_in_bfloat16_every_difference_is_held_against_a_step(run, capsys):
     ids = [5, 6, 7]
     tokens, values = best_two([1, 2, *ids])
-    plain = [answer_of([*ids, tokens[0], 3])]
-    drafted = [answer_of([*ids, tokens[1], 4])]
-    monkeypatch.setattr(demo, "PROMPTS", ["one"])
+    plain, drafted = [answer_of([*ids, tokens[0], 3])], [answer_of([*ids, tokens[1], 4])]
     expected = (values[0] - values[1]) / bfloat16_step(values[0])
     code, _ = run(plain, drafted, dtype="bfloat16")
     assert code == (expected > 1)
@@ -164,3 +122,13 @@ def test_mistakes_are_one_sentence_and_start_nothing(run, capsys, options, said)
     assert (code, given) == (1, [])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("Error: ") and said in line
+
+
+def test_a_missing_target_is_one_sentence(capsys, monkeypatch):
+    def offline(folder):
+        raise demo.TargetError("pip could not download it.")
+
+    monkeypatch.setattr(demo, "make_target", offline)
+    with pytest.raises(typer.Exit):
+        demo.main("ngram", 1, "float32", False)
+    assert capsys.readouterr().err == "Error: pip could not download it.\n"

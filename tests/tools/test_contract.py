@@ -51,6 +51,5 @@ def test_a_wheel_is_downloaded_once_and_only_its_sources_are_kept(tool, monkeypa
     assert command[-1] == "vllm==9.9" and "--no-deps" in command
     files = [path for path in tool.KEPT.rglob("*") if path.is_file()]
     assert {path.name for path in files} == {"__init__.py", "config.json", "METADATA"}
-    assert tool.requirements(tool.KEPT / "9.9") == ["numpy>=2"]
     said = capsys.readouterr().out
     assert "there is no vllm/engine/arg_utils.py" in said and "0 of " in said

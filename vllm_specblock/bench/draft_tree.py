@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -123,16 +124,14 @@ def layout(parent: list[int]) -> list[tuple[float, float]]:
         if up >= 0:
             children[up].append(node)
             depth[node] = depth[up] + 1
-    height, leaves, stack = [0.0] * len(parent), 0, [(0, False)]
-    while stack:
-        node, seen = stack.pop()
-        below = children[node]
-        if below and not seen:
-            stack += [(node, True), *((child, False) for child in reversed(below))]
-        elif below:
-            height[node] = (height[below[0]] + height[below[-1]]) / 2
-        else:
-            height[node], leaves = -leaves, leaves + 1
+    height, leaves = [0.0] * len(parent), itertools.count()
+
+    def place(node: int) -> float:
+        below = [place(child) for child in children[node]]
+        height[node] = (below[0] + below[-1]) / 2 if below else -float(next(leaves))
+        return height[node]
+
+    place(0)
     return list(zip(map(float, depth), height))
 
 

@@ -18,9 +18,6 @@ from vllm_specblock.bench.run import Bench
 from vllm_specblock.bench.schedule import units
 from vllm_specblock.bench.table import markdown_table
 
-Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""The text so far, and the tokens that follow it in either answer."""
-
 
 @dataclass(frozen=True)
 class Parting:
@@ -62,11 +59,6 @@ class Difference:
     plain: list[int]
     ours: list[int]
 
-    def place(self) -> Place:
-        at = first_difference(self.plain, self.ours)
-        pair = self.plain[at : at + 1] + self.ours[at : at + 1]
-        return tuple(self.prompt + self.plain[:at]), tuple(pair)
-
 
 def differences(bench: Bench, plain_of: dict[str, str | None]) -> list[Difference]:
     """Return each difference of a run once, over all rounds.
@@ -92,14 +84,10 @@ def differences(bench: Bench, plain_of: dict[str, str | None]) -> list[Differenc
 
 def page(target: Path, found: Sequence[Difference]) -> tuple[str, list[dict[str, object]]]:
     """Explain all differences: in Markdown, and as JSON's types."""
-    # Where one answer ends there is no second token to look at.
-    pairs = {place: each for each in found if len((place := each.place())[1]) == 2}
-    answers = [(each.prompt, each.plain, each.ours) for each in pairs.values()]
-    looked = dict(zip(pairs, explain(target, answers)))
+    partings = explain(target, [(each.prompt, each.plain, each.ours) for each in found])
     facts: list[dict[str, object]] = []
     steps: dict[str, list[float]] = {}
-    for each in sorted(found, key=lambda each: [d.method for d in found].index(each.method)):
-        parting = looked.get(each.place())
+    for each, parting in zip(found, partings):
         steps.setdefault(each.method, []).append(parting.steps if parting else math.inf)
         facts.append(
             {
@@ -129,21 +117,26 @@ def first_difference(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in both if a != b), min(len(one), len(other)))
 
 
-def explain(target: Path, partings: list[tuple[list[int], list[int], list[int]]]) -> list[Parting]:
-    """Look at each (prompt, one answer, another answer), ids each, which must differ."""
+def explain(
+    target: Path, answers: Sequence[tuple[list[int], list[int], list[int]]]
+) -> list[Parting | None]:
+    """Look at each (prompt, one answer, another answer), ids each; None: one of them ends there."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    found = []
-    for prompt, one, other in partings:
+    found: list[Parting | None] = []
+    for prompt, one, other in answers:
         position = first_difference(one, other)
+        if position == min(len(one), len(other)):
+            found.append(None)
+            continue
         pair = [one[position], other[position]]
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + one[:position]])).logits[0, -1, pair].tolist()
         step = bfloat16_step(max(map(abs, logits)))
-        words = tuple(tokenizer.decode([token]) for token in pair)
-        found.append(Parting(position, words, tuple(logits), step))
+        words = tokenizer.decode(pair[:1]), tokenizer.decode(pair[1:])
+        found.append(Parting(position, words, (logits[0], logits[1]), step))
     return found

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class EngineProcess:
                 start_new_session=True,  # a group of its own, which Ctrl-C does not reach
             )
         self.guard = start_guard(self.process)
-        self._send(arguments)
+        self.send(arguments)
         if wait:
             self.wait()
 
@@ -93,46 +93,44 @@ class EngineProcess:
             EngineFailed: it did not start.
         """
         try:
-            self.facts = self._receive()
+            self.facts = self.receive()
         except BaseException:
             end_all([self])
             raise
-        self._signal(signal.SIGSTOP)
+        self.pause()
 
-    def ask(
-        self,
-        job: Mapping[str, Any],
-        said: Callable[[int, list[int]], object] = lambda prompt, tokens: None,
-    ) -> dict[str, Any]:
-        """Return its answer to a job; it runs for that time only.
-
-        Args:
-            said: called with a prompt's index and its new tokens, for a job with `stream`.
+    def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """Return its answer to a job without `stream`; it runs for that time only.
 
         Raises:
             EngineFailed: it ended, or could not answer.
         """
-        self._signal(signal.SIGCONT)
-        self._send(job)
-        while "said" in (answer := self._receive()):
-            said(*answer["said"])
-        self._signal(signal.SIGSTOP)
+        self.resume()
+        self.send(job)
+        answer = self.receive()
+        self.pause()
         return answer
 
     def run_on(self, seconds: float) -> None:
         """Let it run for a time without a job."""
-        self._signal(signal.SIGCONT)
+        self.resume()
         time.sleep(seconds)
+        self.pause()
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def pause(self) -> None:
         self._signal(signal.SIGSTOP)
 
-    def _send(self, what: Mapping[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `_receive` says why
+    def send(self, what: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `receive` says why
             pipe = self.process.stdin
             assert pipe is not None
             pipe.write(json.dumps(what) + "\n")
             pipe.flush()
 
-    def _receive(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         answer = json.loads(line) if line.endswith("\n") else {"error": self._end()}
@@ -165,7 +163,7 @@ def end_all(engines: Iterable[EngineProcess]) -> None:
     engines = [engine for engine, pipe in pipes if pipe is not None and not pipe.closed]
     for engine in engines:
         engine._signal(signal.SIGTERM)
-        engine._signal(signal.SIGCONT)
+        engine.resume()
     until = time.monotonic() + GRACE
     for engine in engines:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""OUT/results.json, OUT/table.md and the plots, written again from everything in the store."""
+"""OUT/results.json and OUT/table.md, written again from everything in the store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_specblock.bench import near_ties, plots
+from vllm_specblock.bench import near_ties
 from vllm_specblock.bench.run import Bench
 from vllm_specblock.bench.summary import Figures, fastest, summarise
 from vllm_specblock.bench.table import page
@@ -39,7 +39,7 @@ def write_results(bench: Bench) -> tuple[str, list[Path]]:
     }
     for path, content in contents.items():
         replace(path, partial(Path.write_text, data=content, encoding="utf-8"))
-    return text, [*contents, *plots.draw(figures, base, out)]
+    return text, [*contents]
 
 
 def figures_of(bench: Bench) -> tuple[list[Figures], str]:

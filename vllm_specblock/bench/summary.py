@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 from typing import Any
 
 from vllm_specblock.bench.config import BenchError
@@ -25,12 +25,11 @@ class Figures:
     Attributes:
         speedup: Spd: speed of a token over that of the fastest plain vLLM, by wall time; the median
             over units.
-        speedup_spread: from the lowest to the highest round's median; with one round, the middle
-            half of all units. None for the fastest plain vLLM, which is 1.
+        speedup_spread: from the lowest to the highest round's median. None with one round, and for
+            the fastest plain vLLM, which is 1.
         speedup_cpu: the same by CPU seconds.
         throughput: Φ, tokens/s of wall time.
         tau: τ, tokens emitted per decode step: `engine/metrics/acceptance.py`.
-        tau_spread: from the lowest to the highest round's.
         draft_ms: T_D, milliseconds of the drafters' forwards per step without prompts.
         draft_share: the same time as a share of all wall time.
         tokens: generated, in all units.
@@ -47,7 +46,6 @@ class Figures:
     speedup_cpu: float | None
     throughput: float
     tau: float
-    tau_spread: Spread
     draft_ms: float | None
     draft_share: float | None
     tokens: int
@@ -112,7 +110,6 @@ def _figures(records: Sequence[Record], method: str, base: str, plain: str | Non
             record.answers[method].digests, record.answers[plain].digests, strict=True
         )
     ]
-    taus = [_tau([r.answers[method] for r in each]) for each in _rounds(records)]
     return Figures(
         method=method,
         set=records[0].set,
@@ -123,7 +120,6 @@ def _figures(records: Sequence[Record], method: str, base: str, plain: str | Non
         speedup_cpu=_speedup(records, method, base, _cpu),
         throughput=tokens / wall,
         tau=_tau(answers),
-        tau_spread=_range(taus),
         draft_ms=nanoseconds / steps * 1e-6 if steps else None,
         draft_share=nanoseconds * 1e-9 / wall if steps else None,
         tokens=tokens,
@@ -153,7 +149,6 @@ def _mean(cells: Sequence[Figures], records: Sequence[Record], base: str) -> Fig
         set=MEAN,
         temperature=cells[0].temperature,
         speedup_spread=None if method == base else spread,
-        tau_spread=None,
         **{name: fmean(values) if (values := known(name)) else None for name in means},  # type: ignore[arg-type]
         **{name: sum(values) if (values := known(name)) else None for name in sums},  # type: ignore[arg-type]
     )
@@ -182,14 +177,8 @@ def _speedup(records: Iterable[Record], method: str, base: str, cost: Cost) -> f
 
 
 def _speedup_spread(records: Sequence[Record], method: str, base: str) -> Spread:
-    """Return the range of the rounds' medians; with one round, the middle half of its units."""
-    rounds = [found for each in _rounds(records) if (found := _ratios(each, method, base, _wall))]
-    if len(rounds) > 1:
-        return _range(map(median, rounds))
-    if not rounds or len(rounds[0]) < 4:
-        return None
-    low, _, high = quantiles(rounds[0], n=4, method="inclusive")
-    return low, high
+    """Return the range of the rounds' medians."""
+    return _range(_speedup(each, method, base, _wall) for each in _rounds(records))
 
 
 def _tau(answers: Iterable[Answer]) -> float:

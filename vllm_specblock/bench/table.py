@@ -68,7 +68,7 @@ def details(figures: Sequence[Figures]) -> str:
                 _times(each.speedup, each.speedup_spread),
                 _times(each.speedup_cpu),
                 f"{each.throughput:.1f}",
-                _times(each.tau, each.tau_spread if each.tau > 1 else None),
+                f"{each.tau:.2f}",
                 _drafting(each),
                 f"{each.tokens:,}",
                 _NONE if each.different is None else f"{each.different} of {each.outputs}",
@@ -79,17 +79,17 @@ def details(figures: Sequence[Figures]) -> str:
 
 def caption(base: str, facts: Mapping[str, Any]) -> str:
     """Explain the columns, and list what was measured."""
-    machine, rounds = facts["machine"], facts["rounds"]
-    spread = "lowest and highest round's median" if rounds > 1 else "middle half of all turns"
+    machine = facts["machine"]
     lines = [
         f"Spd: speed of a token over that of {base}, the fastest plain vLLM of "
-        f"{', '.join(facts['plain'])} (median over turns; in brackets the {spread}). Engines run "
-        "side by side and take turns. Φ: tokens/s. τ: tokens emitted per decode step of a "
-        "question. T_D: milliseconds of the drafters' forwards per step without prompts, and their "
-        "share of all time. Outputs are compared with plain vLLM's of the same model runner.",
+        f"{', '.join(facts['plain'])} (median over turns; in brackets the lowest and highest "
+        "round's). Engines run side by side and take turns. Φ: tokens/s. τ: tokens emitted per "
+        "decode step of a question. T_D: milliseconds of the drafters' forwards per step without "
+        "prompts, and their share of all time. Outputs are compared with plain vLLM's of the same "
+        "model runner.",
         f"Measured on {machine['gpu'] or '{cpu}, {cores} cores'.format(**machine)}; "
         f"{facts['dtype']}; batch {facts['batch']}; at most {facts['max_new_tokens']} new tokens; "
-        f"{facts['questions']}; rounds: {rounds}; seed {facts['seed']}; engines: "
+        f"{facts['questions']}; rounds: {facts['rounds']}; seed {facts['seed']}; engines: "
         f"{facts['engines']}; {facts['versions']}; revision {facts['revision']}.",
     ]
     if facts["failures"]:

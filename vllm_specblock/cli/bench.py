@@ -27,7 +27,7 @@ def bench(
 
     The engines of all methods run side by side and take turns, one answer each, so that a machine
     with changing speed gives fair ratios. A killed run resumes with the same options. Writes
-    OUT/table.md, OUT/results.json and plots.
+    OUT/table.md and OUT/results.json.
     """
     config = parse(BenchConfig, **(read_recipe(recipe) if recipe else {}) | given)
     # Imported here to keep `--help` fast.
@@ -52,8 +52,6 @@ def bench(
     table, files = write_results(prepared)
     typer.echo(table)
     typer.echo(f"Written: {', '.join(map(str, files))}.")
-    if not any(path.suffix == ".png" for path in files):
-        typer.echo("There are no plots: matplotlib is not installed.", err=True)
     if prepared.failures:
         typer.echo(" ".join(["Error:", *prepared.failures.values()]), err=True)
         raise typer.Exit(1)

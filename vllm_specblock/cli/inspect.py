@@ -63,7 +63,7 @@ def inspect(
     from rich.console import Console
 
     from vllm_specblock.bench import draft_tree
-    from vllm_specblock.cli.prompt_steps import prompt_tensor, steps_of_prompt
+    from vllm_specblock.cli.prompt_steps import print_step, prompt_tensor, steps_of_prompt
     from vllm_specblock.train.config import TrainError
     from vllm_specblock.train.distributed import usable_device
     from vllm_specblock.train.eval.loaded import load_drafter, pair
@@ -88,8 +88,7 @@ def inspect(
     console.print(f"Step {steps + 1}, after:", style="dim")
     before = [*ids.tolist(), *_committed(found[:steps]), step.token[0]]
     console.print(tokenizer.decode(before), markup=False)
-    console.print(draft_tree.terminal_tree(step, tokenizer, name), soft_wrap=True)
-    console.print(draft_tree.legend_line(max(step.forward), name), soft_wrap=True)
+    print_step(console, step, tokenizer, name)
     bonus = "" if step.bonus is None else " and the bonus token"
     after = [*_committed([step])[1:], *([] if step.bonus is None else [step.bonus])]
     console.print(

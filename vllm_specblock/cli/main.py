@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from vllm_specblock.cli.adapt import adapt
 from vllm_specblock.cli.bench import bench
+from vllm_specblock.cli.chat import chat
 from vllm_specblock.cli.convert import convert, init
 from vllm_specblock.cli.data import data
 from vllm_specblock.cli.doctor import doctor
@@ -45,7 +46,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-for command in (init, convert, data, inspect, features, train, bench, doctor):
+for command in (init, convert, data, inspect, features, train, bench, chat, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(adapt, name="adapt")

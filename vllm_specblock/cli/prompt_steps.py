@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_specblock.bench.draft_tree import legend_line, terminal_tree
+from vllm_specblock.config import DEFAULT_NODES
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.prompts import prompt_ids
 from vllm_specblock.train.eval.evaluate import sequences_for
-from vllm_specblock.train.eval.loaded import LoadedDrafter
+from vllm_specblock.train.eval.loaded import LoadedDrafter, load_drafter, pair
 from vllm_specblock.train.eval.steps import Step, steps_along
 from vllm_specblock.train.target.answers import continue_prompts
+from vllm_specblock.train.target.features import load_target
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -50,3 +55,24 @@ def steps_of_prompt(
     (text,) = continue_prompts(target, [prompt], new_tokens)
     (sequence,) = sequences_for(target, drafter.pairing.layer_ids, [text], [len(prompt)])
     return [step for step, _ in zip(steps_along(drafter.along(sequence), sequence), range(count))]
+
+
+def steps_of_answer(
+    drafter: Path, target: Path, prompt: list[int], answer: list[int]
+) -> tuple[list[Step], str]:
+    """Return the verification steps along an answer that was served, and what a forward adds."""
+    pairing = pair(drafter, target)
+    model = load_target(pairing.target, "fp32", torch.device("cpu"))
+    loaded = load_drafter(pairing, model.dtype, torch.device("cpu"), DEFAULT_NODES)
+    text = torch.tensor([*prompt, *answer])
+    (sequence,) = sequences_for(model, pairing.layer_ids, [text], [len(prompt)])
+    steps = list(steps_along(loaded.along(sequence), sequence))
+    if not steps:
+        raise TrainError("The answer is too short: nothing was drafted.")
+    return steps, loaded.forward_name
+
+
+def print_step(console: Console, step: Step, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Print a step's tree and what the colours mean."""
+    console.print(terminal_tree(step, tokenizer, name), soft_wrap=True)
+    console.print(legend_line(max(step.forward), name), soft_wrap=True)

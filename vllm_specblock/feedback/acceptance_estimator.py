@@ -1,10 +1,8 @@
-"""Online acceptance estimator: survival probability of a node by its draft score.
+"""Acceptance estimator: the probability of reaching a node, by its draft score.
 
-A node's score is what the drafter says of it: exp(logprob) is its probability to be on the
-accepted path if the drafter were the target. Drafters are wrong in a way that depends on how sure
-they are and on whether the target samples. So verdicts are counted by score, and a node is worth
-how often nodes of its score were reached. The sum over a tree's nodes is then the number of tokens
-that it can be expected to have accepted: what a verify budget is to be weighed with.
+A score is the probability that the drafter expects. Drafters are wrong in a way that depends on how
+sure they are and on whether the target samples, so verdicts are counted by score and kind. The
+estimates of a tree's nodes add up to the tokens that it can be expected to have accepted.
 """
 
 from __future__ import annotations
@@ -17,13 +15,11 @@ from vllm_specblock.triton_kernels.feedback.write_survival_numba import node_ste
 from vllm_specblock.triton_kernels.optional_numba import takes
 
 BINS_PER_NAT, NUM_BINS = 4, 32
-"""Scores of a quarter nat are counted together, those below −8 nats, too."""
+"""Scores of a quarter nat share a bin, and all those below −8 nats."""
 
-KINDS = 2
-"""See `kinds`."""
-
+KINDS = 2  # see `kinds`
 PRIOR = 4.0
-"""Before anything was seen, every bin counts so many nodes, reached as their scores say."""
+"""Nodes that each bin counts before any was seen, reached as their scores say."""
 
 
 class AcceptanceEstimator:
@@ -31,14 +27,13 @@ class AcceptanceEstimator:
 
     All shapes are fixed, and the state is changed in place.
 
-    Attributes (each [2, 32] fp32, by kind and bin, older steps counting less):
-        judged: nodes that the target ran on.
-        reached: how many of those were on the accepted path.
-        believed: [32] fp32 instead, what a bin's scores say themselves.
+    Attributes:
+        judged: [2, 32] fp32, by kind and bin, nodes that the target ran on.
+        reached: [2, 32] fp32, those of them on the accepted path.
+        believed: [32] fp32, the score of each bin.
 
     Args:
-        device: where all of it lies.
-        decay: what a step counts one step later. The default forgets half in 140 steps.
+        decay: weight of a step one step later. The default forgets half in 140 steps.
     """
 
     def __init__(self, device: torch.device | str, decay: float = 0.995) -> None:
@@ -50,26 +45,25 @@ class AcceptanceEstimator:
         self._later = bins[:, None] <= bins  # [j, k]: bin k is j or a less sure one
 
     def forget(self) -> None:
-        """As if nothing had been seen."""
+        """Reset everything learned."""
         self.judged.zero_()
         self.reached.zero_()
 
     def learn_from(self, verified: VerifiedTrees) -> None:
-        """Take note of the verdicts on a step's trees."""
+        """Learn from the verdicts on a step's trees."""
         kind = kinds(verified.temperature)
         self.learn(kind, verified.logprob, verified.reached, verified.judged)
 
     def learn(
         self, kind: torch.Tensor, logprob: torch.Tensor, reached: torch.Tensor, judged: torch.Tensor
     ) -> None:
-        """Count what became of trees.
+        """Learn from verdicts.
 
         Args:
-            kind: [R] int64, see `KINDS`.
+            kind: [R] int64.
             logprob: [R, N] fp32, cumulative draft log-scores in nats, −inf where there is no node.
             reached: [R, N] bool, nodes on the accepted path.
-            judged: [R, N] bool, nodes that the target ran on. Which those are may depend on
-                scores, not on the target: nodes that were cut are not counted as missed.
+            judged: [R, N] bool, nodes that the target ran on; others were not missed.
         """
         counts = judged & logprob.isfinite()
         cell = (kind[:, None] * NUM_BINS + _place(logprob).long()).flatten()
@@ -80,10 +74,9 @@ class AcceptanceEstimator:
             total.mul_(keep).add_(new.view_as(total))
 
     def rates(self) -> torch.Tensor:
-        """How often nodes of each bin are reached, [2, 32] fp32, falling with the score.
+        """Return how often nodes of each bin are reached, [2, 32] fp32, falling with the score.
 
-        Where the counts do not fall, neighbouring bins are taken together (isotonic regression,
-        by its min-max formula): the expected number of tokens stays what was counted. Cutting
+        Isotonic regression, by its min-max formula, keeps the expected number of tokens. Cutting
         peaks off would lose the tokens of a chain that scores less than its siblings.
         """
         count = torch.nn.functional.pad((self.judged + PRIOR).cumsum(1), (1, 0))
@@ -98,10 +91,7 @@ class AcceptanceEstimator:
         return torch.where(self._later, best_from, float("inf")).amin(1)
 
     def survival(self, kind: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
-        """The probability that each node is on the accepted path.
-
-        It never rises from one node to the next, as scores do not: the first n nodes are always
-        the n likeliest.
+        """Return the probability that each node is on the accepted path; it never rises.
 
         Args:
             kind: [R] int64.
@@ -118,11 +108,7 @@ class AcceptanceEstimator:
         return torch.where(logprob.isfinite(), likely.cummin(dim=1).values, 0.0)
 
     def steps(self, kind: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
-        """`survival` as a chain would have it: node i given that node i − 1 is there, [R, N] fp32.
-
-        Their running product is `survival`. That is the form in which engines that verify chains
-        take what they call confidences.
-        """
+        """Return `survival` as vLLM's confidences, whose running product it is, [R, N] fp32."""
         survival = self.survival(kind, logprob)
         before = torch.nn.functional.pad(survival[:, :-1], (1, 0), value=1.0)
         return torch.where(before > 0, survival / before, 0.0)
@@ -134,13 +120,13 @@ class AcceptanceEstimator:
         req_idx: torch.Tensor,
         steps: torch.Tensor,
     ) -> None:
-        """Write what the nodes of new trees are worth.
+        """Write `steps` of new trees.
 
         Args:
-            score: [S, N] fp32, by slot, see `steps`.
+            score: [S, N] fp32, by slot.
             temperature: [R] fp32.
             req_idx: [R] integers.
-            steps: [≥ R, N] fp32, written to in its first R rows, see the method of this name.
+            steps: [≥ R, N] fp32, written to in its first R rows.
         """
         seen = temperature, self.judged, self.reached, self.believed, PRIOR, BINS_PER_NAT
         if self.judged.is_cuda:

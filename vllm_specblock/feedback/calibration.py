@@ -1,11 +1,9 @@
 """Online calibration of draft scores (temperature scaling).
 
-A tree is grown and cut by the probability that the target comes by a node. A drafter's own
-probabilities are not that: it is trained on the target's whole distribution, but a greedy target
-takes the likeliest token every time, and one at a low temperature nearly so. With scores that are
-too flat a tree spends its nodes on siblings, with scores that are too sharp on a chain that ends
-early. So a drafter's logits are multiplied by an exponent β before they become scores, the inverse
-of what calibration calls a temperature.
+Trees are grown and cut by the probability that the target comes by a node. Drafters learn the
+target's whole distribution, but a greedy target always takes the likeliest token. Scores that are
+too flat spend nodes on siblings, scores that are too sharp on a chain that ends early. So logits
+are multiplied by an exponent β, the inverse of a temperature, before they become scores.
 """
 
 from __future__ import annotations
@@ -27,28 +25,25 @@ RANGE = (0.25, 4.0)
 """β, or β times the temperature, stays within."""
 
 PRIOR, MEMORY = 20.0, 500.0
-"""The first trees count as if there had been so many before, later ones as one in so many."""
+"""Trees that count before any was seen, and trees that later ones are averaged over."""
 
 OWN_PRIOR, OWN_MEMORY = 10.0, 50.0
-"""The same for what is learned of one request."""
+"""The same for one request."""
 
 OWN_RANGE = 4.0
-"""A request's β is at most so many times that of all requests, and no less than its inverse."""
+"""Largest factor between β of a request and that of all requests, either way."""
 
 
 class DraftCalibration:
     """β of one drafter, for every request by its sampling temperature.
 
-    A target at temperature t samples its distribution to the power of 1/t, so β is c/t, and
-    never more than a greedy target's: from some t on it is the drafter's own doubt that decides.
-    Both c and the greedy target's β are learned, so that a tree's scores add up to the number of
-    tokens that it has accepted: the steps of stochastic approximation on log β, each tree's error
-    in tokens over the tokens that it was expected to yield. Nothing of this depends on what the
-    target is about to choose, and the output does not depend on β.
+    A target at temperature t samples its distribution to the power of 1/t, so β is c/t, and never
+    more than a greedy target's. Both c and the greedy target's β are learned by stochastic
+    approximation on log β, so that a tree's scores add up to its accepted tokens. A tree's error is
+    in tokens, over the tokens that it was expected to yield. The output does not depend on β.
 
-    The same errors teach each request a factor of its own, which begins at 1. For one drafter alone
-    it changes little. But where two are compared by their scores, one that was right to be sure of
-    the texts before must not be believed on a text of which it knows nothing.
+    The same errors teach each request a factor of its own. It matters where two drafters are
+    compared by their scores: one that was right on earlier texts may know nothing of this one.
 
     All shapes are fixed, the state is changed in place, and no value is read on the host.
 
@@ -59,7 +54,6 @@ class DraftCalibration:
         own_trees: [S] fp32, trees that it was learned from, `OWN_MEMORY` at most.
 
     Args:
-        device: where all of it lies.
         num_slots: S; 0: requests are not told apart.
     """
 
@@ -76,13 +70,13 @@ class DraftCalibration:
         self.own_trees = torch.zeros_like(self.own)
 
     def forget(self) -> None:
-        """As if nothing had been seen."""
+        """Reset everything learned."""
         self.log.copy_(self._start)
         for state in (self.trees, self.own, self.own_trees):
             state.zero_()
 
     def begin(self, req_idx: int) -> None:
-        """Another request comes to `req_idx`."""
+        """Reset what was learned of the request in a slot."""
         for state in (self.own, self.own_trees):
             state[req_idx : req_idx + 1].zero_()
 
@@ -90,8 +84,8 @@ class DraftCalibration:
         """β of requests, [R] fp32.
 
         Args:
-            temperature: [R] fp32, at which they sample; 0: greedy.
-            req_idx: [R] integers, where they are; None: of requests that nothing is known of.
+            temperature: [R] fp32; 0: greedy.
+            req_idx: [R] integers; None: requests of which nothing is known.
         """
         if not len(self.own):
             req_idx = None
@@ -126,7 +120,7 @@ class DraftCalibration:
         live: torch.Tensor,
         req_idx: torch.Tensor | None = None,
     ) -> None:
-        """Take note of verified trees.
+        """Learn from verified trees.
 
         Args (each [R]):
             temperature: fp32.

@@ -26,7 +26,7 @@ LONGEST, TRIAL = 224, 4
 """Steps after which the other way is tried, where that pays for itself; steps of a trial of
 drafting, at least."""
 
-SHARE = 0.007
+SHARE = 0.006
 """Share of a pause's time that trying to draft may cost."""
 
 _GAIN = 1.5  # of drafting, while nothing is known

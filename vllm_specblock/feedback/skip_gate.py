@@ -1,8 +1,6 @@
 """Skip gate: what a drafter is expected to add where a lookup already gives a tree.
 
-Where an answer repeats what was written before, looking it up costs next to nothing and is right
-for many tokens in a row; a drafter beside it takes its time and adds little. How often the lookup
-is right is seen in every step, whichever drafter drafted.
+How often the lookup is right is seen in every step, whichever drafter drafted.
 """
 
 from __future__ import annotations
@@ -16,20 +14,18 @@ BUCKETS = 9
 """By how sure the lookup is of the next token: not at all (it has no tree), then in eighths."""
 
 _IMAGINED = 4.0
-"""Steps that count before any was seen: in them a lookup is right as often as it says, and a
-drafter gains a token where it is wrong."""
+"""Steps that count before any was seen: the lookup was right as often as it says, and a drafter
+gained a token where it was wrong."""
 
 
 def first_token(tree: DraftTree) -> torch.Tensor:
-    """How sure trees are that the next token is among theirs. R trees → [R] fp32, 0 … 1."""
+    """Return how sure R trees are to have the next token, [R] fp32, 0 … 1."""
     return torch.where(tree.depth == 1, tree.logprob.exp(), 0.0).sum(1).clamp(max=1.0)
 
 
 class DrafterGate:
     """Estimates Σ (1 − p) G: p is how often the lookup has the next token, G what a drafter's nodes
-    bring where it has not.
-
-    On the host, in numpy: for devices whose memory is the host's.
+    bring where it has not. In numpy, for devices whose memory is the host's.
 
     Args:
         decay: weight of a step one step later. The default forgets half in 350 steps.

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-SPREAD = 0.5
-"""Standard deviation of start-up figures, in nats. Figures of similar sizes err alike."""
+SPREAD, SURE = 0.5, 0.1
+"""Standard deviation of start-up figures, in nats: on a CPU, and on a GPU, where nothing else runs.
+Figures of similar sizes err alike."""
 
 NOISE = 0.15
 """Standard deviation of a measured ratio, in nats, until the errors show it. An error of more than
@@ -111,6 +112,7 @@ class StepCost:
         self._verify, self._draft = _Curve(rows, logs, 0), _Curve(counts, logs, len(rows))
         self._lookup = _Curve(counts, logs, len(rows) + len(counts))
         self._covariance: np.ndarray | None = None  # until a step was seen
+        self._spread = SPREAD if noisy else SURE
         self._noise = [NOISE**2, NOISE**2]  # variance of ratios of steps, and of drafts to steps
         self._last, self._seconds = _Step(int(rows[0]), 0, True), float(times[0])
         self.per_request, self.read = per_request / times[0], 0.0
@@ -185,7 +187,7 @@ class StepCost:
                 slice(curve.first, curve.first + len(curve.points)),
                 np.log2(curve.points),
             )
-            found[here, here] = SPREAD**2 * np.exp(-np.abs(octave[:, None] - octave))
+            found[here, here] = self._spread**2 * np.exp(-np.abs(octave[:, None] - octave))
         found[-1, -1] = NOISE**2
         return found
 

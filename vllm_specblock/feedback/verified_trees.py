@@ -10,10 +10,7 @@ from vllm_specblock.triton_kernels.verify.verification_result import Verificatio
 
 
 class VerifiedTrees(VerificationResult):
-    """`VerificationResult`, which says what they are, and what follows from them.
-
-    That is worked out when it is asked for. Kernels do not ask: they do it on their way.
-    """
+    """A `VerificationResult`, and what torch needs of it; kernels work that out themselves."""
 
     @cached_property
     def temperature(self) -> torch.Tensor:
@@ -47,9 +44,9 @@ class VerifiedTrees(VerificationResult):
         return on_path(self.path, self.accepted, self.origin.shape[1])
 
     def of_drafter(self, drafter: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """How many tokens a drafter (0 or 1) has promised and kept, by its own nodes.
+        """Return the expected and the accepted tokens of a drafter's (0 or 1) own nodes.
 
-        Nodes that both drafters have drafted count for both.
+        Nodes of both drafters count for both.
 
         Returns:
             [R] fp32, the sum of exp(logprob); [R] int64, accepted; [R] bool, it has any node.
@@ -60,11 +57,11 @@ class VerifiedTrees(VerificationResult):
 
 
 def on_path(path: torch.Tensor, accepted: torch.Tensor, num_nodes: int) -> torch.Tensor:
-    """The nodes of accepted paths.
+    """Return the nodes of accepted paths.
 
     Args:
         path: [R, D+1] int64, node at each position; column 0 is the root.
-        accepted: [R] integers, draft nodes on the path; what comes after them does not count.
+        accepted: [R] integers, draft nodes on the path.
         num_nodes: N.
 
     Returns:

@@ -1,31 +1,14 @@
-"""Rows in parts: cut where it does no harm, and a head that cannot tell."""
+"""Rows in parts: a head drafts what it would from all of them at once."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.committed import rows_of
 from support.lone_drafters import MAX_LEN, PAGE, head_of
 from support.trees import texts
 
 from vllm_specblock.drafters.common import chunked_advance
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 16))
-def test_only_what_is_too_long_is_cut(lengths, most):
-    start = [0]
-    for length in lengths:
-        start.append(start[-1] + length)
-    found = chunked_advance.chunk_bounds(start, most)
-    assert found[0] == 0 and found[-1] == start[-1]
-    assert all(0 < b - a <= most for a, b in pairwise(found))
-    for a, b in pairwise(start):
-        if b - a <= most:
-            assert not any(a < cut < b for cut in found)
 
 
 # A prompt of several parts between requests that decode, with rejected nodes as padding.

@@ -62,28 +62,6 @@ def test_levels_are_those_of_plain_python(depth, top_k, budget, width, seed):
         assert (grown.parent[request, :size] <= torch.arange(size)).all()
 
 
-def test_rows_are_numbered_on_from_level_to_level():
-    """Each row's parent row, by which states and visibility are looked up."""
-    levels, generator = levels_of(LevelLimits(4, 3, 3, 40)), torch.Generator().manual_seed(0)
-    scores, token = -torch.rand(4, 1, 3, 3, generator=generator), torch.arange(3).expand(1, 3, 3)
-    rows = levels.attach(None, None, scores[0, :, :1], token[:, :1])
-    for level in range(2, 5):
-        first = {2: 0, 3: 1, 4: 4}[level]
-        assert (first <= rows.row).all() and (rows.row < first + (1 if level == 2 else 3)).all()
-        assert rows.behind.tolist() == (rows.row - first).flatten().tolist()
-        assert rows.rope.tolist() == [10 + level - 1] * 3
-        rows = levels.attach(rows, None, scores[level - 1], token)
-
-
-def test_rows_of_all_requests_are_numbered_on():
-    """States of one forward lie side by side."""
-    levels, token = levels_of(LevelLimits(3, 2, 2, 20), 2), torch.arange(2).expand(2, 2, -1)
-    rows = levels.attach(None, None, torch.tensor([-0.1, -0.2]).expand(2, 1, -1), token[:, :1])
-    assert rows.behind.tolist() == [0, 0, 1, 1] and rows.rope.tolist() == [11, 11, 12, 12]
-    scores = torch.tensor([[[-1.0, -2.0], [-3.0, -4.0]], [[-3.0, -4.0], [-1.0, -2.0]]])
-    assert levels.attach(rows, None, scores, token).behind.tolist() == [0, 0, 3, 3]
-
-
 def test_of_equal_scores_the_earlier_candidates_grow():
     levels, token = levels_of(LevelLimits(2, 20, 3, 40)), torch.arange(20)
     rows = levels.attach(None, None, torch.full((1, 1, 20), -1.0), token[None, None])

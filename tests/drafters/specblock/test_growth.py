@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from support.drafted_blocks import coarse_block, random_block
 from support.naive_expand import NaiveExpansion
 from support.trees import texts
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
@@ -175,47 +173,6 @@ def test_a_text_that_filled_a_shape_may_still_start():
 def test_paths_too_long_for_a_key():
     with pytest.raises(ValueError, match="draft paths of 256 tokens, but at most 255"):
         TreeShape(32, 8, 8, (2, 4, 6, 4), 60)
-
-
-def whole_step(shape: TreeShape, num_requests: int) -> DraftTree:
-    expansion = Expansion(shape, torch.zeros(4, dtype=torch.int64), num_requests)
-
-    def block(*rows):
-        full = (*rows, shape.block_size, shape.width)
-        return (
-            torch.zeros(full),
-            torch.zeros(full, dtype=torch.int64),
-            torch.zeros(full[:-1], dtype=torch.int64),
-        )
-
-    expansion.first_block(*block(num_requests))
-    for m in range(2, shape.num_blocks + 1):
-        expansion.next_block(expansion.starts(m), m, *block(num_requests, shape.num_starts))
-    return expansion.finish()
-
-
-def test_nothing_is_read_on_the_host():
-    """A fake tensor has no value: any `.item()`, `if tensor` or data-dependent shape raises."""
-    with FakeTensorMode():
-        tree = whole_step(TreeShape(4, 3, 8, (2, 4, 10, 0), 60), 3)
-        with pytest.raises(DataDependentOutputException):
-            tree.size[0].item()
-    assert tree.token.shape == (3, 60)
-
-
-def test_operations_per_step():
-    """Each is a launch on a GPU, where the tree is to cost less than the drafter."""
-
-    class Count(TorchDispatchMode):
-        total = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.total += not function.is_view
-            return function(*args, **(kwargs or {}))
-
-    with Count() as count:
-        whole_step(TreeShape(4, 2, 8, (2, 4, 10, 0), 60), 1)
-    assert count.total < 160
 
 
 def test_a_node_is_of_the_forward_whose_candidate_was_kept():

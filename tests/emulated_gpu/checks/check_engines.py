@@ -96,6 +96,11 @@ ENGINES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     "warmed": (BOTH[:1], {}, GRAPHS | {"kernel_config": {"enable_flashinfer_autotune": False}}),
     "profiled": (BOTH[:1], {}, GRAPHS | PROFILED),
     "adaptive": (EACH, ADAPTIVE, GRAPHS),
+    "adaptive piecewise": (
+        BOTH[:1],
+        ADAPTIVE,
+        {"enforce_eager": False, "compilation_config": PIECEWISE},
+    ),
     "n-gram": (BOTH[:1], {**NGRAM, "model": None}, GRAPHS),
     "EAGLE-3": (EACH, EAGLE3, GRAPHS),
     "merged": (EACH[:2], MERGED, GRAPHS),

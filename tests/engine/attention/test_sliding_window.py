@@ -34,14 +34,14 @@ def target(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain(target):
+def windowed(target):
     return make_engine(None, model=str(target))
 
 
 @pytest.mark.parametrize(
     "heads", [{"model": str(DRAFTER), "second_drafter": {"kind": "ngram"}}, {"kind": "ngram"}]
 )
-def test_tokens_are_vllms_own(target, plain, heads):
+def test_tokens_are_vllms_own(target, windowed, heads):
     ours = make_engine({"num_speculative_tokens": 12, "model": None, **heads}, model=str(target))
     accepted = []
     store = ours.speculator.tree_states.store
@@ -53,18 +53,17 @@ def test_tokens_are_vllms_own(target, plain, heads):
     ours.speculator.tree_states.store = noting
     for temperature in (0.0, 1.0):
         requests = params(4, temperature=temperature, max_tokens=100)
-        expected = plain.generate(PROMPTS[:4], requests)
+        expected = windowed.generate(PROMPTS[:4], requests)
         check = Checker()
         check(ours, requests, expected, PROMPTS[:4])
         assert check.tokens == 400
     assert sum(accepted) > 100, "hardly a tree was right: this tested little"
 
 
-def test_the_window_matters(target, plain):
+def test_the_window_matters(windowed, plain):
     """Or the test above would be one of targets without."""
-    wide = make_engine(None)
     requests = params(2, max_tokens=100)
-    one, other = (engine.generate(PROMPTS[:2], requests) for engine in (plain, wide))
+    one, other = (engine.generate(PROMPTS[:2], requests) for engine in (windowed, plain))
     assert [o.tokens for (o,) in one] != [o.tokens for (o,) in other]
 
 

@@ -15,7 +15,6 @@ from baselines.eagle3 import Eagle3
 from support.engines import TARGET, assert_identical, make_engine, prompts, record_drafts
 from transformers import (
     AutoModelForCausalLM,
-    LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -39,7 +38,6 @@ SIZES = {
     "bos_token_id": None,
 }
 TARGETS = {
-    "llama": LlamaConfig(**SIZES),
     "qwen3": Qwen3Config(**SIZES),
     "qwen3-moe": Qwen3MoeConfig(
         **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64

@@ -8,12 +8,9 @@ from baselines.falcon import Falcon
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
-from support.engines import DRAFTER, TARGET, assert_identical, configure, make_engine, record_drafts
+from support.engines import DRAFTER, TARGET, assert_identical, make_engine
 from support.matrix import PROMPTS, params
-from transformers import AutoConfig
-from vllm import SamplingParams
 
-from vllm_specblock.engine.config import vllm_args
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import TrainBatch
 from vllm_specblock.train.target.features import OnlineTeacher, load_target
@@ -84,41 +81,3 @@ def test_tokens_are_vllms_own_and_drafts_are_accepted(kind, folders, reference, 
     # Where it is routed, the trained head is surer and drafts most steps.
     steps = count["chosen_trees_1"] if "route" in str(SECOND.get(kind)) else 160
     assert count["accepted_nodes_1"] > steps / 4, count
-
-
-@pytest.mark.parametrize("kind", ["medusa", "sps"])
-def test_the_last_cached_block_is_kept(kind, folders, monkeypatch):
-    """The cache rows of neither depend on the next token."""
-    engine = make_engine(
-        {"model": str(folders[kind]), "num_speculative_tokens": 12, "calibrate_drafts": False}
-    )
-    drafts = record_drafts(engine, monkeypatch)
-    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    text, found = PROMPTS[5], []
-    assert len(text) == 120
-    # The second run follows a text that differs after three full blocks.
-    for before in ([], [*text[:96], *text[:9]]):
-        engine.llm.reset_prefix_cache()
-        if before:
-            engine.generate([before], greedy)
-        drafts.clear()
-        (answer,) = engine.llm.generate([{"prompt_token_ids": text}], greedy, use_tqdm=False)
-        found.append((answer.num_cached_tokens, answer.outputs[0].token_ids, list(drafts)))
-    assert [cached for cached, *_ in found] == [0, 96]
-    assert found[0][1:] == found[1][1:]
-
-
-@pytest.mark.parametrize(
-    ("kind", "inner", "read"),
-    [("medusa", [], (7,)), ("falcon", [2, 3, 4], (2, 3, 4)), ("sps", [], ())],
-)
-def test_states_that_vllm_is_asked_for(kind, inner, read, tmp_path):
-    """What the LM head reads comes without asking: it is no inner layer's."""
-    make, sizes = MAKE[kind]
-    target = AutoConfig.from_pretrained(TARGET)
-    t2d = torch.ones(target.vocab_size, dtype=torch.bool)
-    make.for_target(target, torch.zeros(target.vocab_size).long(), t2d, 0, **sizes).save(tmp_path)
-    config = configure({"model": str(tmp_path)})
-    draft = config.speculative_config.draft_model_config.hf_config
-    assert draft.eagle_aux_hidden_state_layer_ids == inner
-    assert vllm_args.read_back(config.additional_config).layers == read

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from support.engines import DRAFTER, ROOT, TARGET, configure
 from vllm import envs
 from vllm.config import KVTransferConfig
@@ -260,20 +259,6 @@ def test_drafter_that_reads_layers_that_are_not_there(copied):
     refused("[2, 3, 7]", "0 to 6", speculative={"model": str(copied)})
 
 
-def test_block_size_that_the_weights_do_not_have(copied):
-    edit(copied, block_size=5)
-    refused("block_size", "4", "5", speculative={"model": str(copied)})
-
-
-def test_missing_and_extra_tensors(copied):
-    tensors = load_file(copied / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if name != "norm.weight"}
-    save_file(kept, copied / "model.safetensors")
-    refused("norm.weight", speculative={"model": str(copied)})
-    save_file({**tensors, "stray.weight": torch.zeros(1)}, copied / "model.safetensors")
-    refused("stray.weight", speculative={"model": str(copied)})
-
-
 def test_the_target_hands_out_states_whatever_a_checkpoint_says(copied):
     from vllm_specblock.drafters.specblock.checkpoint import convert
 
@@ -284,15 +269,6 @@ def test_the_target_hands_out_states_whatever_a_checkpoint_says(copied):
     if hasattr(eagle3_utils, "requires_aux_hidden_states"):  # vLLM from 0.33 on
         assert eagle3_utils.requires_aux_hidden_states(found)
     assert found.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids == [2, 3, 4]
-
-
-def test_mapping_that_is_not_plain_tensors(copied):
-    from vllm_specblock.drafters.specblock.checkpoint import convert
-
-    published = copied.with_name("published")
-    convert(copied, published, "published")
-    torch.save({"d2t": object, "t2d": print}, published / "vocab_mapping.pt")
-    refused("vocab_mapping.pt", speculative={"model": str(published)})
 
 
 NGRAM = {"kind": "ngram"}
@@ -374,7 +350,7 @@ def test_wrong_combinations(speculative, parts):
     refused(*parts, speculative=speculative)
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="on a GPU nothing is adapted unasked")
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a CPU's defaults")
 @pytest.mark.parametrize(
     ("given", "changes", "adapts"),
     [
@@ -388,6 +364,27 @@ def test_wrong_combinations(speculative, parts):
 def test_budgets_follow_from_costs_on_a_cpu_unless_somebody_says_otherwise(given, changes, adapts):
     config = configure(given, **changes)
     assert vllm_args.read_back(config.additional_config).adaptive == adapts
+
+
+@pytest.mark.parametrize(
+    ("changes", "adapts"),
+    [
+        ({}, True),
+        ({"tensor_parallel_size": 2}, True),
+        ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, True),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, False),
+        ({"optimization_level": 1}, False),
+        ({"enforce_eager": True}, False),
+        ({"data_parallel_size": 2}, False),
+        ({"enable_lora": True}, False),
+    ],
+)
+def test_budgets_follow_from_costs_on_a_gpu_with_full_graphs(monkeypatch, changes, adapts):
+    gpu = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr(vllm_args, "current_platform", gpu)
+    args = EngineArgs(model=str(TARGET), **changes)
+    parallel = SimpleNamespace(data_parallel_size=args.data_parallel_size)
+    assert vllm_args._can_adapt(args, parallel) == adapts
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="each process of a GPU's agrees")

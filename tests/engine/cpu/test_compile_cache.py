@@ -16,22 +16,6 @@ def artifact(function) -> SimpleNamespace:
     return SimpleNamespace(_artifacts=SimpleNamespace(compiled_fn=function))
 
 
-def test_a_plain_function_has_nothing_to_finalise():
-    loaded = artifact(lambda x: x + 1)
-    assert compile_cache.finalisable(loaded) is loaded
-    assert loaded._artifacts.compiled_fn.finalize_loading(None) is None
-    assert loaded._artifacts.compiled_fn(1) == 2
-
-
-def test_who_can_is_asked():
-    class Artifact:
-        def finalize_loading(self, config):
-            return "done"
-
-    loaded = compile_cache.finalisable(artifact(Artifact()))
-    assert loaded._artifacts.compiled_fn.finalize_loading(None) == "done"
-
-
 def test_what_vllm_loads_goes_through_it(monkeypatch):
     """Whoever loads asks torch by the name that is replaced, and then for `finalize_loading`."""
     source = inspect.getsource(decorators._try_load_aot_compiled_fn)

@@ -148,14 +148,6 @@ def test_two_drafters_and_what_each_takes():
     assert code == 0 and "ngram, reads the requests' own text" in said, said
 
 
-def test_weights_in_8_bits_take_less():
-    def weights(**given) -> float:
-        found = by_name(TARGET, DRAFTER, **given)["memory"].found
-        return float(re.match(r"weights ([\d.]+) MiB", found)[1])
-
-    assert 0.4 * weights() < weights(quantization="fp8") < 0.8 * weights()
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -197,15 +189,6 @@ def test_a_package_that_is_not_there(package, monkeypatch):
     assert finding.verdict == "wrong" and "nstall" in finding.advice
 
 
-def test_a_package_that_is_too_old(monkeypatch):
-    monkeypatch.setattr(setup, "installed", lambda name: "1.0")
-    found = {finding.name: finding for finding in setup.versions()}
-    assert {name for name, each in found.items() if each.verdict == "wrong"} >= {
-        "torch", "transformers", "vLLM",
-    }  # fmt: skip
-    assert found["torch"].advice.startswith("Install torch>=")
-
-
 def test_a_plugin_that_vllm_does_not_load(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     found = by_name()
@@ -216,15 +199,6 @@ def test_a_plugin_that_vllm_does_not_load(monkeypatch):
     assert setup.plugin().verdict == "right"
     monkeypatch.setattr(setup, "entry_points", lambda group: [])
     assert "entry point" in setup.plugin().found
-
-
-def test_hooks_that_are_not_there_are_named(monkeypatch):
-    gone = [f"trouble {at}" for at in range(5)]
-    monkeypatch.setattr(setup.compat, "broken", lambda root: iter(gone))
-    found = setup.hooks()
-    assert found.verdict == "wrong" and found.found.startswith("5 of ")
-    assert "trouble 2" in found.found and "trouble 3" not in found.found
-    assert "and 2 more" in found.found
 
 
 def test_what_runs_the_kernels(monkeypatch):

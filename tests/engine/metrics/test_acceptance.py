@@ -86,7 +86,7 @@ def check(seen: Seen) -> None:
         assert metrics.get("per_step_accepted", []) == [tokens - 1 for tokens in steps]
 
 
-@pytest.fixture(scope="module", params=["fixed", "adaptive", "adaptive, asynchronous"])
+@pytest.fixture(scope="module", params=["fixed", "adaptive, asynchronous"])
 def engine(request):
     adaptive = request.param != "fixed"
     return make_engine(

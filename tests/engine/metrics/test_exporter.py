@@ -21,7 +21,6 @@ from support.dashboard import asked, of_adaptation, unanswered
 from support.engines import TARGET, Engine, make_engine, prompts
 from support.trees import nodes, path_to
 from support.verification import to_be_counted
-from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm import SamplingParams
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.reader import get_metrics_snapshot
@@ -143,20 +142,6 @@ def test_counts_are_the_oracles(all_steps):
         count(one, only_first(step))
     assert two.as_dict() == oracle(all_steps, 2)
     assert one.as_dict() == oracle([only_first(step) for step in all_steps], 1)
-
-
-def test_counting_reads_nothing_on_the_host():
-    with FakeTensorMode():
-        counters = DrafterCounters(2, "cpu")
-        flag = torch.ones(3, dtype=torch.bool)
-        size = torch.ones(3, dtype=torch.int32)
-        verified = to_be_counted(
-            torch.ones(4, SLOTS, dtype=torch.uint8),
-            torch.zeros(3, dtype=torch.int32),
-            torch.ones(3, dtype=torch.int64),
-            torch.zeros(3, DEPTH + 1, dtype=torch.int64),
-        )
-        counters.count(verified, Drafted(flag, flag, flag, size, size.float(), size, None))
 
 
 # ---- how it is shown ----
@@ -325,13 +310,6 @@ def test_they_read_like_vllms_own(tmp_path, several_servers):
     assert not list(tmp_path.glob("counter_specblock*")), "left behind"
 
 
-def test_who_writes_no_file(config):
-    assert exporter.make_sink(vllm_config(config), rank=1) is None
-    assert exporter.make_sink(vllm_config(Config()), rank=0) is None
-    config.specblock_metrics = "/nowhere/counter_specblock-x"
-    assert exporter.make_sink(vllm_config(config), rank=0) is None
-
-
 def test_the_path_travels_and_leaves_the_compile_cache_its_name():
     """As vLLM makes, hashes and pickles its config; a SpecBlock one is not needed for that."""
     from vllm.engine.arg_utils import EngineArgs
@@ -376,44 +354,35 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
 
 
-def test_a_real_run_agrees_with_vllms_own_counters():
-    engine = make_engine({"num_speculative_tokens": 24})
-    engine.generate(prompts(4), GREEDY)
-    got = counted(engine)
-    for ours, theirs in (
-        ("chosen_trees", "drafts"),
-        ("verified_nodes", "draft_tokens"),  # while every tree fills its slots
-    ):
-        assert got[f"specblock_{ours}", "1"] == got[f"spec_decode_num_{theirs}", None] > 0
-    accepted = got["specblock_accepted_nodes", "1"] - behind_the_end(engine)
-    assert accepted == got["spec_decode_num_accepted_tokens", None] > 0
+NGRAM = {"second_drafter": {"kind": "ngram"}}
+SHARED = ("shared_nodes", "shared_accepted_nodes")
+"""Counted for both drafters."""
+ENGINES = {"alone": {}, "routed": NGRAM, "merged": NGRAM | {"draft_policy": "merge"}}
 
 
-def test_shares_of_a_real_router():
-    engine = make_engine({"num_speculative_tokens": 24, "second_drafter": {"kind": "ngram"}})
-    for params in (GREEDY, SAMPLED):
+@pytest.mark.parametrize("how", ENGINES)
+def test_a_real_run_agrees_with_vllms_own_counters(how):
+    """And the dashboard asks for nothing that a merging engine, or one that learns, lacks."""
+    engine = make_engine({"num_speculative_tokens": 24, **ENGINES[how]})
+    for params in (GREEDY, SAMPLED) if how == "routed" else (GREEDY,):
         engine.generate(prompts(4), params)
-    got = counted(engine)
-    first, second = (got["specblock_chosen_trees", head] for head in "12")
-    assert first > 0 and second > 0
-    assert first + second == got["spec_decode_num_drafts", None]
-    accepted = sum(got["specblock_accepted_nodes", head] for head in "12")
-    assert accepted - behind_the_end(engine) == got["spec_decode_num_accepted_tokens", None]
-    assert got["specblock_second_skipped", None] == 0
+    got, heads = counted(engine), "1" if how == "alone" else "12"
 
+    def total(name: str) -> int:
+        return sum(got[f"specblock_{name}", head] for head in heads)
 
-def test_what_both_heads_say_is_counted_for_both():
-    """And the dashboard asks for nothing that this engine, or one that learns, does not show."""
-    engine = make_engine(
-        {"num_speculative_tokens": 24, "second_drafter": {"kind": "ngram"}, "draft_policy": "merge"}
-    )
-    engine.generate(prompts(4), GREEDY)
-    got = counted(engine)
-    both = sum(got["specblock_verified_nodes", head] for head in "12")
-    shared = got["specblock_shared_nodes", None]
-    assert both - shared == got["specblock_tree_nodes", None] and shared > 0
-    accepted = sum(got["specblock_accepted_nodes", head] for head in "12")
-    shared = got["specblock_shared_accepted_nodes", None]
-    accepted -= shared + behind_the_end(engine)
-    assert accepted == got["spec_decode_num_accepted_tokens", None]
-    assert unanswered() == {name for name in asked() if of_adaptation(name)}
+    shared = {name: got.get((f"specblock_{name}", None), 0) for name in SHARED}
+    accepted = total("accepted_nodes") - shared["shared_accepted_nodes"] - behind_the_end(engine)
+    assert accepted == got["spec_decode_num_accepted_tokens", None] > 0
+    verified = total("verified_nodes") - shared["shared_nodes"]
+    assert verified == got["specblock_tree_nodes", None] > 0
+    if how == "merged":
+        assert shared["shared_nodes"] > 0
+        assert unanswered() == {name for name in asked() if of_adaptation(name)}
+        return
+    assert total("chosen_trees") == got["spec_decode_num_drafts", None] > 0
+    assert all(got["specblock_chosen_trees", head] > 0 for head in heads)
+    if how == "alone":  # while every tree fills its slots
+        assert verified == got["spec_decode_num_draft_tokens", None]
+    else:
+        assert got["specblock_second_skipped", None] == 0

@@ -157,14 +157,6 @@ def test_a_replay_reads_the_memory_of_the_capture():
     assert target.tolist() == [5.0, 7.0]
 
 
-def test_values_of_python_stay_those_of_the_capture():
-    target, factor = torch.zeros(1), [2.0]
-    graph = recorded(lambda: target.copy_(torch.ones(1) * factor[0]))
-    factor[0] = 3.0
-    graph.replay()
-    assert target.item() == 2.0
-
-
 @pytest.mark.parametrize(
     "step",
     [

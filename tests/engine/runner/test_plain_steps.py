@@ -31,11 +31,6 @@ OF_VLLM = {
 
 
 @pytest.fixture(scope="module")
-def plain() -> Engine:
-    return make_engine(None)
-
-
-@pytest.fixture(scope="module")
 def ours() -> Engine:
     return make_engine(
         {

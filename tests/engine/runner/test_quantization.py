@@ -9,11 +9,6 @@ from support.matrix import PROMPTS, params
 from vllm_specblock.drafters.common.linear import Fp8Linear
 
 
-@pytest.fixture(scope="module")
-def plain():
-    return make_engine(None)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"model": str(ROOT / "examples/two_heads/eagle3")}], ids=["specblock", "eagle3"]
 )

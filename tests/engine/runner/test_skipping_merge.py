@@ -9,7 +9,7 @@ import torch
 from support.committed import rows_of
 from support.engines import DRAFTER, make_engine
 from support.lone_drafters import MAX_LEN, PAGE, head_of
-from support.matrix import CASES, Checker, params
+from support.matrix import Checker, every_case, params
 from support.trees import texts
 from vllm.platforms import current_platform
 
@@ -44,11 +44,10 @@ def every_third(engine, monkeypatch) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_no_token_changes(engine, reference, monkeypatch, name):
+def test_no_token_changes(engine, reference, monkeypatch):
     asked = every_third(engine, monkeypatch)
-    requests = params(**CASES[name])
-    Checker()(engine, requests, reference(name, requests))
+    texts, requests = every_case()
+    Checker()(engine, requests, reference("every case", requests, texts), texts)
     assert {False, True} <= set(asked)
 
 

@@ -246,7 +246,8 @@ class DeviceBudgetManager(TreeBudgetManager):
         alone = [s for s in samples if s.num_reqs * each != s.num_target_tokens]
         per_request = cost_per_request(_medians(alone), _medians(trees))
         verify = {
-            rows: ms - per_request * requests for rows, (ms, requests) in _medians(alone).items()
+            rows: max(ms - per_request * requests, 0.1 * ms)
+            for rows, (ms, requests) in _medians(alone).items()
         }
         draft: defaultdict[int, list[float]] = defaultdict(list)
         for sample in samples:

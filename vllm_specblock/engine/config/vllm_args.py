@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+from vllm.config.vllm import OptimizationLevel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -93,10 +94,8 @@ def resolve(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> 
         OptionError, CheckpointError: as `translate`.
     """
     given, on_cpu = keys_of(args), current_platform.is_cpu()
-    # On a CPU every verified row takes time.
-    several = parallel.tensor_parallel_size > 1 or args.enable_lora
     fixed = given.get("num_speculative_tokens_per_batch_size") is not None
-    given.setdefault("enable_adaptive_verification", on_cpu and not several and not fixed)
+    given.setdefault("enable_adaptive_verification", not fixed and _can_adapt(args, parallel))
     given.setdefault("num_speculative_tokens", DEFAULT_NODES_ON_CPU if on_cpu else DEFAULT_NODES)
     hub = {"token": args.hf_token, "cache_dir": args.download_dir}
     resolved = resolve_config(given, target, hub)
@@ -107,6 +106,17 @@ def resolve(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> 
     validate.check_acceptance(given)
     validate.check_adapt(resolved, parallel, target)
     return resolved
+
+
+def _can_adapt(args: EngineArgs, parallel: ParallelConfig) -> bool:
+    """Whether budgets can follow the load; a GPU measures them from full CUDA graphs of decodes."""
+    if args.enable_lora:
+        return False
+    if current_platform.is_cpu():
+        return parallel.tensor_parallel_size == 1
+    mode, by_level = args.compilation_config.cudagraph_mode, OptimizationLevel.O2
+    full = args.optimization_level >= by_level if mode is None else mode.has_full_cudagraphs()
+    return full and not args.enforce_eager and parallel.data_parallel_size == 1
 
 
 def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> ResolvedConfig:

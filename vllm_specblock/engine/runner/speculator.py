@@ -135,7 +135,6 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
-        self.max_model_len = self.vllm_config.model_config.max_model_len
         self.caches.find_groups(self.kv_cache_config)
 
     def bind_caches(self) -> None:

@@ -1,0 +1,127 @@
+"""`specblock chat` around what answers: prompts, commands, a server's stream."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from vllm_specblock.bench import live
+from vllm_specblock.cli import chat as chats
+from vllm_specblock.cli.main import app
+from vllm_specblock.train.target.features import load_tokenizer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TARGET, DRAFTER = EXAMPLES / "tiny_pair/target", EXAMPLES / "tiny_pair/drafter"
+
+
+def run(*arguments, said: str):
+    return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=said)
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Stands in for engines: every answer is the same four tokens, two of them drafted."""
+    asked, tokenizer = [], load_tokenizer(TARGET)
+    ids = tokenizer("import os\nimport sys\n", add_special_tokens=False).input_ids
+
+    def start(engines, target, methods, folder, dtype, eager):
+        asked.append(methods)
+
+    def ask(engines, job, answers):
+        asked.append(job["prompts"][0])
+        for answer in answers:
+            answer.hear(ids[:1])
+            answer.hear(ids[1:])
+            answer.seconds = 1.0
+
+    monkeypatch.setattr(live, "start_engines", start)
+    monkeypatch.setattr(live, "ask_together", ask)
+    return asked
+
+
+def test_prompts_from_a_pipe_become_one_chat(engines):
+    result = run(TARGET, "--model", DRAFTER, said="import re\n\n/help\nimport io\n/new\nx = 1\n")
+    assert result.exit_code == 0, result.output
+    methods, first, second, new = engines
+    assert methods == {
+        "vLLM": None,
+        "with draft trees": {"method": "specblock", "model": str(DRAFTER)},
+    }
+    assert len(second) > len(first) and len(new) < len(second)
+    assert result.stdout.count("import os\nimport sys") == 3 and chats.HELP in result.stdout
+    assert "tokens/s, τ" in result.stdout
+
+
+def test_the_tree_of_the_last_step(engines):
+    said = "import re\n/tree\n"
+    result = run(TARGET, "--model", DRAFTER, "--no-plain", said=said)
+    assert result.exit_code == 0, result.output
+    assert engines[0].keys() == {"with draft trees"}
+    assert "  root" in result.stdout and "✓ accepted" in result.stdout
+    result = run(TARGET, said=said)
+    assert "/tree shows the tree of a drafter with weights: give --model." in result.stdout
+
+
+def test_two_drafters_are_a_mistake():
+    result = run(TARGET, "--model", DRAFTER, "--speculative-config", "{}", said="")
+    assert result.exit_code == 2 and "drop one" in result.output
+
+
+class Handler(BaseHTTPRequestHandler):
+    asked: ClassVar[list[dict]] = []
+
+    def reply(self, text: str, kind: str = "application/json") -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self):
+        self.reply(json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/detokenize":
+            return self.reply(json.dumps({"prompt": "".join(chr(97 + i) for i in body["tokens"])}))
+        self.asked.append(body)
+        common = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+        steps = [[0], [1, 2, 3]] if "vllm_xargs" not in body else [[0], [1], [2], [3]]
+        events = [
+            common | {"choices": [{"index": 0, "delta": {"content": "?"}, "token_ids": ids}]}
+            for ids in steps
+        ]
+        told = {"speculative_decoding": {"mean_acceptance_length": 2.5}}
+        events.append(common | {"choices": [], "metrics": told})
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        self.reply(text + "data: [DONE]\n\n", "text/event-stream")
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_server_answers_without_and_with_drafts():
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        address = f"http://127.0.0.1:{server.server_port}"
+        source, out = chats.ServerSource(address, True, 8, 0.0), io.StringIO()
+        answers = source.answers()
+        source.ask([{"role": "user", "content": "why?"}], answers)
+        source.tree(Console(file=out, width=200), answers[-1])
+    finally:
+        server.shutdown()
+    plain, drafts = answers
+    assert plain.text.plain == drafts.text.plain == "abcd"
+    assert [drafts.text.plain[s.start : s.end] for s in drafts.text.spans] == ["bc"]
+    assert drafts.tau == 2.5 and drafts.seconds > 0
+    assert [body.get("vllm_xargs") for body in Handler.asked] == [{"specblock_draft": False}, None]
+    assert Handler.asked[0]["return_token_ids"] and Handler.asked[0]["max_tokens"] == 8
+    assert "give the target's folder and --model" in out.getvalue()

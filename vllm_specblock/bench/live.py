@@ -1,0 +1,219 @@
+"""Answers side by side as they stream: draft tokens tinted, speed and τ beneath."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoConfig
+
+from vllm_specblock.bench.engine_arguments import cache_bytes
+from vllm_specblock.bench.process import EngineProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SLICE = 0.15
+"""Seconds that an engine runs before the next one does."""
+TINT = "black on #a8dda8"
+"""Accepted draft tokens."""
+
+
+class Answer:
+    """One answer as far as it came.
+
+    Attributes:
+        ids: its tokens; steps: how many of them each step emitted.
+        seconds: that its engine ran; reported_tau: by a server, whose stream may join steps.
+    """
+
+    def __init__(self, name: str, decode: Callable[[list[int]], str]) -> None:
+        self.name, self.decode = name, decode
+        self.ids: list[int] = []
+        self.steps: list[int] = []
+        self.seconds = 0.0
+        self.reported_tau: float | None = None
+        self.text = Text()
+        self._shown = 0
+
+    def hear(self, tokens: Sequence[int]) -> None:
+        """Add the tokens of a step: all but the last one were drafted and accepted."""
+        if not tokens:
+            return
+        self.steps.append(len(tokens))
+        for part, style in ((tokens[:-1], TINT), (tokens[-1:], "")):
+            self.ids += part
+            whole = self.decode(self.ids)
+            if not whole.endswith("\ufffd"):  # else a letter lacks some of its bytes
+                self.text.append(whole[self._shown :], style)
+                self._shown = len(whole)
+
+    @property
+    def tau(self) -> float:
+        """Tokens per decode step; the first token comes with the prompt."""
+        if self.reported_tau is not None:
+            return self.reported_tau
+        later = self.steps[1:]
+        return sum(later) / len(later) if later else 1.0
+
+    @property
+    def speed(self) -> float:
+        return len(self.ids) / self.seconds if self.seconds else 0.0
+
+    def figures(self) -> str:
+        return f"{len(self.ids)} tokens, {self.speed:.1f} tokens/s, τ {self.tau:.2f}"
+
+    def panel(self) -> Panel:
+        return Panel(
+            self.text, title=self.name, subtitle=self.figures(), title_align="left", expand=True
+        )
+
+
+def side_by_side(answers: Sequence[Answer]) -> Table:
+    table = Table.grid(expand=True)
+    for _ in answers:
+        table.add_column(ratio=1)
+    table.add_row(*(answer.panel() for answer in answers))
+    return table
+
+
+@contextmanager
+def shown(console: Console, question: str, answers: Sequence[Answer]) -> Iterator[None]:
+    """Show the answers while they grow; in a pipe, in plain lines once they are whole."""
+    if console.is_terminal:
+        view = Group(Text(question, style="bold"), side_by_side(answers))
+
+        def redraw() -> Group:
+            view.renderables[1] = side_by_side(answers)
+            return view
+
+        with Live(
+            console=console,
+            get_renderable=redraw,
+            refresh_per_second=12,
+            vertical_overflow="visible",
+        ):
+            yield
+        return
+    console.print(f"\n> {question}", markup=False, soft_wrap=True)
+    yield
+    same = len({tuple(answer.ids) for answer in answers}) == 1
+    for answer in answers[-1:] if same else answers:
+        console.print(answer.text.plain, markup=False, soft_wrap=True)
+    for answer in answers:
+        console.print(f"[{answer.name}: {answer.figures()}]", markup=False, soft_wrap=True)
+
+
+def start_engines(
+    engines: list[EngineProcess],
+    target: Path,
+    methods: Mapping[str, dict[str, Any] | None],
+    folder: Path,
+    dtype: str,
+    eager: bool = False,
+    length: int = 4096,
+) -> None:
+    """Append an engine per method, all of them ready and paused.
+
+    Args:
+        methods: `speculative_config` by name; None: plain vLLM.
+        folder: of their logs.
+        length: tokens of a request, at most, where the target takes as many.
+
+    Raises:
+        EngineFailed: one did not start.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = AutoConfig.from_pretrained(target).get_text_config()
+    length = min(length, getattr(config, "max_position_embeddings", None) or length)
+    arguments = {
+        "model": str(target),
+        "dtype": dtype,
+        "enforce_eager": eager,
+        "max_model_len": length,
+        "max_num_seqs": 1,
+        "kv_cache_memory_bytes": cache_bytes(config, config.num_hidden_layers, length, 1, 4, 8),
+        "gpu_memory_utilization": 0.8 / len(methods),
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "distributed_executor_backend": "uni",
+    }
+    # In one process, a second thread of torch only spins beside vLLM's own. As vLLM's own attention
+    # would on a GPU, kernels in Triton would round float32 to TF32.
+    env: dict[str, str | None] = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": None,  # plain vLLM as it comes
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TRITON_F32_DEFAULT": "ieee",
+    }
+    for name, speculative in methods.items():
+        given = arguments | {"speculative_config": speculative}
+        engines.append(EngineProcess(name, given, env, folder / f"{name}.log", wait=False))
+    for engine in engines:
+        engine.wait()
+
+
+def job_of(prompt: list[int], max_tokens: int, temperature: float = 0.0) -> dict[str, Any]:
+    """A job of `engine/offline/answering.py`, greedy unless told otherwise."""
+    sampling = {"seeds": [0], "temperature": temperature, "ignore_eos": False}
+    return {"prompts": [prompt], "max_tokens": max_tokens, **sampling}
+
+
+def ask_together(
+    engines: Sequence[EngineProcess], job: Mapping[str, Any], answers: Sequence[Answer]
+) -> None:
+    """Let engines answer one prompt in slices of time, so that both answers grow side by side.
+
+    An engine without a slice is stopped, and time counts while it runs.
+
+    Raises:
+        EngineFailed: an engine ended, or could not answer.
+    """
+    heard: queue.Queue[tuple[int, dict[str, Any] | Exception]] = queue.Queue()
+
+    def listen(index: int) -> None:
+        try:
+            while "said" in (answer := engines[index].receive()):
+                heard.put((index, answer))
+            heard.put((index, answer))
+        except Exception as error:
+            heard.put((index, error))
+
+    for index, engine in enumerate(engines):
+        engine.send({**job, "stream": True})
+        threading.Thread(target=listen, args=(index,), daemon=True).start()
+    open_engines = list(range(len(engines)))
+    while open_engines:
+        index = open_engines.pop(0)
+        engines[index].resume()
+        began = time.perf_counter()
+        before, done = answers[index].seconds, False
+        while not done and (left := began + SLICE - time.perf_counter()) > 0:
+            try:
+                which, event = heard.get(timeout=left)
+            except queue.Empty:
+                break
+            answers[index].seconds = before + time.perf_counter() - began
+            if isinstance(event, Exception):
+                raise event
+            if "said" in event:
+                answers[which].hear(event["said"][1])
+            else:
+                done = done or which == index
+                open_engines = [each for each in open_engines if each != which]
+        answers[index].seconds = before + time.perf_counter() - began
+        engines[index].pause()
+        if not done:
+            open_engines.append(index)
