@@ -9,7 +9,7 @@ from support.engines import DRAFTER, TARGET
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_specblock.engine import deep_sleep
+from vllm_specblock.engine import draft_weights
 from vllm_specblock.engine.patches import PATCHES
 
 NAMES = ("sleep",)
@@ -25,7 +25,7 @@ def reached(monkeypatch):
         monkeypatch.setattr(
             Worker, name, lambda self, *args, name=name: found.append((name, *args)) or True
         )
-    deep_sleep.install()
+    draft_weights.install()
     yield found
     for name in NAMES:
         PATCHES.pop(LABEL + name)

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.drafters.common.backlog import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.engine import deep_sleep, draft_updates
+from vllm_specblock.engine import draft_weights
 from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
 from vllm_specblock.engine.config.vllm_args import read_back
 from vllm_specblock.engine.device import device_of
@@ -62,8 +62,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
     ) -> None:
         super().__init__(vllm_config, device)
-        deep_sleep.install()
-        draft_updates.install()
+        draft_weights.install()
         self.req_states = req_states
         self.resolved = read_back(vllm_config.additional_config)
         self.num_speculative_tokens = self.num_speculative_steps
@@ -119,7 +118,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.counters.sources = [self.clock.counts]
         if self.recorder is not None:
             self.counters.sources.append(self.recorder.counts)
-        return draft_updates.DraftModels(drafters, resolved)
+        return draft_weights.DraftModels(drafters, resolved)
 
     def load_model(self, target_model: VllmModel) -> None:
         check_target_model(target_model, self.vllm_config)  # not all loaders call `create_model`

@@ -1,6 +1,8 @@
-"""vLLM's draft weight updates: a trainer sends a drafter's checkpoint tensors, we swap them in.
+"""A drafter's weights in vLLM's workers: draft weight updates, and sleep that would discard them.
 
-vLLM loads into parameters of the checkpoint's names and shapes, which a folded drafter lacks.
+vLLM loads updates into parameters of the checkpoint's names and shapes, which a folded drafter
+lacks. `sleep(level=2)` keeps named buffers only: unverified trees, learned statistics and folded
+weights are none.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class DraftModels(nn.ModuleList):
 
 
 def install() -> None:
-    """Send draft weight updates of our engines through `DraftModels`. Idempotent."""
+    """In our engines, send updates through `DraftModels` and refuse deep sleep. Idempotent."""
     from vllm.v1.worker.gpu_worker import Worker
 
     @replaces(Worker, "start_draft_weight_update")
@@ -71,3 +73,12 @@ def install() -> None:
         original(self)
         if drafts:
             self.get_draft_model().finish_update()
+
+    @replaces(Worker, "sleep")
+    def sleep(original: Function, self: Worker, level: int = 1) -> None:
+        if level >= 2 and is_ours(self.vllm_config.speculative_config):
+            raise ValueError(
+                f"SpecBlock does not support sleep(level={level}), which discards a drafter's "
+                "weights and the trees' buffers: take level 1, or a new engine."
+            )
+        original(self, level)
