@@ -39,15 +39,6 @@ def test_init_writes_what_its_options_say(target, tmp_path):
     assert config.qk_norm
 
 
-def test_init_needs_nothing_but_target_and_out(target, tmp_path):
-    result = specblock("init", "--target", target, "--out", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    config = checkpoint.read_config(tmp_path / "out")
-    assert (config.block_size, config.num_hidden_layers) == (4, 2)
-    assert config.target.layer_ids == (2, 4, 6)
-    assert "parameters" in result.stdout
-
-
 @pytest.mark.parametrize("named", [None, (1, 4, 8)])
 def test_convert_with_a_target_fills_in_what_is_not_published(target, tmp_path, named):
     """Layers that the checkpoint names win over the target's default."""
@@ -80,12 +71,6 @@ def test_convert_both_ways(target, tmp_path):
     result = specblock("convert", ours, "--out", back, "--to", "published")
     assert result.exit_code == 0, result.output
     assert (back / "vocab_mapping.pt").exists()
-
-
-def test_inspect_shows_an_eagle3_drafter():
-    shown = specblock("inspect", FIXTURES.parents[1] / "examples/two_heads/eagle3").output
-    for part in ('"norm_before_residual": false', "midlayer.mlp", "bfloat16", "1,536 of"):
-        assert part in shown
 
 
 def test_inspect_shows_config_tensors_size_and_coverage():

@@ -11,7 +11,6 @@ from baselines.falcon import Falcon
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
-from safetensors.torch import load_file, save_file
 from support.baseline_batches import DRAFT_VOCAB, TARGET_CONFIG, VOCAB, vocabulary
 from typer.testing import CliRunner
 
@@ -66,14 +65,6 @@ def test_what_is_saved_is_found_and_loaded(kind, tmp_path):
     assert f"draft vocabulary: {DRAFT_VOCAB} of {VOCAB} target tokens" in shown.output
 
 
-def test_layers_of_the_target(tmp_path):
-    layers = {}
-    for kind in MAKE:
-        saved(kind, tmp_path / kind)
-        layers[kind] = FILES.read_config(tmp_path / kind).target_layers(7)
-    assert layers == {"medusa": (7,), "parallelspec": (1, 3, 5), "falcon": (2, 3, 4), "sps": ()}
-
-
 def test_a_small_model_without_a_mapping_names_every_token(tmp_path):
     learner = saved("sps", tmp_path)
     (tmp_path / "vocab_mapping.pt").unlink()
@@ -116,11 +107,3 @@ def test_a_vocabulary_that_is_none(tmp_path):
     (tmp_path / "vocab_mapping.pt").unlink()
     with pytest.raises(CheckpointError, match="says nowhere which they are"):
         FILES.check_tensors(tmp_path, config)
-
-
-def test_a_tensor_too_many(tmp_path):
-    saved("falcon", tmp_path)
-    path = tmp_path / "model.safetensors"
-    save_file(load_file(path) | {"more": torch.zeros(1)}, path)
-    with pytest.raises(CheckpointError, match="holds more"):
-        FILES.check_tensors(tmp_path, FILES.read_config(tmp_path))

@@ -16,7 +16,6 @@ from support.committed import rows_of
 from support.host_reads import NoHostReads
 from support.trees import texts
 
-from vllm_specblock.drafters.common import chunked_advance
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.registry import DRAFTERS
@@ -170,19 +169,6 @@ def test_a_prefix_that_another_request_left_is_enough(pair):
 
 
 @torch.no_grad()
-def test_a_long_prompt_comes_in_parts(pair, monkeypatch):
-    learner, head = pair
-    monkeypatch.setattr(chunked_advance, "MAX_ROWS", 7)
-    states, text = made_up(2)
-    tables = torch.tensor([[3, 7, 1, 5], [4, 2, 8, 11]])
-    head.advance(rows_of([(0, 5), (0, 24)], tables, states, text, PAGE))
-    tree = head.draft()
-    for request, end in enumerate((5, 24)):
-        drafts = learner.draft_along(script_of(states, text, request))
-        assert_same(tree, request, drafts(end))
-
-
-@torch.no_grad()
 def test_at_the_length_limit_nobody_elses_block_is_written(pair):
     _, head = pair
     states, text = made_up(1)
@@ -193,18 +179,6 @@ def test_at_the_length_limit_nobody_elses_block_is_written(pair):
     for cache, old in zip(head.caches, before):
         changed = (cache != old).any(-1).any(1).any(-1).nonzero().flatten().tolist()
         assert set(changed) <= {0, 3, 7, 1, 5}
-
-
-@torch.no_grad()
-def test_few_slots_bound_what_is_drafted(pair):
-    """As the smaller share of two heads: fewer nodes, and hardly a slot to draft into."""
-    _, head = pair
-    few = serve(type(head), head.model, nodes=3, lookahead=2)
-    states, text = made_up(1)
-    few.advance(rows_of([(0, 9)], torch.tensor([[3, 7, 1, 5]]), states, text, PAGE))
-    tree = few.draft()
-    assert tree.token.shape == (1, 3) and 0 < int(tree.size) <= 3
-    assert few.max_depth <= 3 and int(tree.depth[0, : int(tree.size)].max()) <= few.max_depth
 
 
 @torch.no_grad()
