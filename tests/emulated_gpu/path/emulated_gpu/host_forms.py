@@ -141,17 +141,17 @@ def best_of_chunk(a: Arguments, grid: Grid) -> None:
     largest = x.amax(-1)
     below = torch.where(inside, x - largest[..., None], 0.0)
     weight = torch.where(inside, below.exp(), 0.0)
-    sums = a.sums_ptr.view(4, rows, chunks)
+    sums = a.out.sums.view(4, rows, chunks)
     sums[0], sums[1] = largest, weight.sum(-1)
     if a.SPREAD:
         sums[2] = (weight * below).sum(-1)
-    if a.beta_ptr is not None:
-        sharp = a.beta_ptr.flatten()[torch.arange(rows) // a.rows_each, None, None]
+    if a.out.beta is not None:
+        sharp = a.out.beta.flatten()[torch.arange(rows) // a.out.rows_each, None, None]
         sums[3] = torch.where(inside, (sharp * below).exp(), 0.0).sum(-1)
     bits = torch.where(x == x, x, float("-inf")).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     keys = (ordered << 32) | (0x7FFFFFFF - torch.arange(chunks * width).view(chunks, width))
-    a.best_ptr.view(rows, chunks, a.TOP).copy_(keys.topk(a.TOP, -1).values)
+    a.out.best.view(rows, chunks, a.TOP).copy_(keys.topk(a.TOP, -1).values)
 
 
 def move_path(a: Arguments, grid: Grid) -> None:
@@ -220,7 +220,7 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], None], str]] = {
     "_add_norm_kernel": (add_norm, "total_ptr normed_ptr"),
     "_layer_shift_kernel": (layer_shift, "out_ptr"),
     "_store_kv_kernel": (store_kv, ""),
-    "_best_of_chunk_kernel": (best_of_chunk, "best_ptr"),
+    "_best_of_chunk_kernel": (best_of_chunk, "out.best"),
     "_gumbel_sample_kernel": (gumbel_sample, "local_argmax_ptr"),
     "_move_path_kernel": (move_path, ""),
 }
