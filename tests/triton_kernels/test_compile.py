@@ -362,6 +362,7 @@ def test_storing_compiles(compiler, num_nodes):
     column = torch.zeros(3, 3, dtype=torch.int64)[:, 0]
     for chain in (None, column.bool(), column):
         store_tree.store_trees_triton(column, new, kept, chain, None, tree.token)
+    new = new._replace(origin=1)
     store_tree.store_trees_triton(tree.size, new, kept, column, column.bool(), tree.token)
     assert len(stand_in.compiled) == 4 and fits(stand_in)
 

@@ -194,17 +194,19 @@ class NextStarts(NamedTuple):
 @jit
 def _attach_block(
     drafts,  # BlockDrafts
-    token_ptr,  # [C] int64, as the four after it one request's
-    path_hash_ptr,
-    key_ptr,
-    parent_ptr,
-    may_start_ptr,  # written before the last block
+    token_ptr,  # [C] int64, the first of one request's fields, which lie `size` apart
+    size,
     score_ptr,  # [C] fp32
     started_ptr,  # [max(1, BLOCKS-2), S] int64, one request's
     request,  # int64
     GROW: tl.constexpr,  # BlockConstants
 ):
     """One caterpillar per row: a chain of top-1 tokens, each with its siblings."""
+    path_hash_ptr, key_ptr, parent_ptr = (
+        token_ptr + size,
+        token_ptr + 2 * size,
+        token_ptr + 3 * size,
+    )
     cell = tl.arange(0, GROW.CELLS)
     inside = cell < GROW.ROWS * GROW.K * GROW.B
     row, position, branch = cell // (GROW.K * GROW.B), cell // GROW.B % GROW.K, cell % GROW.B
@@ -263,7 +265,7 @@ def _attach_block(
         # The main chain goes on from row 0 of every block, which starts at its last end.
         chain_end = cell == (GROW.K - 1) * GROW.B
         open_key = tl.where(chain_end, open_key | GROW.FIRST, open_key)
-        tl.store(may_start_ptr + index, open_key, mask=inside)
+        tl.store(token_ptr + 4 * size + index, open_key, mask=inside)
     tl.debug_barrier()
 
 
@@ -283,22 +285,11 @@ def _attach_and_start_kernel(
     """Hang block BLOCK, and choose the S best nodes so far to start from, each text once."""
     request = tl.program_id(0).to(tl.int64)
     token = fields_ptr + request * GROW.C
-    path_hash, key, parent = token + size, token + 2 * size, token + 3 * size
+    path_hash, key = token + size, token + 2 * size
     may_start, scratch = token + 4 * size, token + 5 * size
     score_ptr += request * GROW.C
     started_ptr += request * (max(GROW.BLOCKS - 2, 1) * GROW.S)
-    _attach_block(
-        drafts,
-        token,
-        path_hash,
-        key,
-        parent,
-        may_start,
-        score_ptr,
-        started_ptr,
-        request,
-        GROW,
-    )
+    _attach_block(drafts, token, size, score_ptr, started_ptr, request, GROW)
 
     place = tl.arange(0, PLACES)
     inside = (place > 0) & (place < COUNT)
@@ -348,16 +339,5 @@ def _attach_and_select_kernel(
     token = fields_ptr + request * GROW.C
     path_hash, key, parent = token + size, token + 2 * size, token + 3 * size
     score_ptr += request * GROW.C
-    _attach_block(
-        drafts,
-        token,
-        path_hash,
-        key,
-        parent,
-        token,  # not written
-        score_ptr,
-        started_ptr,
-        request,
-        GROW,
-    )
+    _attach_block(drafts, token, size, score_ptr, started_ptr, request, GROW)
     select_part(token, parent, score_ptr, key, path_hash, tree, request, JOINS=True, SELECT=SELECT)

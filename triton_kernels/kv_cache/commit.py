@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..optional_triton import jit, next_power_of_2, tl
-from .paged_rows import CacheStrides, entry_offset, flat_rows, row_index
+from .paged_rows import CacheStrides, entry_offset
 
 if TYPE_CHECKING:  # it needs numba
     from ..attention.cpu_packing import Packing
@@ -30,23 +30,16 @@ class KVCacheSet:
         if not caches:
             raise ValueError("a KVCacheSet needs the cache of at least one layer")
         first = caches[0]
-        for cache in caches:
-            if (cache.shape, cache.stride(), cache.dtype, cache.device) != (
-                first.shape,
-                first.stride(),
-                first.dtype,
-                first.device,
-            ):
-                raise ValueError(
-                    "the caches of a KVCacheSet must agree in shape, strides, dtype and device: "
-                    f"{tuple(cache.shape)} {cache.stride()} {cache.dtype} {cache.device} is not "
-                    f"{tuple(first.shape)} {first.stride()} {first.dtype} {first.device}"
-                )
+        forms = {(tuple(x.shape), x.stride(), x.dtype, x.device) for x in caches}
+        if len(forms) > 1:
+            raise ValueError(
+                "the caches of a KVCacheSet must agree in shape, strides, dtype and device: "
+                f"{sorted(map(str, forms))}"
+            )
         # Entries are moved, never computed with: as integers, so that every cache dtype will do.
         integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[first.element_size()]
         self.caches = [cache.view(integer) for cache in caches]
         self.packing = packing
-        self.rows = [flat_rows(cache) for cache in self.caches]
         addresses = [cache.data_ptr() for cache in caches]
         self.pointers = torch.tensor(addresses, dtype=torch.int64, device=first.device)
 
@@ -83,19 +76,10 @@ def move_kv(
     source = torch.where(live, source, first_source)
     target = torch.where(live, target, first_target)
 
-    cache = kv_caches.caches[0]
-    block_size = cache.shape[2]
-    source_at = source // block_size, source % block_size
-    target_at = target // block_size, target % block_size
-    flat = [rows for rows in kv_caches.rows if rows is not None]
-    if not flat:
-        for cache in kv_caches.caches:
-            cache[target_at[0], :, target_at[1]] = cache[source_at[0], :, source_at[1]]
-        return
-    source_rows = row_index(cache, *source_at, heads_dim=-1).flatten()
-    target_rows = row_index(cache, *target_at, heads_dim=-1).flatten()
-    for rows in flat:
-        rows.index_copy_(0, target_rows, rows.index_select(0, source_rows))
+    size = kv_caches.caches[0].shape[2]
+    for cache in kv_caches.caches:
+        entries = cache[source // size, :, source % size]
+        cache[target // size, :, target % size] = entries
 
 
 class AcceptedRows(NamedTuple):

@@ -6,11 +6,22 @@ lower index comes first.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..optional_triton import cdiv, jit, next_power_of_2, tl
+
+
+class Chunks(NamedTuple):
+    """What the first kernel leaves of each chunk."""
+
+    best: torch.Tensor  # [rows, chunks, TOP] int64: an ordered integer << 32 | (2^31 - 1 - index)
+    sums: (
+        torch.Tensor
+    )  # [rows, 4, chunks] fp32: m = max x, and for d = x - m Σ e^d, Σ d e^d, Σ e^βd
+    beta: torch.Tensor | None  # [rows / rows_each] fp32, β; None: 1
+    rows_each: int
 
 
 class MergeConstants(NamedTuple):
@@ -29,7 +40,7 @@ def best_of_chunks(
     *,
     spread: bool = False,
     scale: float = 1.0,
-) -> tuple[tuple[Any, ...], MergeConstants]:
+) -> tuple[Chunks, MergeConstants]:
     """Launch the first kernel.
 
     Args:
@@ -40,7 +51,7 @@ def best_of_chunks(
         scale: factor on the logits, above 0.
 
     Returns:
-        the first arguments of a kernel that merges the chunks, and what it is compiled for.
+        the chunks, and what a kernel that merges them is compiled for.
     """
     vocab = logits.shape[-1]
     logits = logits.detach().reshape(-1, vocab).contiguous()
@@ -51,15 +62,12 @@ def best_of_chunks(
     chunks = cdiv(vocab, chunk)
     best = torch.empty(rows, chunks, top, dtype=torch.int64, device=logits.device)
     sums = torch.empty(rows, 4, chunks, dtype=torch.float32, device=logits.device)
-    rows_each = 1 if beta is None or not rows else rows // len(beta)
+    found = Chunks(best, sums, beta, 1 if beta is None or not rows else rows // len(beta))
     if rows:
         _best_of_chunk_kernel[(rows, chunks)](
             logits,
-            best,
-            sums,
+            found,
             vocab,
-            beta,
-            rows_each,
             scale,
             CHUNK=chunk,
             TOP=top,
@@ -72,7 +80,7 @@ def best_of_chunks(
         MERGED=next_power_of_2(chunks * top),
         TOP=top,
     )
-    return (best, sums, beta, rows_each), constants
+    return found, constants
 
 
 def top_logprobs(
@@ -95,14 +103,11 @@ def top_logprobs(
     return best - logits.logsumexp(-1, keepdim=True)
 
 
-@jit(do_not_specialize=["rows_each"])
+@jit
 def _best_of_chunk_kernel(
     logits_ptr,  # [rows, vocab]
-    best_ptr,  # [rows, chunks, TOP] int64: x as an ordered integer << 32 | (2^31 - 1 - index)
-    sums_ptr,  # [rows, 4, chunks] fp32: m = max x, and for d = x - m Σ e^d, Σ d e^d, Σ e^(bd)
+    out,  # Chunks
     vocab,
-    beta_ptr,  # [rows / rows_each] fp32, b; None: 1
-    rows_each,
     scale,  # of x = scale * logit
     CHUNK: tl.constexpr,
     TOP: tl.constexpr,
@@ -110,7 +115,7 @@ def _best_of_chunk_kernel(
 ):
     """One chunk of one row."""
     row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    sums_ptr += row * 4 * chunks + chunk
+    sums_ptr = out.sums + row * 4 * chunks + chunk
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = index < vocab
     x = tl.load(logits_ptr + row * vocab + index, mask=inside, other=float("-inf"))
@@ -123,8 +128,8 @@ def _best_of_chunk_kernel(
     tl.store(sums_ptr + chunks, tl.sum(weight, 0))
     if SPREAD:
         tl.store(sums_ptr + 2 * chunks, tl.sum(weight * below, 0))
-    if beta_ptr is not None:
-        sharp = tl.load(beta_ptr + row // rows_each)
+    if out.beta is not None:
+        sharp = tl.load(out.beta + row // out.rows_each)
         sharper = tl.where(inside, tl.exp(sharp * below), 0.0)
         tl.store(sums_ptr + 3 * chunks, tl.sum(sharper, 0))
 
@@ -133,15 +138,12 @@ def _best_of_chunk_kernel(
     # Negative floats order against their bits.
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     keys = (ordered << 32) | (0x7FFFFFFF - index).to(tl.int64)
-    tl.store(best_ptr + (row * chunks + chunk) * TOP + tl.arange(0, TOP), tl.topk(keys, TOP))
+    tl.store(out.best + (row * chunks + chunk) * TOP + tl.arange(0, TOP), tl.topk(keys, TOP))
 
 
 @jit
 def merge_chunks(
-    best_ptr,  # as in the kernel above, down to `rows_each`
-    sums_ptr,
-    beta_ptr,
-    rows_each,
+    chunks,  # Chunks
     offset_ptr,  # [vocab] int64
     logprob_ptr,  # [rows, WIDTH] fp32
     token_ptr,  # [rows, WIDTH] int64
@@ -157,7 +159,7 @@ def merge_chunks(
     place = tl.arange(0, MERGE.MERGED)
     nothing: tl.constexpr = -0x8000000000000000
     keys = tl.load(
-        best_ptr + row * (MERGE.CHUNKS * MERGE.TOP) + place,
+        chunks.best + row * (MERGE.CHUNKS * MERGE.TOP) + place,
         mask=place < MERGE.CHUNKS * MERGE.TOP,
         other=nothing,
     )
@@ -167,16 +169,16 @@ def merge_chunks(
     index = 0x7FFFFFFF - (keys & 0x7FFFFFFF)
 
     chunk = tl.arange(0, MERGE.CHUNK_PLACES)
-    at = sums_ptr + row * 4 * MERGE.CHUNKS + chunk
+    at = chunks.sums + row * 4 * MERGE.CHUNKS + chunk
     largest = tl.load(at, mask=chunk < MERGE.CHUNKS, other=float("-inf"))
     weight = tl.load(at + MERGE.CHUNKS, mask=chunk < MERGE.CHUNKS, other=0.0)
     most = tl.max(largest, 0)
     lower = tl.where(chunk < MERGE.CHUNKS, largest - most, 0.0)
     total = tl.sum(weight * tl.exp(lower), 0)
-    if beta_ptr is None:
+    if chunks.beta is None:
         scores = values - (most + tl.log(total))
     else:
-        sharp = tl.load(beta_ptr + row // rows_each)
+        sharp = tl.load(chunks.beta + row // chunks.rows_each)
         sharper = tl.load(at + 3 * MERGE.CHUNKS, mask=chunk < MERGE.CHUNKS, other=0.0)
         sharper = tl.sum(sharper * tl.exp(sharp * lower), 0)
         scores = sharp * (values - most) - tl.log(sharper)

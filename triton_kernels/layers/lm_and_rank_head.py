@@ -83,7 +83,7 @@ def lm_and_rank_head_triton(
     bucket = torch.empty(rows, dtype=torch.int64, device=device)
     if rows:
         _merge_and_rank_kernel[(rows,)](
-            *chunks,
+            chunks,
             offset,
             of_state,
             first,
@@ -154,12 +154,9 @@ class RankConstants(NamedTuple):
     CLASS_PLACES: int  # >= CLASSES
 
 
-@jit(do_not_specialize=["rows_each"])
+@jit
 def _merge_and_rank_kernel(
-    best_ptr,  # as `best_of_chunks` leaves them, down to `rows_each`
-    sums_ptr,
-    beta_ptr,
-    rows_each,
+    chunks,  # Chunks
     offset_ptr,  # [vocab] int64
     of_state_ptr,  # [rows, HIDDEN]: the rank head's first layer over the state
     first_ptr,  # [HIDDEN, size + LOGPROBS + 5]
@@ -176,21 +173,12 @@ def _merge_and_rank_kernel(
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     values, most, lower, weight, total = merge_chunks(
-        best_ptr,
-        sums_ptr,
-        beta_ptr,
-        rows_each,
-        offset_ptr,
-        logprob_ptr,
-        token_ptr,
-        row,
-        MERGE,
-        WIDTH,
+        chunks, offset_ptr, logprob_ptr, token_ptr, row, MERGE, WIDTH
     )
     rank = tl.arange(0, MERGE.TOP)
     if RANK.SCOPE == 0:
         chunk = tl.arange(0, MERGE.CHUNK_PLACES)
-        spread = sums_ptr + (row * 4 + 2) * MERGE.CHUNKS + chunk
+        spread = chunks.sums + (row * 4 + 2) * MERGE.CHUNKS + chunk
         spread = tl.load(spread, mask=chunk < MERGE.CHUNKS, other=0.0)
         within = most + tl.log(total)
         entropy = tl.log(total) - tl.sum((spread + weight * lower) * tl.exp(lower), 0) / total

@@ -26,7 +26,7 @@ def topk_tokens_triton(
     token = torch.empty(*lead, width, dtype=torch.int64, device=logits.device)
     if rows := lead.numel():
         _merge_kernel[(rows,)](
-            *chunks, offset, logprob, token, WIDTH=width, MERGE=constants, num_warps=4
+            chunks, offset, logprob, token, WIDTH=width, MERGE=constants, num_warps=4
         )
     return logprob, token
 
@@ -57,12 +57,9 @@ def topk_tokens(
     return top_logprobs(logits, top.values, beta), top.indices + offset[top.indices]
 
 
-@jit(do_not_specialize=["rows_each"])
+@jit
 def _merge_kernel(
-    best_ptr,  # as `best_of_chunks` leaves them, down to `rows_each`
-    sums_ptr,
-    beta_ptr,
-    rows_each,
+    chunks,  # Chunks
     offset_ptr,  # [vocab] int64
     logprob_ptr,  # [rows, WIDTH] fp32
     token_ptr,  # [rows, WIDTH] int64
@@ -71,15 +68,4 @@ def _merge_kernel(
 ):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
-    merge_chunks(
-        best_ptr,
-        sums_ptr,
-        beta_ptr,
-        rows_each,
-        offset_ptr,
-        logprob_ptr,
-        token_ptr,
-        row,
-        MERGE,
-        WIDTH,
-    )
+    merge_chunks(chunks, offset_ptr, logprob_ptr, token_ptr, row, MERGE, WIDTH)

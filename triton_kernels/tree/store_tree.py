@@ -21,7 +21,7 @@ class NewTrees(NamedTuple):
     depth: torch.Tensor  # [R, N] int32
     logprob: torch.Tensor  # [R, N] fp32
     ancestors: torch.Tensor  # [R, N+1, W] int64
-    origin: torch.Tensor  # [R, N] uint8
+    origin: torch.Tensor | int  # [R, N] uint8; or the drafter of all nodes
 
 
 class KeptTrees(NamedTuple):
@@ -45,6 +45,7 @@ def store_trees_triton(
 ) -> None:
     """Launch the kernel, one program per request; arguments as `TreeStates.store` has them."""
     requests, nodes, words = new.ancestors.shape
+    author = new.origin if isinstance(new.origin, int) else None
     if requests:
         _store_trees_kernel[(requests,)](
             req_idx,
@@ -52,9 +53,10 @@ def store_trees_triton(
             chain,
             0 if chain is None else chain.stride(0),
             paused,
-            new,
+            new if author is None else new._replace(origin=None),
             kept,
             tokens,
+            AUTHOR=author,
             NUM_NODES=nodes - 1,
             NODES=next_power_of_2(nodes),
             W=words,
@@ -73,6 +75,7 @@ def _store_trees_kernel(
     new,  # NewTrees
     kept,  # KeptTrees
     token_ptr,  # [R, NUM_NODES] int64
+    AUTHOR: tl.constexpr,  # of all nodes; None: `new.origin` has them
     NUM_NODES: tl.constexpr,
     NODES: tl.constexpr,  # > NUM_NODES: the root and all nodes
     W: tl.constexpr,
@@ -100,13 +103,13 @@ def _store_trees_kernel(
         # What a path is worth: the sum of the probabilities of its nodes, found by their bits.
         gain = tl.full([NODES], 0.0, tl.float32)
         bit = tl.arange(0, 64)
-        for index in tl.static_range(W):
+        for index in range(W):
             other = index * 64 + bit
             real = (other > 0) & (other <= NUM_NODES)
             chance = tl.exp(tl.load(new.logprob + read + other, mask=real, other=float("-inf")))
             bits = tl.load(ancestors + node * W + index, mask=stored, other=0)
-            on_path = (bits[:, None] >> bit.to(tl.int64)[None, :]) & 1
-            gain += tl.sum(tl.where(on_path > 0, chance[None, :], 0.0), 1)
+            ahead = (bits[:, None] >> bit.to(tl.int64)[None, :]) & 1
+            gain += tl.sum(tl.where(ahead > 0, chance[None, :], 0.0), 1)
         used = tl.load(new.parent + read + node, mask=stored, other=-1) >= 0
         # The root, where there is no node at all.
         end = tl.argmax(tl.where(used, gain, float("-inf")), 0)
@@ -119,8 +122,9 @@ def _store_trees_kernel(
         tl.store(token_ptr + read + place, value, mask=on_path)
         value = tl.load(new.logprob + read + node, mask=on_path)
         tl.store(kept.score + to + place, value, mask=on_path)
-        value = tl.load(new.origin + read + node, mask=on_path)
-        tl.store(kept.origin + to + place, value, mask=on_path)
+        if AUTHOR is None:
+            by = tl.load(new.origin + read + node, mask=on_path)
+            tl.store(kept.origin + to + place, by, mask=on_path)
         behind = stored & (node > length)
         tl.store(token_ptr + read + node, tl.full([NODES], 0, tl.int64), mask=behind)
         nothing = tl.full([NODES], float("-inf"), tl.float32)
@@ -138,13 +142,17 @@ def _store_trees_kernel(
         tl.store(token_ptr + read + node, value, mask=stored)
         value = tl.load(new.logprob + read + node, mask=there, other=float("-inf"))
         tl.store(kept.score + to + node, value, mask=stored)
-        value = tl.load(new.origin + read + node, mask=there, other=0)
-        tl.store(kept.origin + to + node, value, mask=stored)
+        if AUTHOR is None:
+            by = tl.load(new.origin + read + node, mask=there, other=0)
+            tl.store(kept.origin + to + node, by, mask=stored)
         parent = tl.load(new.parent + read + node, mask=there, other=-1)
         depth = tl.load(new.depth + read + node, mask=there, other=1)
         there = (node <= last)[:, None] & (word < W)[None, :]
         given = tl.load(ancestors + node[:, None] * W + word[None, :], mask=there, other=0)
         path = tl.where(last >= 0, given, path)
+    if AUTHOR is not None:
+        by = tl.where(parent >= 0, AUTHOR, 0).to(tl.uint8)
+        tl.store(kept.origin + to + node, by, mask=stored)
     tl.store(kept.parent + to + node, parent, mask=stored)
     tl.store(kept.depth + slot * (NUM_NODES + 1) + node, depth.to(tl.int64), mask=stored)
     row = (node <= NUM_NODES)[:, None] & (word < W)[None, :]

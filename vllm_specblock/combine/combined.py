@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,18 +16,19 @@ class Combined:
 
     Attributes:
         tree: the trees.
-        origin: [R, N] uint8, bit 0: drafter 1 drafted the node, bit 1: drafter 2; 0: slot not in
-            use.
+        author: as `origin`, or the drafter of all nodes, 1 or 2.
     """
 
     tree: DraftTree
-    origin: torch.Tensor
+    author: torch.Tensor | int
 
-    @classmethod
-    def of(cls, tree: DraftTree, drafter: int) -> Combined:
-        """All nodes are from one drafter; `drafter` is 1 or 2."""
-        used = (tree.parent >= 0).view(torch.uint8)
-        return cls(tree, used if drafter == 1 else used * drafter)
+    @cached_property
+    def origin(self) -> torch.Tensor:
+        """[R, N] uint8, bit 0: drafter 1 drafted the node, bit 1: drafter 2; 0: slot not in use."""
+        if isinstance(self.author, torch.Tensor):
+            return self.author
+        used = (self.tree.parent >= 0).view(torch.uint8)
+        return used if self.author == 1 else used * self.author
 
     def empty_where(self, condition: torch.Tensor) -> Combined:
         """No node in use for the requests where `condition` [R] bool holds."""

@@ -40,7 +40,7 @@ def route(
     surer = confidence(second, how) > confidence(first, how)
     # Sizes, too: what is very unsure rounds to 0, but is more than nothing.
     chosen = (second.size > 0) & (surer | (first.size == 0))
-    ones, twos = Combined.of(first, drafter=1), Combined.of(second, drafter=2)
+    ones, twos = Combined(first, 1), Combined(second, 2)
     origin = torch.where(chosen[:, None], twos.origin, ones.origin)
     return Combined(first.where(chosen, second), origin), chosen, agreement(first, second)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.committed import rows_of
+from support.committed import advance, rows_of
 from support.host_reads import NoHostReads
 from support.mask_blocks import (
     KINDS,
@@ -43,7 +43,7 @@ def test_paged_equals_plain(kind, options):
         ([(13, 16), (7, 8)], 4),
         ([(16, 17), (8, 12)], 8),
     ):
-        drafter.advance(rows_of(requests, TABLES, states, text, PAGE, padding))
+        advance(drafter, rows_of(requests, TABLES, states, text, PAGE, padding))
         tree = drafter.draft()
         assert tree.token.shape == (2, NODES)
         for request, (_, end) in enumerate(requests):
@@ -62,7 +62,7 @@ def test_a_masked_first_block_is_as_a_text_that_begins_later(kind):
     for requests in ([(PAGE, PAGE + 9), (PAGE, PAGE + 6)], [(PAGE + 9, PAGE + 13), (PAGE + 6, 23)]):
         rows = rows_of(requests, TABLES, states, text, PAGE)
         kept = torch.cat([TABLES[:, 1:], torch.zeros_like(TABLES[:, :1])], 1).int()
-        drafter.advance(replace(rows, index=rows.position - PAGE, block_table=kept))
+        advance(drafter, replace(rows, index=rows.position - PAGE, block_table=kept))
         tree = drafter.draft()
         for request, (_, end) in enumerate(requests):
             beta = float(drafter.beta[request])
@@ -76,10 +76,10 @@ def test_long_prompts_are_taken_in_parts(kind, monkeypatch):
     states, text = made_up(2)
     rows = rows_of([(0, 33), (0, 6)], TABLES, states, text, PAGE)
     whole = make_drafter(kind)
-    whole.advance(rows)
+    advance(whole, rows)
     monkeypatch.setattr(chunked_advance, "MAX_ROWS", 7)
     parts = make_drafter(kind)
-    parts.advance(rows)
+    advance(parts, rows)
     for request in range(2):
         wanted = texts(whole.draft(), request)
         assert texts(parts.draft(), request) == pytest.approx(wanted, abs=1e-4)
@@ -93,7 +93,7 @@ def test_near_the_length_limit_masks_without_a_slot_draft_nothing(kind, room):
     states, text = made_up(1)
     before = [cache.clone() for cache in drafter.attention_builder.caches]
     end = MAX_LEN - room
-    drafter.advance(rows_of([(0, end)], TABLES[:1], states, text, PAGE))
+    advance(drafter, rows_of([(0, end)], TABLES[:1], states, text, PAGE))
     tree = drafter.draft()
     depth = max((len(path) for path in texts(tree, 0)), default=0)
     masks = masks_of(kind)
@@ -122,7 +122,7 @@ def test_eight_bits_draft_nearly_the_same(kind):
     trees = []
     for quantization in (None, "fp8"):
         drafter = make_drafter(kind, quantization=quantization)
-        drafter.advance(rows)
+        advance(drafter, rows)
         trees.append(drafter.draft())
     exact, short = (set(texts(tree, 0)) for tree in trees)
     assert len(exact & short) > len(exact) / 2
@@ -134,7 +134,7 @@ def test_nothing_is_read_on_the_host(kind):
     states, text = made_up(2)
     rows, wanted = rows_of([(0, 19), (0, 6)], TABLES, states, text, PAGE), torch.tensor([1])
     with NoHostReads():
-        drafter.advance(rows)
+        advance(drafter, rows)
         drafter.draft()
         drafter.draft(wanted)
 
@@ -146,7 +146,7 @@ def test_no_mask_of_a_causal_block_sees_a_later_one():
 
     def drafted(kind: str, depth: int) -> dict[tuple[int, ...], float]:
         drafter = make_drafter(kind, depth=depth, calibrate_drafts=False)
-        drafter.advance(rows_of([(0, 19)], TABLES[:1], states, text, PAGE))
+        advance(drafter, rows_of([(0, 19)], TABLES[:1], states, text, PAGE))
         return texts(drafter.draft(), 0)
 
     for kind, same in (("jetspec", True), ("dflash", False)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.committed import rows_of
+from support.committed import advance, rows_of
 from support.host_reads import NoHostReads
 from support.trees import texts
 from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
@@ -170,7 +170,7 @@ def test_paged_equals_plain(options, changes):
         ([(13, 16), (7, 8)], 4),
         ([(16, 17), (8, 12)], 8),
     ):
-        head.advance(rows_of(requests, tables, states, text, PAGE, padding))
+        advance(head, rows_of(requests, tables, states, text, PAGE, padding))
         tree = head.draft()
         assert tree.token.shape == (2, 40)
         for request, (_, end) in enumerate(requests):
@@ -184,7 +184,7 @@ def test_a_chain_is_the_greedy_continuation():
     drafter = make_drafter()
     head = make_head(drafter, nodes=5, depth=5, top_k=1)
     states, features, text = world(1)
-    head.advance(rows_of([(0, 10)], torch.arange(1, 9)[None], states, text, PAGE))
+    advance(head, rows_of([(0, 10)], torch.arange(1, 9)[None], states, text, PAGE))
     tree = head.draft()
     plain = Plain(drafter, embedding_table(), features[0], text[0], 10)
     path: list[int] = []
@@ -199,7 +199,7 @@ def test_some_requests_draft_what_all_would():
     head = make_head(make_drafter(), depth=4, top_k=4)
     states, _, text = world(3)
     tables = torch.arange(1, 19).view(3, 6)
-    head.advance(rows_of([(0, 11), (0, 6), (0, 17)], tables, states, text, PAGE))
+    advance(head, rows_of([(0, 11), (0, 6), (0, 17)], tables, states, text, PAGE))
     whole, some = head.draft(), head.draft(torch.tensor([2, 0]))
     for place, request in enumerate((2, 0)):
         assert texts(some, place) == pytest.approx(texts(whole, request), abs=1e-5)
@@ -214,7 +214,7 @@ def test_near_the_length_limit_nodes_without_a_slot_do_not_grow(room):
     tables, end = torch.arange(1, 9)[None], MAX_LEN - room
     (cache,) = head.attention_builder.caches
     before = cache.clone()
-    head.advance(rows_of([(0, end)], tables, states, text, PAGE))
+    advance(head, rows_of([(0, end)], tables, states, text, PAGE))
     tree = head.draft()
     plain = Plain(drafter, embedding_table(), features[0], text[0], end)
     assert_same_tree(tree, 0, plain.tree(head.growth, room, float(head.beta[0])))
@@ -230,7 +230,7 @@ def test_no_more_slots_are_borrowed_than_are_spared():
     states, _, text = world(1)
     (cache,) = head.attention_builder.caches
     before = cache.clone()
-    head.advance(rows_of([(0, 10)], torch.arange(1, 9)[None], states, text, PAGE))
+    advance(head, rows_of([(0, 10)], torch.arange(1, 9)[None], states, text, PAGE))
     head.draft()
     flat = (cache != before).transpose(1, 2).flatten(0, 1).any(-1).any(-1)[PAGE:]
     assert flat.nonzero().flatten().tolist() == list(range(10 + 3 * 2))
@@ -249,7 +249,7 @@ def test_depth_is_what_nodes_and_slots_allow(nodes, lookahead, depth):
 def test_more_children_than_it_can_name_there_are_not():
     head = make_head(make_drafter(draft_vocab_size=4), depth=2, top_k=10)
     states, _, text = world(1)
-    head.advance(rows_of([(0, 9)], torch.arange(1, 9)[None], states, text, PAGE))
+    advance(head, rows_of([(0, 9)], torch.arange(1, 9)[None], states, text, PAGE))
     assert int(head.draft().size[0]) == 4 + 4 * 4
 
 
@@ -264,7 +264,7 @@ def test_a_checkpoints_own_embedding_is_used():
             drafter, lambda ids, t=table: t[ids], Eagle3Config(depth=3), 20, MAX_LEN
         )
         head.bind([torch.zeros(20, PAGE, 2, 16).transpose(1, 2)])
-        head.advance(rows)
+        advance(head, rows)
         trees.append(texts(head.draft(), 0))
     assert trees[0] == trees[1]
 
@@ -291,6 +291,6 @@ def test_drafting_reads_nothing_on_the_host():
     tables = torch.tensor([[3, 7, 1, 12, 5, 6, 9, 10], [4, 2, 8, 11, 13, 14, 15, 16]])
     rows = rows_of([(0, 19), (0, 6)], tables, states, text, PAGE)
     with NoHostReads():
-        head.advance(rows)
+        advance(head, rows)
         whole, some = head.draft(), head.draft(wanted)
     assert whole.token.shape == (2, 60) and some.token.shape == (1, 60)

@@ -91,6 +91,13 @@ def zero_rows(page: int, width: int, layers: int = 3, max_len: int = 64) -> Comm
     )
 
 
+def advance(drafter: Drafter, rows: CommittedTokens) -> None:
+    """Let it read rows, with β as the draft policy sets it."""
+    if drafter.calibration is not None:
+        drafter.beta = drafter.calibration.of(rows.temperature, rows.req_idx)
+    drafter.advance(rows)
+
+
 def served_trees(
     drafter: Drafter, sequence: EvalSequence, roots: Sequence[int], pages: int, page: int
 ) -> Iterator[DraftTree]:
@@ -107,7 +114,7 @@ def served_trees(
         if tree is not None and drafter.calibration is not None:
             accepted = torch.tensor([root - done - 1])
             drafter.calibration.learn(greedy, tree.logprob.exp().sum(1), accepted, accepted >= 0)
-        drafter.advance(rows)
+        advance(drafter, rows)
         tree = drafter.draft()
         yield tree
         done = root

@@ -12,7 +12,7 @@ from baselines.medusa import Medusa, MedusaDrafter
 from baselines.parallelspec import ParallelSpec, ParallelSpecDrafter
 from baselines.sps import SmallModel, SpSDrafter
 from support.baseline_batches import HIDDEN, TARGET_CONFIG, VOCAB, embed, vocabulary
-from support.committed import rows_of
+from support.committed import advance, rows_of
 from support.host_reads import NoHostReads
 from support.trees import texts
 
@@ -117,7 +117,7 @@ def test_served_as_learned(pair):
         ([(20, 23), (9, 10)], 4),
         ([(23, 24), (10, 33)], 8),
     ):
-        head.advance(rows_of(requests, tables, states, text, PAGE, padding))
+        advance(head, rows_of(requests, tables, states, text, PAGE, padding))
         tree = head.draft()
         assert tree.token.shape == (2, NODES)
         for request, (_, end) in enumerate(requests):
@@ -137,7 +137,7 @@ def test_a_masked_first_block_is_as_a_text_that_begins_later(pair):
     for requests in ([(16, 35), (16, 22)], [(35, 36), (22, 25)]):
         rows = rows_of(requests, tables, states, text, PAGE)
         kept = torch.cat([tables[:, 1:], torch.zeros_like(tables[:, :1])], 1).int()
-        head.advance(replace(rows, index=rows.position - PAGE, block_table=kept))
+        advance(head, replace(rows, index=rows.position - PAGE, block_table=kept))
         tree = head.draft()
         for request, (_, end) in enumerate(requests):
             assert_same(tree, request, drafts[request](end - PAGE))
@@ -150,7 +150,7 @@ def test_nothing_is_read_on_the_host(pair):
     rows = rows_of([(0, 19), (0, 6)], torch.tensor([[3, 7, 1, 5], [4, 2, 8, 11]]), states, text, 16)
     wanted = torch.tensor([1])
     with NoHostReads():
-        head.advance(rows)
+        advance(head, rows)
         head.draft()
         head.draft(wanted)
 
@@ -162,9 +162,9 @@ def test_a_prefix_that_another_request_left_is_enough(pair):
     states, text = made_up(2)
     states[:, 1, :PAGE], text[1, : PAGE + 1] = states[:, 0, :PAGE], text[0, : PAGE + 1]
     table = torch.tensor([[3, 7, 1, 5]])
-    head.advance(rows_of([(0, 20)], table, states, text, PAGE))
+    advance(head, rows_of([(0, 20)], table, states, text, PAGE))
     own = torch.tensor([[3, 2, 8, 11]])
-    head.advance(rows_of([(PAGE, 21)], own, states[:, 1:], text[1:], PAGE))
+    advance(head, rows_of([(PAGE, 21)], own, states[:, 1:], text[1:], PAGE))
     assert_same(head.draft(), 0, learner.draft_along(script_of(states, text, 1))(21))
 
 
@@ -173,7 +173,7 @@ def test_at_the_length_limit_nobody_elses_block_is_written(pair):
     _, head = pair
     states, text = made_up(1)
     before = [cache.clone() for cache in head.caches]
-    head.advance(rows_of([(0, MAX_LEN - 1)], torch.tensor([[3, 7, 1, 5]]), states, text, PAGE))
+    advance(head, rows_of([(0, MAX_LEN - 1)], torch.tensor([[3, 7, 1, 5]]), states, text, PAGE))
     tree = head.draft()
     assert int(tree.size) > 0 and not tree.logprob[0, 0].isnan()
     for cache, old in zip(head.caches, before):
@@ -190,7 +190,7 @@ def test_sharper_scores_for_a_greedy_request(pair):
     states, text = made_up(1)
     states, text = (x.expand(*shape) for x, shape in ((states, (4, 2, -1, -1)), (text, (2, -1))))
     tables = torch.tensor([[3, 7, 1, 5], [4, 2, 8, 11]])
-    sharp.advance(rows_of([(0, 9), (0, 9)], tables, states, text, PAGE))
+    advance(sharp, rows_of([(0, 9), (0, 9)], tables, states, text, PAGE))
     tree = sharp.draft()
     assert tree.token[0, 0] == tree.token[1, 0]
     assert tree.logprob[0, 0] > tree.logprob[1, 0]

@@ -76,8 +76,9 @@ def by_kernel(kernels):
     launch = kernels.load("store_tree").store_trees_triton
 
     def store(states, slots, combined, chain, paused, tokens):
-        given, on = fields_of(combined), kernels.device
-        new = NewTrees._make(given[name].to(on) for name in NewTrees._fields)
+        given, on = vars(combined.tree) | {"origin": combined.author}, kernels.device
+        new = (given[name] for name in NewTrees._fields)
+        new = NewTrees._make(x if isinstance(x, int) else x.to(on) for x in new)
         kept = KeptTrees._make(getattr(states, name) for name in KeptTrees._fields)
         chain, paused = (x if x is None else x.to(on) for x in (chain, paused))
         chain = chain if chain is None else in_a_table(chain)
@@ -131,6 +132,7 @@ def test_as_torch(kernels, num_requests, num_nodes, who):
     assert_same(kernels, combined, 2 * chain.long(), given=given)  # as a graph has them
     for flags in (None, chain):
         assert_same(kernels, combined, flags, torch.arange(num_requests) % 3 == 2)
+        assert_same(kernels, Combined(combined.tree, 2), flags)
 
 
 @pytest.mark.parametrize("num_nodes", [62, 63, 64, 127, 128, 256])
@@ -149,5 +151,5 @@ def test_the_first_of_equals(kernels):
 
 
 def test_no_nodes(kernels):
-    nothing = Combined.of(DraftTree.empty(2, 70, "cpu"), drafter=1)
+    nothing = Combined(DraftTree.empty(2, 70, "cpu"), 1)
     assert_same(kernels, nothing, torch.tensor([True, False]))

@@ -97,7 +97,7 @@ class SingleDrafter(DraftPolicy):
 
     def combine(self, rows: CommittedTokens) -> Proposal:
         tree = self.draft(self.drafters[0], rows)
-        return Proposal(Combined.of(tree, drafter=1), (tree.size,), None, None)
+        return Proposal(Combined(tree, 1), (tree.size,), None, None)
 
 
 class RoutedDrafters(DraftPolicy):

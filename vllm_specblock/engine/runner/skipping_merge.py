@@ -101,4 +101,4 @@ class SkippingMergedDrafters(MergedDrafters):
         none, never = torch.zeros_like(found.size), torch.zeros_like(found.size, dtype=torch.bool)
         sizes = (none, found.size) if self.lookup else (found.size, none)
         second = ~never if self.lookup else never
-        return Proposal(Combined.of(found, drafter=self.lookup + 1), sizes, second, never)
+        return Proposal(Combined(found, self.lookup + 1), sizes, second, never)

@@ -97,9 +97,12 @@ def _store_triton(
     paused: torch.Tensor | None,
     tokens: torch.Tensor | None,
 ) -> torch.Tensor:
-    given = vars(combined.tree) | {"origin": combined.origin}
-    new = NewTrees._make(given[name].contiguous() for name in NewTrees._fields)
-    tokens = torch.empty_like(new.token) if tokens is None else tokens
+    given = vars(combined.tree) | {"origin": combined.author}
+    new = NewTrees._make(
+        x.contiguous() if isinstance(x, torch.Tensor) else x
+        for x in map(given.get, NewTrees._fields)
+    )
+    tokens = torch.empty_like(combined.tree.token) if tokens is None else tokens
     store_trees_triton(req_idx, new, kept, chain, paused, tokens)
     return tokens
 

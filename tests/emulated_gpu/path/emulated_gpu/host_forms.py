@@ -21,8 +21,6 @@ from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 
 from emulated_gpu.vllm_operators import fa3_fwd
 from vllm_specblock import candidates
-from vllm_specblock.combine import combined
-from vllm_specblock.tree import DraftTree
 from vllm_specblock.verify.accept_path import accept_path_rows
 from vllm_specblock.verify.tree_mask import build_tree_mask
 
@@ -149,33 +147,33 @@ def best_of_chunk(a: Arguments, grid: Grid) -> None:
     largest = x.amax(-1)
     below = torch.where(inside, x - largest[..., None], 0.0)
     weight = torch.where(inside, below.exp(), 0.0)
-    sums = a.sums_ptr.view(4, rows, chunks)
+    sums = a.out.sums.view(rows, 4, chunks).transpose(0, 1)
     sums[0], sums[1] = largest, weight.sum(-1)
     if a.SPREAD:
         sums[2] = (weight * below).sum(-1)
-    if a.beta_ptr is not None:
-        sharp = a.beta_ptr.flatten()[torch.arange(rows) // a.rows_each, None, None]
+    if a.out.beta is not None:
+        sharp = a.out.beta.flatten()[torch.arange(rows) // a.out.rows_each, None, None]
         sums[3] = torch.where(inside, (sharp * below).exp(), 0.0).sum(-1)
     bits = torch.where(x == x, x, float("-inf")).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     keys = (ordered << 32) | (0x7FFFFFFF - torch.arange(chunks * width).view(chunks, width))
-    a.best_ptr.view(rows, chunks, a.TOP).copy_(keys.topk(a.TOP, -1).values)
+    a.out.best.view(rows, chunks, a.TOP).copy_(keys.topk(a.TOP, -1).values)
 
 
 def merge_chunks(a: Arguments, grid: Grid) -> tuple[torch.Tensor, ...]:
     rows = grid[0]
-    keys = a.best_ptr.view(rows, -1).topk(a.MERGE.TOP, -1).values
+    keys = a.chunks.best.view(rows, -1).topk(a.MERGE.TOP, -1).values
     ordered = (keys >> 32).int()
     values = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
     index = 0x7FFFFFFF - (keys & 0x7FFFFFFF)
-    largest, weight, spread, sharper = a.sums_ptr.view(rows, 4, -1).unbind(1)
+    largest, weight, spread, sharper = a.chunks.sums.view(rows, 4, -1).unbind(1)
     most = largest.amax(-1)
     lower = largest - most[:, None]
     total = (weight * lower.exp()).sum(-1)
-    if a.beta_ptr is None:
+    if a.chunks.beta is None:
         scores = values - (most + total.log())[:, None]
     else:
-        sharp = a.beta_ptr.flatten()[torch.arange(rows) // a.rows_each, None]
+        sharp = a.chunks.beta.flatten()[torch.arange(rows) // a.chunks.rows_each, None]
         scores = (sharper * (sharp * lower).exp()).sum(-1, keepdim=True).log()
         scores = sharp * (values - most[:, None]) - scores
     index = index[:, : a.WIDTH]
@@ -307,16 +305,6 @@ def tree_mask(a: Arguments, grid: Grid) -> None:
     build_tree_mask.reference(rows, a.depth_ptr, a.ancestors_ptr, a.out)
 
 
-def best_chain(a: Arguments, grid: Grid) -> None:
-    *tree, origin = a.given
-    chosen = combined.best_chain.reference(
-        combined.Combined(DraftTree(*tree), origin), a.chain_ptr[: grid[0]]
-    )
-    for name in a.made._fields[:-1]:
-        getattr(a.made, name).copy_(getattr(chosen.tree, name))
-    a.made.origin.copy_(chosen.origin)
-
-
 def penalties(a: Arguments, grid: Grid) -> None:
     request = a.expanded_idx_mapping_ptr[: grid[0]].long()
     given = a.repetition_penalty_ptr, a.frequency_penalty_ptr, a.presence_penalty_ptr
@@ -418,7 +406,7 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "_add_norm_kernel": (add_norm, "total_ptr normed_ptr"),
     "_layer_shift_kernel": (layer_shift, "out_ptr"),
     "_store_kv_kernel": (store_kv, ""),
-    "_best_of_chunk_kernel": (best_of_chunk, "best_ptr"),
+    "_best_of_chunk_kernel": (best_of_chunk, "out.best"),
     "_merge_and_rank_kernel": (merge_and_rank, "logprob_ptr token_ptr"),
     "topk_tokens._merge_kernel": (merge_chunks, "logprob_ptr token_ptr"),
     "expand._attach_and_start_kernel": (
@@ -434,7 +422,6 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
         tree_mask,
         "out.prefix_len out.mask_words out.tree_start out.position out.node_position",
     ),
-    "_best_chain_kernel": (best_chain, ""),  # of equal paths it may take either
     "_penalties_kernel": (penalties, "logits_ptr"),
     "_min_p_kernel": (min_p, "logits_ptr"),
     "_temperature_kernel": (temperature, "logits_ptr"),
