@@ -186,7 +186,7 @@ class ServerSource:
     def answers(self) -> list[Answer]:
         from vllm_specblock.bench.live import Answer
 
-        return [Answer(name, self._decode) for name in self.kinds]
+        return [Answer(name, self._decode, joined=True) for name in self.kinds]
 
     def ask(self, messages: Messages, answers: list[Answer]) -> None:
         import time

@@ -64,7 +64,7 @@ def patch(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
     if label in PATCHES:
         return
     static = inspect.getattr_static(owner, name)
-    original = static.fget if isinstance(static, property) else getattr(owner, name)
+    original: Any = static.fget if isinstance(static, property) else getattr(owner, name)
     PATCHES[label] = original
     replacement: Any = wraps(original)(make(original))
     if isinstance(static, classmethod | property):
