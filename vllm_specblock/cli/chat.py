@@ -177,7 +177,7 @@ class ServerSource:
         import openai
 
         self.address = address
-        self.client = openai.OpenAI(base_url=f"{address}/v1", api_key="-")
+        self.client: Any = openai.OpenAI(base_url=f"{address}/v1", api_key="-")
         self.model = self.client.models.list().data[0].id
         self.kinds = {"without drafts": False} if plain else {}
         self.kinds |= {"with drafts": True}
@@ -193,9 +193,9 @@ class ServerSource:
 
         for answer, drafts in zip(answers, self.kinds.values()):
             own = {} if drafts else {"vllm_xargs": {"specblock_draft": False}}
-            stream: Any = self.client.chat.completions.create(
+            stream = self.client.chat.completions.create(
                 model=self.model,
-                messages=messages,  # type: ignore[arg-type]
+                messages=messages,
                 stream=True,
                 stream_options={"include_usage": True},
                 seed=0,
