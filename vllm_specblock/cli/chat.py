@@ -166,7 +166,12 @@ class EngineSource:
         given = self.speculative.get
         nodes = given("num_speculative_tokens") or default_nodes()
         steps, name = steps_of_answer(
-            Path(given("model")), self.target, self.prompt, answer.ids, nodes, given("num_blocks")
+            Path(str(given("model"))),
+            self.target,
+            self.prompt,
+            answer.ids,
+            nodes,
+            given("num_blocks"),
         )
         print_step(console, steps[-1], self.tokenizer, name)
 
@@ -181,7 +186,7 @@ class ServerSource:
         import openai
 
         self.address = address
-        self.client: Any = openai.OpenAI(base_url=f"{address}/v1", api_key="-")
+        self.client = openai.OpenAI(base_url=f"{address}/v1", api_key="-")
         self.model = self.client.models.list().data[0].id
         self.kinds = {"without drafts": False} if plain else {}
         self.kinds |= {"with drafts": True}
@@ -195,9 +200,10 @@ class ServerSource:
     def ask(self, messages: Messages, answers: list[Answer]) -> None:
         import time
 
+        create: Any = self.client.chat.completions.create
         for answer, drafts in zip(answers, self.kinds.values()):
             own = {} if drafts else {"vllm_xargs": {"specblock_draft": False}}
-            stream = self.client.chat.completions.create(
+            stream = create(
                 model=self.model,
                 messages=messages,
                 stream=True,
