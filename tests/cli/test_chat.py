@@ -122,6 +122,8 @@ def test_a_server_answers_without_and_with_drafts():
     assert plain.text.plain == drafts.text.plain == "abcd"
     assert [drafts.text.plain[s.start : s.end] for s in drafts.text.spans] == ["bc"]
     assert drafts.tau == 2.5 and drafts.seconds > 0
+    plain.reported_tau = None
+    assert plain.tau is None and "τ" not in plain.figures()
     assert [body.get("vllm_xargs") for body in Handler.asked] == [{"specblock_draft": False}, None]
     assert Handler.asked[0]["return_token_ids"] and Handler.asked[0]["max_tokens"] == 8
     assert "give the target's folder and --model" in out.getvalue()

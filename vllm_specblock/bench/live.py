@@ -35,11 +35,13 @@ class Answer:
 
     Attributes:
         ids: its tokens; steps: how many of them each step emitted.
-        seconds: that its engine ran; reported_tau: by a server, whose stream may join steps.
+        seconds: that its engine ran.
+        joined: whether a part of the stream may be of several steps, as a server's; τ is then what
+            it reports, if it does.
     """
 
-    def __init__(self, name: str, decode: Callable[[list[int]], str]) -> None:
-        self.name, self.decode = name, decode
+    def __init__(self, name: str, decode: Callable[[list[int]], str], joined: bool = False) -> None:
+        self.name, self.decode, self.joined = name, decode, joined
         self.ids: list[int] = []
         self.steps: list[int] = []
         self.seconds = 0.0
@@ -60,9 +62,9 @@ class Answer:
                 self._shown = len(whole)
 
     @property
-    def tau(self) -> float:
-        """Tokens per decode step; the first token comes with the prompt."""
-        if self.reported_tau is not None:
+    def tau(self) -> float | None:
+        """Tokens per decode step; the first token comes with the prompt. None: unknown."""
+        if self.joined:
             return self.reported_tau
         later = self.steps[1:]
         return sum(later) / len(later) if later else 1.0
@@ -72,7 +74,8 @@ class Answer:
         return len(self.ids) / self.seconds if self.seconds else 0.0
 
     def figures(self) -> str:
-        return f"{len(self.ids)} tokens, {self.speed:.1f} tokens/s, τ {self.tau:.2f}"
+        tau = "" if self.tau is None else f", τ {self.tau:.2f}"
+        return f"{len(self.ids)} tokens, {self.speed:.1f} tokens/s{tau}"
 
     def panel(self) -> Panel:
         return Panel(

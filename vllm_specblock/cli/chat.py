@@ -135,9 +135,11 @@ class EngineSource:
         self.prompt: list[int] = []
 
     def start(self, dtype: str, eager: bool) -> None:
-        from vllm_specblock.bench.live import start_engines
+        from vllm_specblock.bench.live import job_of, start_engines
 
         start_engines(self.engines, self.target, self.methods, Path("runs/chat"), dtype, eager)
+        for engine in self.engines:  # first calls allocate and compile
+            engine.ask(job_of(self.tokenizer("Hello").input_ids, 16))
 
     def answers(self) -> list[Answer]:
         from vllm_specblock.bench.live import Answer
@@ -156,13 +158,20 @@ class EngineSource:
         ask_together(self.engines, job_of(self.prompt, self.max_tokens, self.temperature), answers)
 
     def tree(self, console: Console, answer: Answer) -> None:
-        from vllm_specblock.cli.prompt_steps import print_step, steps_of_answer
+        from vllm_specblock.cli.prompt_steps import default_nodes, print_step, steps_of_answer
 
         if "model" not in self.speculative:
             console.print("/tree shows the tree of a drafter with weights: give --model.")
             return
+        given = self.speculative.get
+        nodes = given("num_speculative_tokens") or default_nodes()
         steps, name = steps_of_answer(
-            Path(self.speculative["model"]), self.target, self.prompt, answer.ids
+            Path(str(given("model"))),
+            self.target,
+            self.prompt,
+            answer.ids,
+            nodes,
+            given("num_blocks"),
         )
         print_step(console, steps[-1], self.tokenizer, name)
 
@@ -186,7 +195,7 @@ class ServerSource:
     def answers(self) -> list[Answer]:
         from vllm_specblock.bench.live import Answer
 
-        return [Answer(name, self._decode) for name in self.kinds]
+        return [Answer(name, self._decode, joined=True) for name in self.kinds]
 
     def ask(self, messages: Messages, answers: list[Answer]) -> None:
         import time

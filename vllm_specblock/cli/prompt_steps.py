@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_specblock.bench.draft_tree import legend_line, terminal_tree
-from vllm_specblock.config import DEFAULT_NODES
+from vllm_specblock.config import DEFAULT_NODES, DEFAULT_NODES_ON_CPU
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.prompts import prompt_ids
 from vllm_specblock.train.eval.evaluate import sequences_for
@@ -57,13 +57,28 @@ def steps_of_prompt(
     return [step for step, _ in zip(steps_along(drafter.along(sequence), sequence), range(count))]
 
 
+def default_nodes() -> int:
+    """Return the nodes of a tree of an engine on this machine by default."""
+    return DEFAULT_NODES if torch.cuda.is_available() else DEFAULT_NODES_ON_CPU
+
+
 def steps_of_answer(
-    drafter: Path, target: Path, prompt: list[int], answer: list[int]
+    drafter: Path,
+    target: Path,
+    prompt: list[int],
+    answer: list[int],
+    nodes: int,
+    blocks: int | None = None,
 ) -> tuple[list[Step], str]:
-    """Return the verification steps along an answer that was served, and what a forward adds."""
+    """Return the verification steps along an answer that was served, and what a forward adds.
+
+    Args:
+        blocks: drafter forwards. None: one below 16 nodes, as in serving.
+    """
     pairing = pair(drafter, target)
     model = load_target(pairing.target, "fp32", torch.device("cpu"))
-    loaded = load_drafter(pairing, model.dtype, torch.device("cpu"), DEFAULT_NODES)
+    blocks = 1 if blocks is None and nodes < 16 and pairing.kind == "specblock" else blocks
+    loaded = load_drafter(pairing, model.dtype, torch.device("cpu"), nodes, blocks)
     text = torch.tensor([*prompt, *answer])
     (sequence,) = sequences_for(model, pairing.layer_ids, [text], [len(prompt)])
     steps = list(steps_along(loaded.along(sequence), sequence))
