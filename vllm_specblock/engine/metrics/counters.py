@@ -72,15 +72,15 @@ class DrafterCounters:
 
 @op(count_step_triton)
 def count_step(
-    total: torch.Tensor, verified: VerificationResult, drafted: Drafted | None = None
+    total: torch.Tensor, result: VerificationResult, drafted: Drafted | None = None
 ) -> None:
     """See `DrafterCounters.count`; `total` is that of `DrafterCounters`."""
     # The root has origin 0, and so has padding after the end of the path.
-    node = torch.arange(verified.origin.shape[1] + 1, device=total.device)
-    seen = torch.nn.functional.pad(verified.origin[verified.req_idx], (1, 0))
-    seen = seen * (node <= verified.num_run[:, None])
+    node = torch.arange(result.origin.shape[1] + 1, device=total.device)
+    seen = torch.nn.functional.pad(result.origin[result.req_idx], (1, 0))
+    seen = seen * (node <= result.num_run[:, None])
     kinds = torch.arange(1, _KINDS + 1, dtype=torch.uint8, device=total.device)[:, None, None]
-    parts = seen, seen.gather(1, verified.path), seen[:, 1:2]
+    parts = seen, seen.gather(1, result.path), seen[:, 1:2]
     total[: 3 * _KINDS] += torch.stack([(x == kinds).sum((1, 2)) for x in parts], 1).flatten()
     if drafted is None:
         return
