@@ -6,7 +6,7 @@ either may be taken. A flag decides for each request, so that a captured step se
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ class NewTrees(NamedTuple):
     depth: torch.Tensor  # [R, N] int32
     logprob: torch.Tensor  # [R, N] fp32
     ancestors: torch.Tensor  # [R, N+1, W] int64
-    origin: torch.Tensor | int  # [R, N] uint8; or the drafter of all nodes
+    origin: torch.Tensor | None  # [R, N] uint8
 
 
 class KeptTrees(NamedTuple):
@@ -37,15 +37,20 @@ class KeptTrees(NamedTuple):
 
 def store_trees_triton(
     req_idx: torch.Tensor,
-    new: NewTrees,
+    combined: Any,
     kept: KeptTrees,
     chain: torch.Tensor | None,
     paused: torch.Tensor | None,
-    tokens: torch.Tensor,
-) -> None:
-    """Launch the kernel, one program per request; arguments as `TreeStates.store` has them."""
+    tokens: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch the kernel; see `TreeStates.store`; `combined` is a `Combined`."""
+    tree, author = combined.tree, combined.author
+    fields = tree.token, tree.parent, tree.depth, tree.logprob, tree.ancestors
+    new = NewTrees._make([*(x.contiguous() for x in fields), None])
+    if isinstance(author, torch.Tensor):
+        new, author = new._replace(origin=author.contiguous()), None
     requests, nodes, words = new.ancestors.shape
-    author = new.origin if isinstance(new.origin, int) else None
+    tokens = torch.empty_like(new.token) if tokens is None else tokens
     if requests:
         _store_trees_kernel[(requests,)](
             req_idx,
@@ -53,7 +58,7 @@ def store_trees_triton(
             chain,
             0 if chain is None else chain.stride(0),
             paused,
-            new if author is None else new._replace(origin=None),
+            new,
             kept,
             tokens,
             AUTHOR=author,
@@ -63,6 +68,7 @@ def store_trees_triton(
             WORDS=next_power_of_2(words),
             num_warps=4 if nodes <= 128 else 8,
         )
+    return tokens
 
 
 @jit(do_not_specialize=["req_idx_ptr", "chain_ptr"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.trees import to_tree
-from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees, NewTrees
+from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
 
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.engine.runner.tree_states import TreeStates
@@ -76,14 +76,13 @@ def by_kernel(kernels):
     launch = kernels.load("store_tree").store_trees_triton
 
     def store(states, slots, combined, chain, paused, tokens):
-        given, on = vars(combined.tree) | {"origin": combined.author}, kernels.device
-        new = (given[name] for name in NewTrees._fields)
-        new = NewTrees._make(x if isinstance(x, int) else x.to(on) for x in new)
+        on, author = kernels.device, combined.author
+        tree = DraftTree(**{name: x.to(on) for name, x in vars(combined.tree).items()})
+        there = Combined(tree, author if isinstance(author, int) else author.to(on))
         kept = KeptTrees._make(getattr(states, name) for name in KeptTrees._fields)
         chain, paused = (x if x is None else x.to(on) for x in (chain, paused))
         chain = chain if chain is None else in_a_table(chain)
-        launch(in_a_table(slots.to(on)), new, kept, chain, paused, tokens.to(on))
-        return tokens
+        return launch(in_a_table(slots.to(on)), there, kept, chain, paused, tokens)
 
     return store
 

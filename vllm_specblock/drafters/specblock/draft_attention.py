@@ -92,8 +92,7 @@ class DraftAttentionBuilder:
         """
         K, table, size = self.K, rows.block_table, rows.block_size * self.K
         requests = len(rows.row_start_host) - 1
-        make = first_block_metadata_triton if self.fused else first_block_metadata
-        of = make(rows.position, rows.index, rows.kv_slot, rows.row_start, rows.last, K)
+        of = self._first(rows)
         words, ends = self.no_bits[: len(of.prefix_len)], of.ends
         limit = [(rows.max_position + 1) * K] * requests
 
@@ -103,6 +102,24 @@ class DraftAttentionBuilder:
         queries = sees(of.query_start, [row * K for row in rows.row_start_host], of.prefix_len)
         kept = sees(of.kept_start, [K * r for r in range(requests + 1)], of.kept_prefix)
         return PagedAttention(self.caches, of.kv_index, queries, kept), of.base
+
+    def _first(self, rows: CommittedTokens) -> FirstBlockMetadata:
+        """Tensors of `first`, in one launch on a GPU."""
+        K, requests = self.K, len(rows.last)
+        position, index, kv_slot = rows.position, rows.index, rows.kv_slot
+        if self.fused:
+            given = position, index, kv_slot, rows.row_start, rows.last
+            return first_block_metadata_triton(*given, K)
+        see = (index[:, None] * K + self.k + 1).int()  # [T, K]
+        return FirstBlockMetadata(
+            kv_index=torch.where(kv_slot >= 0, kv_slot * K, -K)[:, None] + self.k,
+            prefix_len=see.flatten(),
+            base=position + 1,
+            query_start=rows.row_start * K,
+            ends=((index[rows.last] + 1) * K).int(),
+            kept_start=torch.arange(0, requests * K + 1, K, dtype=torch.int32, device=see.device),
+            kept_prefix=see[rows.last].flatten(),
+        )
 
     def warm_up(self, block_table: torch.Tensor, most_rows: int, num_heads: int) -> None:
         """Compile the attention of every block; arguments as `Drafter.warm_up` has them."""
@@ -218,26 +235,3 @@ class DraftAttentionBuilder:
             source=((request * first_row + row) * K + position).flatten(),
             base=base.flatten(),
         )
-
-
-def first_block_metadata(
-    position: torch.Tensor,
-    index: torch.Tensor,
-    kv_slot: torch.Tensor,
-    row_start: torch.Tensor,
-    last: torch.Tensor,
-    block_size: int,
-) -> FirstBlockMetadata:
-    """What `first_block_metadata_triton` works out."""
-    K, requests = block_size, len(last)
-    k = torch.arange(K, device=position.device)
-    see = (index[:, None] * K + k + 1).int()  # [T, K]
-    return FirstBlockMetadata(
-        kv_index=torch.where(kv_slot >= 0, kv_slot * K, -K)[:, None] + k,
-        prefix_len=see.flatten(),
-        base=position + 1,
-        query_start=row_start * K,
-        ends=((index[last] + 1) * K).int(),
-        kept_start=torch.arange(0, requests * K + 1, K, dtype=torch.int32, device=see.device),
-        kept_prefix=see[last].flatten(),
-    )

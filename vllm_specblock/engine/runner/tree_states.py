@@ -11,7 +11,7 @@ import torch
 from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import ancestor_words, words_for
 from vllm_specblock.triton_kernels.op import op
-from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees, NewTrees, store_trees_triton
+from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees, store_trees_triton
 
 
 class TreeStates:
@@ -89,25 +89,7 @@ class TreeStates:
             field[req_idx] = field[req_idx].masked_fill(where[:, None], none)
 
 
-def _store_triton(
-    req_idx: torch.Tensor,
-    combined: Combined,
-    kept: KeptTrees,
-    chain: torch.Tensor | None,
-    paused: torch.Tensor | None,
-    tokens: torch.Tensor | None,
-) -> torch.Tensor:
-    given = vars(combined.tree) | {"origin": combined.author}
-    new = NewTrees._make(
-        x.contiguous() if isinstance(x, torch.Tensor) else x
-        for x in map(given.get, NewTrees._fields)
-    )
-    tokens = torch.empty_like(combined.tree.token) if tokens is None else tokens
-    store_trees_triton(req_idx, new, kept, chain, paused, tokens)
-    return tokens
-
-
-@op(_store_triton)
+@op(store_trees_triton)
 def store_trees(
     req_idx: torch.Tensor,
     combined: Combined,
