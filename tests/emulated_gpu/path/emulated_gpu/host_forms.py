@@ -21,8 +21,6 @@ from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 
 from emulated_gpu.vllm_operators import fa3_fwd
 from vllm_specblock import candidates
-from vllm_specblock.combine import combined
-from vllm_specblock.tree import DraftTree
 from vllm_specblock.verify.accept_path import accept_path_rows
 from vllm_specblock.verify.tree_mask import build_tree_mask
 
@@ -125,6 +123,13 @@ def add_norm(a: Arguments, grid: Grid) -> None:
     left = a.left_ptr if a.keep_ptr is None else a.left_ptr[a.keep_ptr]
     a.total_ptr.view(a.right_ptr.shape).copy_(left.float() + a.right_ptr.float())
     a.normed_ptr.copy_(rms_normed(a.total_ptr.float(), a.weight_ptr, a.eps))
+
+
+def norm_pair(a: Arguments, grid: Grid) -> None:
+    left = a.left_ptr if a.rows_ptr is None else a.left_ptr[a.rows_ptr]
+    pairs = (left, a.left_weight_ptr), (a.right_ptr, a.right_weight_ptr)
+    both = [rms_normed(x.float(), weight, a.eps) for x, weight in pairs]
+    a.out_ptr.view(grid[0], -1).copy_(torch.cat(both, -1))
 
 
 def layer_shift(a: Arguments, grid: Grid) -> None:
@@ -307,16 +312,6 @@ def tree_mask(a: Arguments, grid: Grid) -> None:
     build_tree_mask.reference(rows, a.depth_ptr, a.ancestors_ptr, a.out)
 
 
-def best_chain(a: Arguments, grid: Grid) -> None:
-    *tree, origin = a.given
-    chosen = combined.best_chain.reference(
-        combined.Combined(DraftTree(*tree), origin), a.chain_ptr[: grid[0]]
-    )
-    for name in a.made._fields[:-1]:
-        getattr(a.made, name).copy_(getattr(chosen.tree, name))
-    a.made.origin.copy_(chosen.origin)
-
-
 def penalties(a: Arguments, grid: Grid) -> None:
     request = a.expanded_idx_mapping_ptr[: grid[0]].long()
     given = a.repetition_penalty_ptr, a.frequency_penalty_ptr, a.presence_penalty_ptr
@@ -416,6 +411,7 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "_tree_attention_kernel": (tree_attention, "into.out"),
     "_rotate_pair_kernel": (rotate_pair, "query_out_ptr key_out_ptr"),
     "_add_norm_kernel": (add_norm, "total_ptr normed_ptr"),
+    "_norm_pair_kernel": (norm_pair, "out_ptr"),
     "_layer_shift_kernel": (layer_shift, "out_ptr"),
     "_store_kv_kernel": (store_kv, ""),
     "_best_of_chunk_kernel": (best_of_chunk, "best_ptr"),
@@ -434,7 +430,6 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
         tree_mask,
         "out.prefix_len out.mask_words out.tree_start out.position out.node_position",
     ),
-    "_best_chain_kernel": (best_chain, ""),  # of equal paths it may take either
     "_penalties_kernel": (penalties, "logits_ptr"),
     "_min_p_kernel": (min_p, "logits_ptr"),
     "_temperature_kernel": (temperature, "logits_ptr"),
