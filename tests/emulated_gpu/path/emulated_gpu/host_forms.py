@@ -232,7 +232,8 @@ def attach_block(a: Arguments, requests: int) -> None:
     word = given.top_token.view(cells)
     width = given.branching[given.bucket].view(cells[:3])[..., None]
     wanted = torch.arange(grow.B) < width.clamp(min=1)
-    gain = torch.where(wanted, given.top_logprob.view(cells), float("-inf")).clamp(max=0.0)
+    gain = torch.where(wanted, given.top_logprob.view(cells), float("-inf"))
+    gain = gain.fmin(torch.zeros(()))  # 0 for NaN, as in a kernel: padding rows have any value
     totals, texts = torch.empty_like(gain), torch.empty_like(word)
     total, text = total[..., None], text[..., None]
     for k in range(grow.K):
