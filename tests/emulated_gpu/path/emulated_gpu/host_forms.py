@@ -321,6 +321,7 @@ def penalties(a: Arguments, grid: Grid) -> None:
         slot, place = request[row], int(a.expanded_local_pos_ptr[row])
         counts = a.output_bin_counts_ptr[slot, : a.vocab_size].clone()
         drafted = a.token_ids_ptr[row - place + 1 : row + 1].long()
+        drafted = drafted[(drafted >= 0) & (drafted < a.vocab_size)]  # -1: no draft
         counts.index_add_(0, drafted, torch.ones_like(drafted, dtype=counts.dtype))
         packed = a.prompt_bin_mask_ptr[slot, :, None] >> torch.arange(32, dtype=torch.int32)
         seen = (packed & 1).flatten()[: a.vocab_size].bool() | (counts > 0)
