@@ -138,6 +138,13 @@ def layer_shift(a: Arguments, grid: Grid) -> None:
     a.out_ptr.copy_(F.linear(torch.cat([hidden, previous], -1), a.weight_ptr.float()))
 
 
+def fp8_linear(a: Arguments, grid: Grid) -> None:
+    total = F.linear(a.x_ptr.float(), a.weight_ptr.float()) * a.scale_ptr
+    if a.residual_ptr is not None:
+        total += a.residual_ptr.view(total.shape).float()
+    a.out_ptr.copy_(total)
+
+
 def store_kv(a: Arguments, grid: Grid) -> None:
     rows = (a.kv_index_ptr >= 0).nonzero().flatten()
     slots, cache = a.kv_index_ptr[rows].long(), a.kv_cache_ptr
@@ -415,6 +422,7 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "_add_norm_kernel": (add_norm, "total_ptr normed_ptr"),
     "_norm_pair_kernel": (norm_pair, "out_ptr"),
     "_layer_shift_kernel": (layer_shift, "out_ptr"),
+    "_fp8_linear_kernel": (fp8_linear, "out_ptr"),
     "_store_kv_kernel": (store_kv, ""),
     "_best_of_chunk_kernel": (best_of_chunk, "best_ptr"),
     "_merge_and_rank_kernel": (merge_and_rank, "logprob_ptr token_ptr"),
