@@ -125,10 +125,24 @@ def add_norm(a: Arguments, grid: Grid) -> None:
     a.normed_ptr.copy_(rms_normed(a.total_ptr.float(), a.weight_ptr, a.eps))
 
 
+def norm_pair(a: Arguments, grid: Grid) -> None:
+    left = a.left_ptr if a.rows_ptr is None else a.left_ptr[a.rows_ptr]
+    pairs = (left, a.left_weight_ptr), (a.right_ptr, a.right_weight_ptr)
+    both = [rms_normed(x.float(), weight, a.eps) for x, weight in pairs]
+    a.out_ptr.view(grid[0], -1).copy_(torch.cat(both, -1))
+
+
 def layer_shift(a: Arguments, grid: Grid) -> None:
     hidden = a.hidden_ptr.float()
     previous = torch.cat([hidden[:, :1], hidden[:, :-1]], 1)
     a.out_ptr.copy_(F.linear(torch.cat([hidden, previous], -1), a.weight_ptr.float()))
+
+
+def fp8_linear(a: Arguments, grid: Grid) -> None:
+    total = F.linear(a.x_ptr.float(), a.weight_ptr.float()) * a.scale_ptr
+    if a.residual_ptr is not None:
+        total += a.residual_ptr.view(total.shape).float()
+    a.out_ptr.copy_(total)
 
 
 def store_kv(a: Arguments, grid: Grid) -> None:
@@ -225,7 +239,8 @@ def attach_block(a: Arguments, requests: int) -> None:
     word = given.top_token.view(cells)
     width = given.branching[given.bucket].view(cells[:3])[..., None]
     wanted = torch.arange(grow.B) < width.clamp(min=1)
-    gain = torch.where(wanted, given.top_logprob.view(cells), float("-inf")).clamp(max=0.0)
+    gain = torch.where(wanted, given.top_logprob.view(cells), float("-inf"))
+    gain = gain.fmin(torch.zeros(()))  # 0 for NaN, as in a kernel: padding rows have any value
     totals, texts = torch.empty_like(gain), torch.empty_like(word)
     total, text = total[..., None], text[..., None]
     for k in range(grow.K):
@@ -313,6 +328,7 @@ def penalties(a: Arguments, grid: Grid) -> None:
         slot, place = request[row], int(a.expanded_local_pos_ptr[row])
         counts = a.output_bin_counts_ptr[slot, : a.vocab_size].clone()
         drafted = a.token_ids_ptr[row - place + 1 : row + 1].long()
+        drafted = drafted[(drafted >= 0) & (drafted < a.vocab_size)]  # -1: no draft
         counts.index_add_(0, drafted, torch.ones_like(drafted, dtype=counts.dtype))
         packed = a.prompt_bin_mask_ptr[slot, :, None] >> torch.arange(32, dtype=torch.int32)
         seen = (packed & 1).flatten()[: a.vocab_size].bool() | (counts > 0)
@@ -404,7 +420,9 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "_tree_attention_kernel": (tree_attention, "into.out"),
     "_rotate_pair_kernel": (rotate_pair, "query_out_ptr key_out_ptr"),
     "_add_norm_kernel": (add_norm, "total_ptr normed_ptr"),
+    "_norm_pair_kernel": (norm_pair, "out_ptr"),
     "_layer_shift_kernel": (layer_shift, "out_ptr"),
+    "_fp8_linear_kernel": (fp8_linear, "out_ptr"),
     "_store_kv_kernel": (store_kv, ""),
     "_best_of_chunk_kernel": (best_of_chunk, "out.best"),
     "_merge_and_rank_kernel": (merge_and_rank, "logprob_ptr token_ptr"),

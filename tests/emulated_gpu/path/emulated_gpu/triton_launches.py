@@ -58,6 +58,10 @@ def patch_interpreter(interpreter: ModuleType) -> None:
     tl = interpreter.tl
     teach_bf16_dot(interpreter)
     teach_whole_arrays(interpreter)
+    # Triton 3.7's give NaN for one NaN; a GPU, and 3.8's, the other operand.
+    builder = interpreter.InterpreterBuilder
+    builder.create_minnumf = functools.partialmethod(builder.binary_op, op=np.fmin)
+    builder.create_maxnumf = functools.partialmethod(builder.binary_op, op=np.fmax)
     sort_by_numpy(interpreter)
     cache_types(interpreter)
     if BOUNDS:
