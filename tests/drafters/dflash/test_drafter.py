@@ -36,6 +36,7 @@ def kind(request) -> str:
 def test_paged_equals_plain(kind, options):
     """Two requests, prompts in two chunks, then two decode steps with rejected nodes as padding."""
     drafter = make_drafter(kind, **options)
+    drafter.beta = None if drafter.calibration is None else torch.tensor([1.3, 0.7])
     states, text = made_up(2)
     for requests, padding in (
         ([(0, 9), (0, 6)], 0),
@@ -58,6 +59,7 @@ def test_paged_equals_plain(kind, options):
 @torch.no_grad()
 def test_a_masked_first_block_is_as_a_text_that_begins_later(kind):
     drafter = make_drafter(kind)
+    drafter.beta = torch.tensor([1.3, 0.7])
     states, text = made_up(2)
     for requests in ([(PAGE, PAGE + 9), (PAGE, PAGE + 6)], [(PAGE + 9, PAGE + 13), (PAGE + 6, 23)]):
         rows = rows_of(requests, TABLES, states, text, PAGE)
@@ -90,6 +92,7 @@ def test_long_prompts_are_taken_in_parts(kind, monkeypatch):
 def test_near_the_length_limit_masks_without_a_slot_draft_nothing(kind, room):
     """A root at MAX_LEN − room has room − 1 positions behind it."""
     drafter = make_drafter(kind)
+    drafter.beta = torch.tensor([1.3])
     states, text = made_up(1)
     before = [cache.clone() for cache in drafter.attention_builder.caches]
     end = MAX_LEN - room

@@ -160,6 +160,7 @@ def test_paged_equals_plain(options, changes):
     """Two requests, prompt in two chunks, then two decode steps with rejected nodes as padding."""
     drafter = make_drafter(**changes)
     head = make_head(drafter, **options)
+    head.beta = None if head.calibration is None else torch.tensor([1.3, 0.7])
     states, features, text = world(2)
     if drafter.config.num_features == 2:
         head.layers, features = (0, 2), torch.cat([features[..., :H], features[..., 2 * H :]], -1)
@@ -210,6 +211,7 @@ def test_some_requests_draft_what_all_would():
 def test_near_the_length_limit_nodes_without_a_slot_do_not_grow(room):
     drafter = make_drafter()
     head = make_head(drafter, depth=4, top_k=3)
+    head.beta = torch.tensor([1.3])
     states, features, text = world(1)
     tables, end = torch.arange(1, 9)[None], MAX_LEN - room
     (cache,) = head.attention_builder.caches

@@ -92,6 +92,7 @@ def test_paged_equals_dense(options, drafter_changes):
     """Two requests, prompt in two chunks, then two decode steps with rejected nodes as padding."""
     drafter = make_drafter(**drafter_changes)
     head, embedding = make_head(drafter, SpecBlockConfig(**options), nodes=40)
+    head.beta = None if head.calibration is None else torch.tensor([1.3, 0.7])
     draw = torch.Generator().manual_seed(2)
     states = torch.randn(3, 2, MAX_LEN, H, generator=draw)
     features = states.permute(1, 2, 0, 3).flatten(2)  # [R, n, 3H], low, mid, high
