@@ -8,11 +8,11 @@ counters of speculation are over all windows.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
-
-from lib.acceptance import imposed
 
 from vllm_specblock.config import METHOD
 from vllm_specblock.engine.offline.answering import (
@@ -91,6 +91,9 @@ class SteadyState(Answering):
     def __init__(self, arguments: dict[str, Any]) -> None:
         speculative = arguments.get("speculative_config") or {}
         if speculative.get("method") == METHOD and "synthetic_acceptance_rates" in speculative:
+            # The process is started without this folder on its path.
+            sys.path.insert(0, str(Path(__file__).parent))
+            from lib.acceptance import imposed
             from lib.imposed_acceptance import impose
 
             impose(speculative["synthetic_acceptance_rates"])

@@ -223,8 +223,10 @@ def routing(rng: random.Random, draw: torch.Generator) -> Case:
 
     def call() -> Tensors:
         combined, chosen, agreed = route(first, second, how)
-        best = combined.where(chain)
-        return *vars(best.tree).values(), best.origin, chosen, agreed
+        kept = TreeStates(requests, nodes, deepest, "cpu")
+        tokens = kept.store(torch.arange(requests), combined, chain)
+        found = kept.parent, kept.depth, kept.ancestors, kept.origin, kept.score
+        return tokens, *found, chosen, agreed
 
     return Case(requests, call)
 

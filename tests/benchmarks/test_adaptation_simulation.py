@@ -68,7 +68,7 @@ def test_wrong_options_are_one_sentence(prompts, tmp_path, given, message):
 
 def test_what_is_simulated_learns_as_serving_does():
     served, alone = TrainerConfig("D", "T"), AdaptationConfig()
-    assert (served.batch, served.lr) == (alone.batch, alone.lr)
+    assert (served.every, served.lr) == (alone.every, alone.lr)
     assert served.memory == alone.memory
 
 

@@ -24,7 +24,7 @@ LAUNCHED = {
     "growth of SpecBlock trees": {"_attach_and_select_kernel"},
     "n-gram trees": {"_occurrences_kernel", "_follow_kernel"},
     "merging of two trees": {"_merge_kernel"},
-    "routing, best paths": {"_best_chain_kernel"},
+    "routing, best paths": {"_store_trees_kernel"},
     "attention over paged caches": {"_tree_attention_kernel"},
 }
 

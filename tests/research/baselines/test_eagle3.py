@@ -156,12 +156,15 @@ def test_every_step_of_training_is_the_plain_chain(train_batch):
 
 
 def test_loss_and_tally_are_the_loop_over_rows(train_batch):
-    learner = make(seed=4)
+    learner = make(seed=0)
     with torch.no_grad():
         # Two likely tokens, so that chains of every length occur.
         learner.lm_head.weight[[3, 9]] *= 5
     tokens, named = train_batch.batch.tokens, NAMED.tolist()
-    tokens.copy_(torch.where(torch.rand(2, 12) < 0.9, NAMED[[3, 9]][tokens % 2], tokens))
+    draw = torch.Generator().manual_seed(12)
+    tokens.copy_(
+        torch.where(torch.rand(2, 12, generator=draw) < 0.9, NAMED[[3, 9]][tokens % 2], tokens)
+    )
     tokens[0, 11] = -1
     plain = Plain(learner)
     losses = [[] for _ in range(STEPS)]
