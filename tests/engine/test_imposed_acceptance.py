@@ -35,7 +35,7 @@ def counted(engine):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tau_is_what_the_trees_scores_say(imposed, temperature):
     head = imposed.speculator.draft_policy.drafters[0]
-    tree = synthetic_tree(head.shape, BEST)
+    tree = synthetic_tree(head.drafter.shape, BEST)
     expected = tree.logprob.exp().sum().item()
     before = counted(imposed)
     params = [

@@ -12,9 +12,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu import attn_utils
 
-from vllm_specblock.engine.attention.backend import TreeAttentionBackend
 from vllm_specblock.engine.config.ours import extracts_features, is_ours
 from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.engine.target_states import add_interface
@@ -115,7 +115,7 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
         layer = layers[name]
         backend = layer.get_attn_backend()
         if (
-            not issubclass(backend, TreeAttentionBackend)
+            backend is not AttentionBackendEnum.CUSTOM.get_class()
             or type(layer) is not Attention  # subclasses may mask or store differently
             or layer.head_size_v != layer.head_size
         ):

@@ -10,7 +10,7 @@ from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_t
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from vllm_specblock.engine.runner.step_batch import StepBatch
+from vllm_specblock.engine.runner.step_batch import StepInputs
 from vllm_specblock.feedback.acceptance_estimator import kinds
 from vllm_specblock.feedback.controller import Controller
 
@@ -338,20 +338,21 @@ def test_who_was_there_when_heads_rested_catches_up_or_gets_no_tree(
     controller, turn = engine.runner.adaptive_verification.controller, iter(range(10**6))
     monkeypatch.setattr(controller, "drafts", lambda *_: not 4 <= next(turn) < 9)
     adaptive, slots, verdicts = engine.speculator.adaptive, engine.speculator.tree_states, []
-    pause, commit = adaptive.pause, StepBatch.committed
+    pause, commit = adaptive.pause, StepInputs.committed
 
     def noting_sleep(batch, rows):
         verdicts.append(int(slots.accepted[batch.idx_mapping].sum()))
         pause(batch, rows)
 
-    def checking_rows(rows, *args):
+    def checking_rows(inputs, *args):
+        rows = inputs.rows
         assert not rows.accepted_rows.accepted[rows.drafts == 0].any(), (
             "accepted of a tree that was not run"
         )
-        return commit(rows, *args)
+        return commit(inputs, *args)
 
     monkeypatch.setattr(adaptive, "pause", noting_sleep)
-    monkeypatch.setattr(StepBatch, "committed", checking_rows)
+    monkeypatch.setattr(StepInputs, "committed", checking_rows)
     discard, dropped = slots.discard, []
     monkeypatch.setattr(slots, "discard", lambda *of: dropped.append(of[1].any()) or discard(*of))
     proposals = note_proposals(engine, monkeypatch)
