@@ -23,7 +23,7 @@ _VLLM = importlib.util.find_spec("vllm")
 VLLM = tuple(f"{folder}/" for folder in (_VLLM.submodule_search_locations if _VLLM else ()))
 STAND_INS = ("_reference.py", "_numba.py", "/packed.py", "/paged_rows.py")
 """Ends of the files that run in a kernel's place."""
-CPU_ONLY = f"{ROOT / 'vllm_specblock' / 'engine' / 'cpu'}/"
+CPU_ONLY = f"{ROOT / 'vllm_specblock' / 'cpu'}/"
 
 _METHODS = {
     getattr(torch.Tensor, name)
