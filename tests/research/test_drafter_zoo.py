@@ -34,8 +34,8 @@ def common(tmp_path_factory):
 
 
 def test_an_unknown_drafter_is_one_sentence(common):
-    with pytest.raises(TrainError, match=r"'nobody'; there are specblock, .*, EAGLE-3, "):
-        drafter_zoo.make("nobody", common[1])
+    with pytest.raises(TrainError, match=r"'unknown'; there are specblock, .*, EAGLE-3, "):
+        drafter_zoo.make("unknown", common[1])
 
 
 def test_other_trees_are_shown_with_their_drafter(common):
