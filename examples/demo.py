@@ -150,8 +150,11 @@ def conclude(
     console: Console, pairs: list[tuple[list[int], Answer, Answer]], target: Path, dtype: str
 ) -> bool:
     """Print the speed-up, and how many answers are identical; whether the others are near-ties."""
-    times = [plain.seconds / ours.seconds for _, plain, ours in pairs]
-    total = sum(each.seconds for _, each, _ in pairs) / sum(each.seconds for *_, each in pairs)
+    # Per token: an answer that parts at a tie may end elsewhere.
+    times = [ours.speed / plain.speed for _, plain, ours in pairs]
+    total = sum(1 / plain.speed for _, plain, _ in pairs) / sum(
+        1 / ours.speed for *_, ours in pairs
+    )
     by_kind = ", ".join(f"{kind} {each:.2f}" for kind, each in zip(PROMPTS, times))
     console.print(
         f"\n{platform.machine()}, {os.cpu_count()} cores, {dtype}, greedy, one request at a time\n"
