@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from support.targets import write_target
+from support.targets import edit_config, write_target
 
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train.untrained import init
@@ -16,12 +15,6 @@ from vllm_specblock.train.untrained import init
 @pytest.fixture
 def target(tmp_path) -> Path:
     return write_target(tmp_path / "target")
-
-
-def edit_config(directory: Path, **changes) -> None:
-    path = directory / "config.json"
-    raw = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in raw.items() if v is not ...}))
 
 
 @pytest.mark.parametrize("layers", range(1, 7))

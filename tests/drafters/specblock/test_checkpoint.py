@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.targets import write_target
+from support.targets import edit_config, write_target
 from support.validation import refusal
 
 from vllm_specblock.drafters.specblock import checkpoint
@@ -40,12 +40,6 @@ def ours(llama, tmp_path) -> Path:
 @pytest.fixture
 def target(tmp_path) -> Path:
     return write_target(tmp_path / "target")
-
-
-def edit_config(directory: Path, **changes) -> None:
-    path = directory / "config.json"
-    raw = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in raw.items() if v is not ...}))
 
 
 def edit_tensors(directory: Path, edit) -> None:

@@ -42,3 +42,10 @@ def write_target(directory: Path, **changes) -> Path:
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(sizes | changes))
     return directory
+
+
+def edit_config(directory: Path, **changes) -> None:
+    """Change keys of the config.json in a folder; `...` removes one."""
+    path = directory / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in raw.items() if v is not ...}))
