@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,17 +30,6 @@ from vllm_specblock.engine.scheduler import UNDRAFTED
 from vllm_specblock.feedback.controller import Controller, Step
 from vllm_specblock.feedback.step_cost import cost_per_request
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
-
-
-class _Begun(NamedTuple):
-    """A step under way; mark: when it began; behind: rows that drafters had missed."""
-
-    mark: Any
-    requests: list[str]
-    rows: int
-    trees: bool
-    drafts: bool
-    behind: int
 
 
 class DraftingState:
@@ -101,7 +90,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     _unknown = 1.0
     """Survival of nodes of which nothing is known yet: on a GPU it arrives a step later."""
 
-    _begun: _Begun | None = None
+    _begun: tuple[list[str], Step, Any] | None = None
+    """The step under way: its requests, what is known of it, and the mark of its beginning."""
 
     def __init__(self, req_states: RequestState, *args: Any, **kwargs: Any) -> None:
         super().__init__(req_states, *args, **kwargs)
@@ -156,19 +146,16 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         begun, self._begun = self._begun, None
         state = self.drafting_state
         # Ranks have to decide alike, and each has times of its own.
-        if begun is None or not decodes or begun.requests != requests or _ranks() > 1:
+        if begun is None or not decodes or begun[0] != requests or _ranks() > 1:
             return
-        accepted = state.accepted if begun.trees else 0
-        step = Step(
-            len(requests),
-            begun.rows,
-            begun.trees,
-            begun.drafts,
-            None if accepted is None else len(requests) + accepted,
+        _, step, start = begun
+        accepted = state.accepted if step.trees else 0
+        step = step._replace(
+            tokens=None if accepted is None else len(requests) + accepted,
             asked=state.asked,
-            read=begun.behind + state.read if state.asked else 0,
+            read=step.read + state.read if state.asked else 0,
         )
-        self._timed.append((step, begun.mark, state.clock.mark(), state.drafted, sampling))
+        self._timed.append((step, start, state.clock.mark(), state.drafted, sampling))
         while self._timed and state.clock.passed(self._timed[0][2]):
             step, start, end, drafted, sampled = self._timed.popleft()
             seconds = state.clock.seconds(start, end)
@@ -178,8 +165,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     def _begin(self, requests: list[str], rows: int, trees: bool, behind: int) -> None:
         """Begin a step that only decodes."""
         state = self.drafting_state
-        drafts = not state.all_paused
-        self._begun = _Begun(state.clock.mark(), requests, rows, trees, drafts, behind)
+        step = Step(len(requests), rows, trees, not state.all_paused, None, read=behind)
+        self._begun = requests, step, state.clock.mark()
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         """[n] rows → [n] rows that such steps are run with."""
@@ -244,10 +231,11 @@ class DeviceBudgetManager(TreeBudgetManager):
         each = self.num_speculative_steps + 1
         trees = [s for s in samples if s.num_reqs * each == s.num_target_tokens]
         alone = [s for s in samples if s.num_reqs * each != s.num_target_tokens]
-        per_request = cost_per_request(_medians(alone), _medians(trees))
+        times = _medians(alone)
+        per_request = cost_per_request(times, _medians(trees))
         verify = {
             rows: max(ms - per_request * requests, 0.1 * ms)
-            for rows, (ms, requests) in _medians(alone).items()
+            for rows, (ms, requests) in times.items()
         }
         draft: defaultdict[int, list[float]] = defaultdict(list)
         for sample in samples:
