@@ -208,6 +208,8 @@ trial cost more than its share |
         """
         before, self._kind = self._kind, _kind(requests, sampling)
         self._since += 1
+        if self._trial:
+            self._paid -= self._extra(requests)  # by what is known of it now
         if self._trial > 1:
             self._trial -= 1
         elif self._trial or (self.paused and self._kind != before):
@@ -229,17 +231,21 @@ trial cost more than its share |
 
     def _try(self, requests: int, sampling: bool, behind: int) -> None:
         """Begin a trial of drafting, if the pause has paid for it."""
-        plain, known = self.cost.plain(requests), self._yields[sampling]
-        extra = self.cost.draft(requests) + float(self.cost.verify(requests, requests)) - plain
-        extra = max(extra, 0.01 * plain)
-        self._paid += SHARE * plain
+        extra, known = self._extra(requests), self._yields[sampling]
+        self._paid += SHARE * self.cost.plain(requests)
         price = 0.0 if self._since >= LONGEST else TRIAL * extra
         if known.count and (self._paid < price or self._since < 8 * TRIAL):
             return
         reading = self.cost.read * behind
         self._trial = max(int((self._paid - reading) / extra), TRIAL)
-        self._paid -= self._trial * extra + reading
+        self._paid -= reading
         known.keep(self._trial * requests)  # of an earlier trial
+
+    def _extra(self, requests: int) -> float:
+        """What a step that drafts costs more than a plain one."""
+        plain = self.cost.plain(requests)
+        trees = float(self.cost.verify(requests, requests)) - plain
+        return max(self.cost.draft(requests) + trees, 0.01 * plain)
 
 
 def _kind(requests: int, sampling: bool) -> tuple[int, int]:
