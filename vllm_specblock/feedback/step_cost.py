@@ -147,6 +147,7 @@ class StepCost:
             self._covariance = self._initial.copy()
         else:
             error = math.log(self.of(seconds) / self._cost(step))
+            self._covariance += FORGET * (self._initial - self._covariance)
             if step == last:
                 self._noise[0] = _variance(self._noise[0], error, self._noise[0])
             else:
@@ -192,7 +193,6 @@ class StepCost:
         """Learn from the error of a log ratio: of drafting to a step, or of two steps."""
         covariance = self._covariance
         assert covariance is not None
-        covariance += FORGET * (self._initial - covariance)
         spread = covariance @ gradient
         known, noise = float(gradient @ spread), self._noise[drafts]
         variance = known + noise
