@@ -272,7 +272,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.counters.count(
             verified, Drafted(rows.goes_on, proposal.second, proposal.agreed, *trees)
         )
-        paused = None if self.adaptive is None else self.adaptive.paused
+        paused = None if self.adaptive is None else self.adaptive.declined_there
         tokens = self.tree_states.store(
             req_idx, proposal.combined, inputs.chain, paused, inputs.tokens
         )
