@@ -68,7 +68,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         computed, prompts = self.req_states.num_computed_prefill_tokens, self.req_states.prefill_len
         decodes = bool((computed[slots] >= prompts.np[slots]).all())  # a host array
         sampling = bool(state.samples[slots].mean() > 0.5)  # a host array
-        self._observe(requests, decodes, sampling)
+        now = state.clock.mark() if decodes else None
+        self._observe(requests, now, sampling)
         trees = bool(draft_tokens) and not state.all_paused
         if trees:
             survival = self._survival(slots, drafts)
@@ -85,7 +86,9 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         if decodes:
             behind = state.missed(slots)
             state.all_paused = not self.controller.drafts(len(requests), sampling, behind)
-            self._begin(requests, rows + nodes, trees, behind)
+            drafts_now = not state.all_paused
+            step = Step(len(requests), rows + nodes, trees, drafts_now, None, read=behind)
+            self._begun = requests, step, now
         return rows + nodes
 
     def _survival(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
@@ -97,12 +100,16 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         survival[np.arange(survival.shape[1]) >= drafts[:, None]] = 0
         return survival
 
-    def _observe(self, requests: list[str], decodes: bool, sampling: bool) -> None:
-        """Learn from the steps that ended: times are taken from one decode step to the next."""
+    def _observe(self, requests: list[str], now: Any, sampling: bool) -> None:
+        """Learn from the steps that ended: times are taken from one decode step to the next.
+
+        Args:
+            now: mark of the clock; None: the next step reads prompts.
+        """
         begun, self._begun = self._begun, None
         state = self.trees
         # Ranks have to decide alike, and each has times of its own.
-        if begun is None or not decodes or begun[0] != requests or _ranks() > 1:
+        if begun is None or now is None or begun[0] != requests or _ranks() > 1:
             return
         _, step, start = begun
         accepted = state.accepted if step.trees else 0
@@ -111,18 +118,12 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             asked=state.asked,
             read=step.read + state.read if state.asked else 0,
         )
-        self._timed.append((step, start, state.clock.mark(), state.marks, sampling))
+        self._timed.append((step, start, now, state.marks, sampling))
         while self._timed and state.clock.passed(self._timed[0][2]):
             step, start, end, drafted, sampled = self._timed.popleft()
             seconds = state.clock.seconds(start, end)
             drafting = state.clock.seconds(*drafted) if drafted else 0.0
             self.controller.observe(step._replace(seconds=seconds, draft_seconds=drafting), sampled)
-
-    def _begin(self, requests: list[str], rows: int, trees: bool, behind: int) -> None:
-        """Begin a step that only decodes."""
-        state = self.trees
-        step = Step(len(requests), rows, trees, not state.all_paused, None, read=behind)
-        self._begun = requests, step, state.clock.mark()
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         """[n] rows → [n] rows that such steps are run with."""
