@@ -159,7 +159,7 @@ def test_nodes_that_were_cut_are_not_judged(engine, monkeypatch, verified):
 
     monkeypatch.setattr(acceptance, "learn_from", noting)
     engine.generate(PROMPTS[:4], params(4, temperature=0.0, max_tokens=30))
-    assert judged[-len(verified) :] == [budget for _, budget in verified]
+    assert judged == [budget for _, budget in verified if budget], "no node, nothing to learn"
     assert any(0 < budget < drafted for drafted, budget in verified)
 
 

@@ -112,7 +112,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         if begun is None or now is None or begun[0] != requests or _ranks() > 1:
             return
         _, step, start = begun
-        accepted = state.accepted if step.trees else 0
+        accepted = state.accepted if step.rows > step.requests else 0
         step = step._replace(
             tokens=None if accepted is None else len(requests) + accepted,
             asked=state.asked,

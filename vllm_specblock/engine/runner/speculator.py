@@ -290,7 +290,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 layer.commit(rows.accepted_rows.path, rows.accepted_rows.accepted)
         verified = rows.verified(self.temperature)
         self.draft_policy.learn(verified)
-        if self.adaptive is not None:
+        if self.adaptive is not None and rows.has_drafts:
             self.adaptive.learn(verified)
         return verified, inputs.committed(self.req_states.all_token_ids.gpu, self.temperature)
 
