@@ -14,7 +14,7 @@ from typing import Any
 from lib.results_store import ResultsStore, markdown_table
 from tqdm import tqdm
 
-from vllm_specblock.bench.process import EngineProcess, end_all
+from vllm_specblock.bench.process import EngineProcess, end_all, job_of
 from vllm_specblock.bench.schedule import rotated
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 
@@ -120,15 +120,8 @@ def serve(
         for turn, first in enumerate(tqdm(firsts, "windows", unit="window")):
             part = list(prompts[first : first + serving.window])
             for engine in rotated(engines, turn):
-                answer = engine.ask(
-                    {
-                        "prompts": part,
-                        "seeds": list(range(first, first + len(part))),
-                        "temperature": 0,
-                        "max_tokens": serving.new_tokens,
-                        "ignore_eos": False,
-                    }
-                )
+                seeds = range(first, first + len(part))
+                answer = engine.ask(job_of(part, serving.new_tokens, 0.0, seeds))
                 ids = answer.pop("ids")
                 same = answers.setdefault(first, ids)
                 answer["tokens"] = sum(map(len, ids))

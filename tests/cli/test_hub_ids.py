@@ -105,18 +105,8 @@ def test_one_sentence_where_there_is_none(name, asked):
     assert said in result.output and result.output.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["no/such/folder", "./a/b", "/a/b", "gone", "~/x"])
-def test_what_is_no_hub_id_is_a_folder(name, asked):
-    assert hub.drafter_folder(name) == hub.target_folder(name) == Path(name)
-    assert not asked
-
-
-def test_a_folder_of_the_same_name_wins(asked, tmp_path):
+def test_what_is_a_folder_here_is_not_asked_for(asked, tmp_path):
     (tmp_path / "somebody" / "drafter").mkdir(parents=True)
-    assert hub.drafter_folder("somebody/drafter") == Path("somebody/drafter")
+    for name in ("somebody/drafter", "no/such/folder", "./a/b", "/a/b", "gone", "~/x"):
+        assert hub.drafter_folder(name) == hub.target_folder(name) == Path(name)
     assert not asked
-
-
-def test_what_is_fetched_of_a_target(asked):
-    folder = hub.target_folder("somebody/target")
-    assert {"config.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}

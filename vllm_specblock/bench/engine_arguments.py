@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
@@ -27,7 +28,28 @@ def cache_bytes(
     return int(1.25 * blocks * BLOCK * size * heads * 2 * dtype_bytes * (layers + 8))
 
 
-def common_arguments(config: BenchConfig, length: int, on_gpu: bool) -> dict[str, Any]:
+def shared_arguments(
+    target: Path, config: Any, dtype: str, length: int, batch: int
+) -> dict[str, Any]:
+    """Return arguments of vLLM's `LLM` for engines that take turns; `config`: transformers'."""
+    bits = 4 if dtype in ("float32", "float", "auto") else 2
+    return {
+        "model": str(target),
+        "dtype": dtype,
+        "max_model_len": length,
+        "max_num_seqs": batch,
+        "enable_prefix_caching": False,  # a second round would skip its prompts
+        "disable_log_stats": False,  # the counters that τ is read from
+        "distributed_executor_backend": "uni",
+        "kv_cache_memory_bytes": cache_bytes(
+            config, config.num_hidden_layers, length, batch, bits, spare=8
+        ),
+        # vLLM wants this share of a GPU free; many engines use one.
+        "gpu_memory_utilization": 0.05,
+    }
+
+
+def common_arguments(config: BenchConfig, length: int) -> dict[str, Any]:
     """Return arguments of vLLM's `LLM` for every method.
 
     Args:
@@ -38,7 +60,7 @@ def common_arguments(config: BenchConfig, length: int, on_gpu: bool) -> dict[str
     """
     from transformers import AutoConfig
 
-    target = AutoConfig.from_pretrained(config.target)
+    target = AutoConfig.from_pretrained(config.target).get_text_config()
     most = getattr(target, "max_position_embeddings", None) or length
     wanted = config.max_model_len or length
     if wanted > most or length > wanted:
@@ -46,24 +68,5 @@ def common_arguments(config: BenchConfig, length: int, on_gpu: bool) -> dict[str
             f"The longest chat may take {length} tokens, but there is room for "
             f"{min(most, wanted)}: lower --max-new-tokens or drop long questions."
         )
-    arguments: dict[str, Any] = {
-        "model": str(config.target),
-        "dtype": config.dtype,
-        "max_model_len": wanted,
-        "max_num_seqs": config.batch,
-        "enable_prefix_caching": False,  # a second round would skip its prompts
-        "disable_log_stats": False,  # the counters that τ is read from
-        "distributed_executor_backend": "uni",
-        "kv_cache_memory_bytes": cache_bytes(
-            target,
-            target.num_hidden_layers,
-            wanted,
-            config.batch,
-            4 if config.dtype in ("float32", "float") else 2,
-            spare=8,
-        ),
-    }
-    if on_gpu:
-        # vLLM wants this share of a GPU free; many engines use one.
-        arguments["gpu_memory_utilization"] = 0.05
-    return arguments | config.engine
+    shared = shared_arguments(config.target, target, config.dtype, wanted, config.batch)
+    return shared | config.engine

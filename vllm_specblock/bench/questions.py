@@ -118,18 +118,18 @@ class Reader:
             )
         self.tokens, self.raw = tokens, raw
 
-    def prompt(self, question: Question, answers: Sequence[str]) -> list[int]:
+    def prompt(self, question: Question, answers: Sequence[list[int]]) -> list[int]:
         """Return the prompt of the turn after `answers`.
 
         Raises:
             BenchError: the template refuses it.
         """
-        turns = question.turns[: len(answers) + 1]
+        turns, said = question.turns[: len(answers) + 1], [*map(self.tokens.said, answers)]
         try:
             if self.raw:
-                return self.tokens.raw("".join(map("".join, zip(turns, [*answers, ""]))))
+                return self.tokens.raw("".join(map("".join, zip(turns, [*said, ""]))))
             messages = [{"role": "user", "content": turns[0]}]
-            for answer, turn in zip(answers, turns[1:]):
+            for answer, turn in zip(said, turns[1:]):
                 messages.append({"role": "assistant", "content": answer})
                 messages.append({"role": "user", "content": turn})
             return self.tokens.question(messages)
@@ -141,6 +141,6 @@ class Reader:
         most = 0
         for question in (each for questions in sets.values() for each in questions):
             before = len(question.turns) - 1
-            last = len(self.prompt(question, [""] * before)) + before * (max_new_tokens * 5 // 4)
+            last = len(self.prompt(question, [[]] * before)) + before * (max_new_tokens * 5 // 4)
             most = max(most, last + max_new_tokens)
         return -(-(most + 1) // 64) * 64

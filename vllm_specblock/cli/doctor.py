@@ -25,6 +25,13 @@ else:
 MARKS = {"right": ("✓", "green"), "note": ("!", "yellow"), "wrong": ("✗", "red")}
 
 
+def chosen_drafter(model: str | None, config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the `speculative_config` of one of two options, or None."""
+    if model is not None and config is not None:
+        raise typer.BadParameter("--model and --speculative-config are both given: drop one.")
+    return config if model is None else {"model": model}
+
+
 def doctor(
     target: Annotated[str | None, typer.Option(help="A target, a folder or a hub id.")] = None,
     model: Annotated[
@@ -37,9 +44,7 @@ def doctor(
     Prints what an engine would refuse and what to do. Exit status 1 if anything is wrong. The
     target's weights are not loaded.
     """
-    if model is not None and speculative_config is not None:
-        raise typer.BadParameter("--model and --speculative-config are both given: drop one.")
-    given = {"model": model} if model is not None else speculative_config
+    given = chosen_drafter(model, speculative_config)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     from vllm_specblock.engine.doctor.examine import examine
 
@@ -55,9 +60,9 @@ def print_findings(findings: Iterable[Any]) -> int:
     from rich.text import Text
 
     console = Console(highlight=False)
-    table = Table(*[""] * 3, box=box.SIMPLE, show_header=False, pad_edge=False)
-    for column in table.columns:
-        column.overflow = "fold"
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
     count = 0
     for finding in findings:
         mark, colour = MARKS[finding.verdict]

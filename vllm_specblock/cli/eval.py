@@ -15,7 +15,6 @@ from vllm_specblock.cli.options import (
     Precision,
     PromptTokens,
     TargetDir,
-    integers,
 )
 
 
@@ -47,18 +46,6 @@ def evaluate(
     ] = None,
     blocks: Annotated[
         int | None, typer.Option(min=1, max=8, help="M, blocks of a tree. Default: as in serving.")
-    ] = None,
-    starts: Annotated[
-        int | None,
-        typer.Option(min=1, max=32, help="S, starts of a later block. Default: as in serving."),
-    ] = None,
-    branching: Annotated[
-        str | None,
-        typer.Option(
-            parser=integers("2,4,6,4"),
-            metavar="B1,B2,B3,B4",
-            help="Children per rank bucket, 0 to 32. Default: as in serving.",
-        ),
     ] = None,
     uniform: Annotated[
         bool, typer.Option("--uniform", help="Also trees of one width, without the rank head.")
@@ -109,10 +96,8 @@ def evaluate(
         json_file.parent.mkdir(parents=True, exist_ok=True)
     model = load_target(pairing.target, precision, where)
     weights = checkpoint.load(pairing.drafter, model.dtype, where)
-    given = {"num_blocks": blocks, "num_starts": starts, "branching": branching and [*branching]}
-    given["calibrate_drafts"] = None if calibrate_drafts else False
-    given = {key: value for key, value in given.items() if value is not None}
-    options = parse_drafter(given, "specblock")
+    given = {} if blocks is None else {"num_blocks": blocks}
+    options = parse_drafter(given | {"calibrate_drafts": calibrate_drafts}, "specblock")
     budgets = list(dict.fromkeys(nodes or [DEFAULT_NODES]))
     shapes = figures_of.shapes_of(weights, options, budgets, uniform)
 

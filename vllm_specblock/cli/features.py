@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vllm_specblock.cli.options import LayerIds, RequiredTarget
+from vllm_specblock.cli.options import LayerIds, RequiredTarget, json_object
 
 if TYPE_CHECKING:
     from vllm_specblock.engine.offline.extract import FeatureExtractor
@@ -29,20 +29,14 @@ def features(
     shard_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of one file: what a killed run can lose.")
     ] = 32768,
-    step_tokens: Annotated[
-        int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens.")
+    engine: Annotated[
+        dict[str, Any] | None,
+        typer.Option(
+            parser=json_object,
+            metavar="JSON",
+            help="Further arguments of vLLM's LLM, such as '{\"tensor_parallel_size\": 2}'.",
+        ),
     ] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs for the target.")] = 1,
-    gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Share of a GPU's memory that vLLM may take.")
-    ] = None,
-    kv_cache_gib: Annotated[
-        float | None,
-        typer.Option(help="GiB for vLLM's caches. Default: on GPUs what is free, on a CPU 2."),
-    ] = None,
-    eager: Annotated[
-        bool, typer.Option("--eager", help="No compilation and no CUDA graphs: starts sooner.")
-    ] = False,
 ) -> None:
     """Run the target over training data once, and keep what a drafter learns from.
 
@@ -83,14 +77,6 @@ def features(
     if feature_store.begin(out, origin):
         typer.echo(f"The features in {out} are whole already.")
         return
-    given = {
-        "max_num_batched_tokens": step_tokens,
-        "tensor_parallel_size": tensor_parallel_size,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "kv_cache_memory_bytes": kv_cache_gib and int(kv_cache_gib * 2**30),
-        "enforce_eager": eager,
-    }
-    engine = {name: value for name, value in given.items() if value is not None}
     extractor = _extractor()(target, origin.layer_ids, length, origin.dtype, out / "parts", engine)
     try:
         with tqdm(total=sum(map(len, sequences)), unit="tok", unit_scale=True) as bar:

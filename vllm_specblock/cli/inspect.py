@@ -18,9 +18,6 @@ def inspect(
     prompt: Annotated[
         str | None, typer.Option(help="Show the draft tree after this prompt instead.")
     ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="The same after the text of a file.")
-    ] = None,
     target: TargetDir = None,
     chat: Chat = None,
     nodes: TreeNodes = None,
@@ -35,9 +32,7 @@ def inspect(
     steps: Annotated[
         int, typer.Option(min=0, help="Verification steps before the one that is shown.")
     ] = 0,
-    svg: Annotated[
-        Path | None, typer.Option(help="Draw the tree into this file too (.svg, .png, .pdf).")
-    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the tree into this file too.")] = None,
     device: Device = "cpu",
     precision: Precision = "fp32",
 ) -> None:
@@ -48,13 +43,6 @@ def inspect(
     """
     from vllm_specblock.config import DEFAULT_NODES, OptionError
 
-    if prompt is not None and prompt_file is not None:
-        raise OptionError("--prompt and --prompt-file were both given: drop one of them.")
-    if prompt_file is not None:
-        try:
-            prompt = prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"--prompt-file {prompt_file} cannot be read: {error}.") from None
     if prompt is None:
         if svg is not None:
             raise OptionError("--svg draws the tree after a prompt: give one with --prompt.")
@@ -62,15 +50,13 @@ def inspect(
 
     from rich.console import Console
 
-    from vllm_specblock.bench import draft_tree
+    from vllm_specblock.bench.draft_tree import legend_line, save_svg, terminal_tree
     from vllm_specblock.cli.prompt_steps import print_step, prompt_tensor, steps_of_prompt
     from vllm_specblock.train.config import TrainError
     from vllm_specblock.train.distributed import usable_device
     from vllm_specblock.train.eval.loaded import load_drafter, pair
     from vllm_specblock.train.target.features import load_target, load_tokenizer
 
-    if svg is not None:
-        draft_tree.pyplot()  # fails before the work where it is missing
     where = usable_device(device)
     pairing = pair(directory, target)
     tokenizer = load_tokenizer(pairing.target)
@@ -98,7 +84,8 @@ def inspect(
         soft_wrap=True,
     )
     if svg is not None:
-        draft_tree.save_tree(step, tokenizer, name, svg)
+        tree, legend = terminal_tree(step, tokenizer, name), legend_line(max(step.forward), name)
+        save_svg(svg, f"draft tree, {step.accepted_length} of {step.nodes} accepted", tree, legend)
         typer.echo(f"The tree is in {svg}.")
 
 
