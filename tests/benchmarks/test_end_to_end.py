@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import end_to_end
 import pytest
-import steady_state
 import typer
 from end_to_end import PLAIN, Place
 from lib import acceptance
@@ -35,12 +33,9 @@ def test_the_profile_has_the_tau_that_was_asked_for(model, tau):
     assert len(best) == 8 and best == sorted(best, reverse=True)
 
 
-def place(best):
-    return Place(Path("t"), Path("d"), Path("e"), best, {})
-
-
 def test_every_engine_that_drafts_is_imposed_upon_and_plain_vllm_is_not():
-    found = end_to_end.engines(place([0.8, 0.7]), [12, 60], [3], gpu=True)
+    place = Place(Path("t"), Path("d"), Path("e"), [0.8, 0.7], {})
+    found = end_to_end.engines(place, [12, 60], [3], gpu=True)
     assert list(found) == [
         PLAIN,
         "n-gram @ 3",
@@ -53,42 +48,6 @@ def test_every_engine_that_drafts_is_imposed_upon_and_plain_vllm_is_not():
     assert found.pop(PLAIN) is None
     for keys in found.values():
         assert len(keys["synthetic_acceptance_rates"]) == keys["num_speculative_tokens"]
-
-
-class FakeEngine:
-    """Two requests; request 0 gets `rates[0]` tokens a step, request 1 comes `late` steps late."""
-
-    def __init__(self, rates, late, length):
-        self.rates, self.late, self.length = rates, late, length
-        self.left, self.count = {}, 0
-
-    def add_request(self, name, prompt, params):
-        self.left[name] = self.length
-
-    def has_unfinished_requests(self):
-        return any(self.left.values())
-
-    def step(self):
-        self.count += 1
-        answers = []
-        for index, (name, left) in enumerate(self.left.items()):
-            if left and (index == 0 or self.count > self.late):
-                given = min(left, self.rates[index])
-                self.left[name] = left - given
-                outputs = [SimpleNamespace(token_ids=[5] * given)]
-                answers.append(
-                    SimpleNamespace(request_id=name, outputs=outputs, finished=left == given)
-                )
-        return answers
-
-
-def window(rates, late, length):
-    engine = FakeEngine(rates, late, length)
-    llm = SimpleNamespace(
-        llm_engine=engine,
-        get_metrics=lambda: [SimpleNamespace(name=counted.TOKENS, value=engine.count, labels={})],
-    )
-    return steady_state.window(llm, {"prompts": ["a", "b"], "max_tokens": length}, "w", None)
 
 
 def fake_run(calls, failing=()):
