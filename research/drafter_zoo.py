@@ -33,7 +33,6 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "− layer-wise shift": {"layer_shift": False},
     "− valid-prefix mask": {"valid_prefix": False},
     "mask restarted": {"mask_restart": True},
-    "ordinal rank loss": {"rank_loss": "ordinal"},
     "rank_topk full": {"rank_topk": "full"},
     "RoPE along the path": {"block_rope": "path"},
 }
