@@ -6,6 +6,7 @@ so none learns while another serves. A learner may be given a pause behind its t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -128,7 +129,9 @@ def serve(
                 answer["different"] = sum(a != b for a, b in zip(ids, same, strict=True))
                 windows[engine.name].append(answer)
                 if serving.pause and LEARNERS[engine.name] is not None:
-                    engine.run_on(serving.pause)
+                    engine.resume()
+                    time.sleep(serving.pause)
+                    engine.pause()
             for name in learners:
                 store.add(name, windows[name])
     finally:

@@ -55,7 +55,7 @@ def test_the_accepted_path_is_what_the_target_goes_on_with(
         bonus = json.loads('"' + bonus.removesuffix("  bonus token"))
         assert f"{json.dumps(answer[taken - 1])}  root" in lines
         assert [*accepted, bonus] == answer[taken : taken + len(accepted) + 1]
-        assert f"accepted tokens: {len(accepted)}; " in result.stdout
+        assert f"accepted tokens: {len(accepted)}\n" in result.stdout
         taken += len(accepted) + 1
         said.append(len(accepted))
         drawn = "".join(ElementTree.parse(svg).getroot().itertext()).replace("\xa0", " ")

@@ -17,10 +17,7 @@ from vllm_specblock.train.eval.steps import Step
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORWARDS = (
-    *("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1"),
-    *("#17a2b8", "#c9a227", "#9c755f", "#e377c2"),
-)
+FORWARDS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#17a2b8", "#c9a227", "#9c755f", "#e377c2")
 """Of drafter forward 1, 2, …, repeated from the first on."""
 
 

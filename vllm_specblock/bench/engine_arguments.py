@@ -11,9 +11,7 @@ BLOCK = 128
 """Tokens in one block of the cache, at most: platforms differ."""
 
 
-def cache_bytes(
-    config: Any, layers: int, length: int, batch: int, dtype_bytes: int, spare: int = 64
-) -> int:
+def cache_bytes(config: Any, length: int, batch: int, dtype_bytes: int, spare: int = 64) -> int:
     """Return the KV cache for all requests, and a quarter more for drafters and draft slots.
 
     Args:
@@ -25,14 +23,16 @@ def cache_bytes(
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     blocks = batch * (-(-length // BLOCK) + 2) + spare
     # A SpecBlock drafter keeps K = 4 entries per token in each of its two layers.
-    return int(1.25 * blocks * BLOCK * size * heads * 2 * dtype_bytes * (layers + 8))
+    return int(
+        1.25 * blocks * BLOCK * size * heads * 2 * dtype_bytes * (config.num_hidden_layers + 8)
+    )
 
 
 def shared_arguments(
     target: Path, config: Any, dtype: str, length: int, batch: int
 ) -> dict[str, Any]:
-    """Return arguments of vLLM's `LLM` for engines that take turns; `config`: transformers'."""
-    bits = 4 if dtype in ("float32", "float", "auto") else 2
+    """Return arguments of vLLM's `LLM` for engines that take turns."""
+    size = 4 if dtype in ("float32", "float", "auto") else 2
     return {
         "model": str(target),
         "dtype": dtype,
@@ -41,9 +41,7 @@ def shared_arguments(
         "enable_prefix_caching": False,  # a second round would skip its prompts
         "disable_log_stats": False,  # the counters that τ is read from
         "distributed_executor_backend": "uni",
-        "kv_cache_memory_bytes": cache_bytes(
-            config, config.num_hidden_layers, length, batch, bits, spare=8
-        ),
+        "kv_cache_memory_bytes": cache_bytes(config, length, batch, size, spare=8),
         # vLLM wants this share of a GPU free; many engines use one.
         "gpu_memory_utilization": 0.05,
     }

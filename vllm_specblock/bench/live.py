@@ -77,17 +77,15 @@ class Answer:
         tau = "" if self.tau is None else f", τ {self.tau:.2f}"
         return f"{len(self.ids)} tokens, {self.speed:.1f} tokens/s{tau}"
 
-    def panel(self) -> Panel:
-        return Panel(
-            self.text, title=self.name, subtitle=self.figures(), title_align="left", expand=True
-        )
-
 
 def side_by_side(answers: Sequence[Answer]) -> Table:
-    table = Table.grid(expand=True)
-    for _ in answers:
+    table, panels = Table.grid(expand=True), []
+    for each in answers:
         table.add_column(ratio=1)
-    table.add_row(*(answer.panel() for answer in answers))
+        panels.append(
+            Panel(each.text, title=each.name, subtitle=each.figures(), title_align="left")
+        )
+    table.add_row(*panels)
     return table
 
 
@@ -95,18 +93,12 @@ def side_by_side(answers: Sequence[Answer]) -> Table:
 def shown(console: Console, question: str, answers: Sequence[Answer]) -> Iterator[None]:
     """Show the answers while they grow; in a pipe, in plain lines once they are whole."""
     if console.is_terminal:
-        view = Group(Text(question, style="bold"), side_by_side(answers))
 
-        def redraw() -> Group:
-            view.renderables[1] = side_by_side(answers)
-            return view
+        def draw() -> Group:
+            return Group(Text(question, style="bold"), side_by_side(answers))
 
-        with Live(
-            console=console,
-            get_renderable=redraw,
-            refresh_per_second=12,
-            vertical_overflow="visible",
-        ):
+        how: Any = {"refresh_per_second": 12, "vertical_overflow": "visible"}
+        with Live(console=console, get_renderable=draw, **how):
             yield
         return
     console.print(f"\n> {question}", markup=False, soft_wrap=True)

@@ -17,7 +17,6 @@ import torch
 
 from vllm_specblock.bench.run import Bench
 from vllm_specblock.bench.schedule import units
-from vllm_specblock.bench.table import markdown_table
 
 
 @dataclass(frozen=True)
@@ -86,15 +85,6 @@ def differences(bench: Bench, plain_of: Mapping[str, str | None]) -> list[Differ
 def page(target: Path, found: Sequence[Difference]) -> tuple[str, list[dict[str, object]]]:
     """Explain all differences: in Markdown, and as JSON's types."""
     partings = explain(target, [each[3:] for each in found])
-    rows = [["method", "answers that differ", "two logits within one bfloat16 step", "farthest"]]
-    for method in dict.fromkeys(each.method for each in found):
-        steps = [
-            parting.steps if parting else math.inf
-            for each, parting in zip(found, partings)
-            if each.method == method
-        ]
-        near = sum(step <= 1 for step in steps)
-        rows.append([method, str(len(steps)), str(near), f"{max(steps):.2f} steps"])
     facts: list[dict[str, object]] = [
         {
             "method": each.method,
@@ -105,8 +95,10 @@ def page(target: Path, found: Sequence[Difference]) -> tuple[str, list[dict[str,
         }
         for each, parting in zip(found, partings)
     ]
-    lines = ["- {method}, {set}/{question}: {says}".format(**fact) for fact in facts]
-    return markdown_table(rows) + "\n\n" + "\n".join(lines), facts
+    near = sum(parting is not None and parting.steps <= 1 for parting in partings)
+    lines = [f"{near} of {len(found)}: two logits within one step of bfloat16.", ""]
+    lines += ["- {method}, {set}/{question}: {says}".format(**fact) for fact in facts]
+    return "\n".join(lines), facts
 
 
 def bfloat16_step(value: float) -> float:

@@ -141,12 +141,6 @@ class EngineProcess:
         while "said" in (answer := self.receive()):
             said(answer["said"][1])
 
-    def run_on(self, seconds: float) -> None:
-        """Let it run for a time without a job."""
-        self.resume()
-        time.sleep(seconds)
-        self.pause()
-
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 

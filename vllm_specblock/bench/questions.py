@@ -93,12 +93,11 @@ def seed_of(name: str, question: Question, turn: int, seed: int) -> int:
 
 def fingerprint(sets: Sets) -> dict[str, Any]:
     """Return what identifies the chosen questions of a run."""
-    found = {}
-    for name, questions in sets.items():
-        text = json.dumps([[q.id, q.turns] for q in questions])
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        found[name] = {"questions": len(questions), "sha256": digest}
-    return found
+    digests = {
+        name: hashlib.sha256(json.dumps([[q.id, q.turns] for q in questions]).encode()).hexdigest()
+        for name, questions in sets.items()
+    }
+    return {name: {"questions": len(sets[name]), "sha256": d[:16]} for name, d in digests.items()}
 
 
 class Reader:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
 from vllm_specblock.bench.engine_arguments import common_arguments
-from vllm_specblock.bench.machine import describe_machine
 from vllm_specblock.bench.methods import Method, resolve
 from vllm_specblock.bench.process import COMMAND, EngineFailed, EngineProcess, end_all, job_of
 from vllm_specblock.bench.questions import Reader, Sets, fingerprint, read_sets, seed_of
@@ -52,6 +56,23 @@ class Bench:
     def plain(self) -> list[str]:
         """Names of the methods that are plain vLLM."""
         return [name for name, method in self.methods.items() if method.plain]
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the processor, the cores and threads of this process, and the GPU (None: none)."""
+    gpu, processor, affinity = None, platform.machine(), getattr(os, "sched_getaffinity", None)
+    if torch.cuda.is_available():
+        gpu = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        processor = next(names, processor)
+    return {
+        "cpu": processor,
+        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "gpu": gpu,
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
 
 
 def prepare(config: BenchConfig, fresh: bool = False) -> Bench:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import openai
@@ -26,50 +25,34 @@ HELP = "/tree: the draft tree of the last step; /new: a new chat; /quit."
 Messages = list[dict[str, str]]
 
 
-class Source(Protocol):
-    """Answers a chat once for each name; the last answer is the one with drafts."""
-
-    def answers(self) -> list[Answer]: ...
-
-    def ask(self, messages: Messages, answers: list[Answer]) -> None: ...
-
-    def tree(self, console: Console, answer: Answer) -> None: ...
-
-
-def talk(console: Console, source: Source) -> None:
+def talk(console: Console, source: EngineSource | ServerSource) -> None:
     """Answer prompts until there is none."""
+    if console.is_terminal:
+        console.print(HELP, style="dim")
     messages: Messages = []
     answers: list[Answer] = []
-    for line in prompts(console):
-        if line == "/quit":
-            return
+    while (line := prompt_line(console)) is not None and line != "/quit":
         if line == "/new":
             messages = []
         elif line == "/tree" and answers:
             source.tree(console, answers[-1])
         elif line.startswith("/"):
             console.print(HELP)
-        else:
+        elif line:
             messages.append({"role": "user", "content": line})
-            answers = source.answers()
+            answers = source.answers()  # the last one is with drafts
             with shown(console, line, answers):
                 source.ask(messages, answers)
             messages.append({"role": "assistant", "content": answers[-1].text.plain})
 
 
-def prompts(console: Console) -> Iterator[str]:
-    """Yield lines of the terminal or the pipe; blank ones are skipped."""
-    if console.is_terminal:
-        console.print(HELP, style="dim")
-    while True:
-        try:
-            line = console.input("> ") if console.is_terminal else sys.stdin.readline()
-        except (EOFError, KeyboardInterrupt):
-            return
-        if not line and not console.is_terminal:
-            return
-        if line.strip():
-            yield line.strip()
+def prompt_line(console: Console) -> str | None:
+    """Return a line of the terminal or the pipe; None at its end."""
+    try:
+        line = console.input("> ") if console.is_terminal else next(sys.stdin)
+    except (EOFError, KeyboardInterrupt, StopIteration):
+        return None
+    return line.strip()
 
 
 class EngineSource:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from vllm_specblock.cli.options import LayerIds, RequiredTarget, json_object
-
-if TYPE_CHECKING:
-    from vllm_specblock.engine.offline.extract import FeatureExtractor
+from vllm_specblock.cli.options import LayerIds, RequiredTarget, json_option
 
 
 def features(
@@ -31,11 +28,7 @@ def features(
     ] = 32768,
     engine: Annotated[
         dict[str, Any] | None,
-        typer.Option(
-            parser=json_object,
-            metavar="JSON",
-            help="Further arguments of vLLM's LLM, such as '{\"tensor_parallel_size\": 2}'.",
-        ),
+        json_option("""More of vLLM's LLM arguments, such as '{"tensor_parallel_size": 2}'."""),
     ] = None,
 ) -> None:
     """Run the target over training data once, and keep what a drafter learns from.
@@ -77,26 +70,15 @@ def features(
     if feature_store.begin(out, origin):
         typer.echo(f"The features in {out} are whole already.")
         return
-    extractor = _extractor()(target, origin.layer_ids, length, origin.dtype, out / "parts", engine)
+    # vLLM reads both when it is imported. Its other runner has no hook for our connector.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm_specblock.engine.offline.extract import FeatureExtractor
+
+    extractor = FeatureExtractor(target, layers, length, origin.dtype, out / "parts", engine)
     try:
         with tqdm(total=sum(map(len, sequences)), unit="tok", unit_scale=True) as bar:
             feature_store.fill(out, origin, sequences, extractor, bar.update)
     finally:
         extractor.close()
     typer.echo(f"The features are in {out}.")
-
-
-def _extractor() -> type[FeatureExtractor]:
-    """Import the class that runs vLLM, only when it is needed."""
-    from vllm_specblock.train.config import TrainError
-
-    # vLLM reads both when it is imported. Its other runner has no hook for our connector.
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    try:
-        from vllm_specblock.engine.offline.extract import FeatureExtractor
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise TrainError("`specblock features` needs vLLM, which is not installed here.") from None
-    return FeatureExtractor

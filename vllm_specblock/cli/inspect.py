@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from vllm_specblock.cli.options import Chat, Device, DrafterDir, Precision, TargetDir, TreeNodes
-
-if TYPE_CHECKING:
-    from vllm_specblock.train.eval.steps import Step
 
 
 def inspect(
@@ -72,16 +69,14 @@ def inspect(
     step, name = found[steps], drafter.forward_name
     console = Console(highlight=False)
     console.print(f"Step {steps + 1}, after:", style="dim")
-    before = [*ids.tolist(), *_committed(found[:steps]), step.token[0]]
+    # A bonus token is the next step's root.
+    committed = [each.token[node] for each in found[:steps] for node in each.accepted]
+    before = [*ids.tolist(), *committed, step.token[0]]
     console.print(tokenizer.decode(before), markup=False)
     print_step(console, step, tokenizer, name)
-    bonus = "" if step.bonus is None else " and the bonus token"
-    after = [*_committed([step])[1:], *([] if step.bonus is None else [step.bonus])]
-    console.print(
+    typer.echo(
         f"{step.nodes} nodes, drafter forwards: {max(step.forward)}, accepted tokens: "
-        f"{step.accepted_length}; they{bonus}: {tokenizer.decode(after)!r}",
-        markup=False,
-        soft_wrap=True,
+        f"{step.accepted_length}"
     )
     if svg is not None:
         tree, legend = terminal_tree(step, tokenizer, name), legend_line(max(step.forward), name)
@@ -113,8 +108,3 @@ def _show_files(directory: Path) -> None:
         f"draft vocabulary: {covered:,} of {total:,} target tokens ({covered / total:.1%}), "
         f"ids {mapped[0]} to {mapped[-1]}"
     )
-
-
-def _committed(steps: list[Step]) -> list[int]:
-    """Return roots and accepted tokens; a bonus token is the next step's root."""
-    return [step.token[node] for step in steps for node in step.accepted]

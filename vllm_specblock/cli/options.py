@@ -30,6 +30,11 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def json_option(help: str) -> Any:
+    """Return an option that takes a JSON object."""
+    return typer.Option(parser=json_object, metavar="JSON", help=help)
+
+
 if TYPE_CHECKING:
     LayerIds = tuple[int, int, int] | None
 else:  # typer would take a tuple for three arguments
