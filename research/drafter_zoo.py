@@ -54,7 +54,7 @@ class RunContext:
         head: [Vd, Ht] fp32, the target's LM head; folded: with its final norm in it.
         layer_ids: target layers that are read.
         recipe: how SpecBlock learns.
-        budget: N, nodes of everybody's trees.
+        budget: N, nodes of each tree.
         seed: of the weights.
         sizes: changes to SpecBlock's own layers: keys of `draft.untrained.init`.
     """

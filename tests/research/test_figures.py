@@ -62,7 +62,7 @@ def test_every_figure_is_drawn_and_its_numbers_are_kept(sets, tmp_path):
             assert path["reached"][k + 1] + path["ended"][k + 1] == path["hits"][k]
         # A main path of h right tokens is one of at least h accepted ones.
         assert found["tau"] >= 1 + sum(path["hits"]) / found["steps"]
-        # EAGLE-3's position k is level k's, and nobody else's.
+        # EAGLE-3's position k is of level k alone.
         forward = other["main_path"]["forward"]
         assert all(set(each) <= {str(k)} for k, each in enumerate(forward, start=1))
     mean = sum(blocks["sets"][name]["tau"] for name in sets) / 2
