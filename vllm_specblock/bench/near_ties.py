@@ -70,7 +70,9 @@ def differences(bench: Bench, plain_of: Mapping[str, str | None]) -> list[Differ
     for record in bench.store.records:
         unit = chosen.get(record.unit)
         for name, other in plain_of.items():
-            if unit is None or unit.temperature or not {name, other} <= record.answers.keys():
+            if unit is None or unit.temperature or other is None:
+                continue
+            if not {name, other} <= record.answers.keys():
                 continue
             both = (record.answers[each].ids for each in (other, name))
             for question, plain, ours in zip(unit.questions, *both):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -74,7 +73,7 @@ def evaluate(
     from vllm_specblock.config import DEFAULT_NODES, parse_drafter
     from vllm_specblock.drafters.specblock import checkpoint
     from vllm_specblock.train.data.prompts import read_prompts
-    from vllm_specblock.train.data.shards import replace
+    from vllm_specblock.train.data.shards import write_json
     from vllm_specblock.train.distributed import usable_device
     from vllm_specblock.train.eval import evaluate as figures_of
     from vllm_specblock.train.eval.loaded import pair_specblock
@@ -128,6 +127,5 @@ def evaluate(
     }
     print_tables(whole)
     if json_file is not None:
-        text = json.dumps(whole, indent=1) + "\n"
-        replace(json_file, lambda aside: aside.write_text(text, encoding="utf-8"))
+        write_json(json_file, whole)
         typer.echo(f"All figures are in {json_file}.")
