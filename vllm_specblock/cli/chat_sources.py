@@ -98,8 +98,9 @@ class EngineSource:
         if "model" not in self.speculative:
             console.print("/tree shows the tree of a drafter with weights: give --model.")
             return
+        pairing = pair(Path(self.speculative["model"]), self.target)
         usual = DEFAULT_NODES if torch.cuda.is_available() else DEFAULT_NODES_ON_CPU
-        nodes, pairing = given("num_speculative_tokens") or usual, pair(given("model"), self.target)
+        nodes = given("num_speculative_tokens") or usual
         model = load_target(pairing.target, "fp32", torch.device("cpu"))
         drafter = load_drafter(pairing, model.dtype, model.device, nodes, given("num_blocks"))
         text = torch.tensor([*self.prompt, *answer.ids])
