@@ -56,7 +56,6 @@ def test_replays_each_policy_and_resumes(prompts, tmp_path):
     [
         (("--policy", "osd"), 1, "no policy 'osd'"),
         (("--stream", "swich"), 1, "no stream 'swich'"),
-        (("--requests", 0), 2, "0 is not in the range"),
         (("--requests", 60), 1, "holds 12 prompts"),
         (("--update-seconds", "0.1"), 2, "two numbers of seconds"),
     ],
