@@ -6,6 +6,7 @@ so none learns while another serves. A learner may be given a pause behind its t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from lib.results_store import ResultsStore, markdown_table
 from tqdm import tqdm
 
-from vllm_specblock.bench.process import EngineProcess, end_all
+from vllm_specblock.bench.process import EngineProcess, end_all, job_of
 from vllm_specblock.bench.schedule import rotated
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 
@@ -120,22 +121,17 @@ def serve(
         for turn, first in enumerate(tqdm(firsts, "windows", unit="window")):
             part = list(prompts[first : first + serving.window])
             for engine in rotated(engines, turn):
-                answer = engine.ask(
-                    {
-                        "prompts": part,
-                        "seeds": list(range(first, first + len(part))),
-                        "temperature": 0,
-                        "max_tokens": serving.new_tokens,
-                        "ignore_eos": False,
-                    }
-                )
+                seeds = range(first, first + len(part))
+                answer = engine.ask(job_of(part, serving.new_tokens, 0.0, seeds))
                 ids = answer.pop("ids")
                 same = answers.setdefault(first, ids)
                 answer["tokens"] = sum(map(len, ids))
                 answer["different"] = sum(a != b for a, b in zip(ids, same, strict=True))
                 windows[engine.name].append(answer)
                 if serving.pause and LEARNERS[engine.name] is not None:
-                    engine.run_on(serving.pause)
+                    engine.resume()
+                    time.sleep(serving.pause)
+                    engine.pause()
             for name in learners:
                 store.add(name, windows[name])
     finally:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -23,6 +22,7 @@ import typer
 from end_to_end import PAIR, made, prompts_of
 from lib.results_store import MEASURED, ResultsStore, markdown_table
 from lib.spec_configs import alone, specblock
+from steady_state import decode_steps
 
 from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
@@ -30,8 +30,6 @@ from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.refresh import HEADS
 
 WATCH = {"adapt": {"policy": "watch"}}
-WARM = 3
-"""Outputs of every request before steps count."""
 CONTEXT = 512
 """Tokens of a prompt of random ids."""
 GOALS = {"watch": 1.03, "heads": 1.5, "all": 1.5}
@@ -74,39 +72,6 @@ class Again:
 
     def refuse(self, version: StagedVersion, reason: str = "not finite") -> None:
         raise RuntimeError(f"the drafter's own weights were refused: {reason}")
-
-
-def steps_of(
-    llm: Any, prompts: Sequence[Any], tokens: int, name: str, before: Callable[[bool], Any] = bool
-) -> list[float]:
-    """Seconds of every step in which all requests decode.
-
-    Args:
-        tokens: of each answer; greedy, none ends earlier.
-        name: of the requests.
-        before: called before every step with whether it counts.
-    """
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    for index, prompt in enumerate(prompts):
-        llm.llm_engine.add_request(f"{name}-{index}", prompt, params)
-    found: list[float] = []
-    longest: dict[str, int] = {}
-    ended = False
-    while llm.llm_engine.has_unfinished_requests():
-        counts = not ended and len(longest) == len(prompts) and min(longest.values()) >= WARM
-        before(counts)
-        began = time.perf_counter()
-        answers = llm.llm_engine.step()
-        if counts:
-            found.append(time.perf_counter() - began)
-        for each in answers:
-            longest[each.request_id] = len(each.outputs[0].token_ids)
-        ended = ended or any(each.finished for each in answers)
-    if not found:
-        raise RuntimeError(f"A request ended before all had {WARM} outputs: ask for more tokens.")
-    return found
 
 
 def swap_summary(steps: Sequence[float], link: Again) -> dict[str, float]:
@@ -157,7 +122,8 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
     recorder.swaps = Swaps(link, Refresh(speculator.draft_policy.drafters[0].model))
     try:
         while len(link.trips) < 8 and ran < 4096:
-            steps += steps_of(llm, prompts, tokens, f"{what}-{ran}", count)
+            found = decode_steps(llm, prompts, tokens, f"{what}-{ran}", count)
+            steps += [seconds for seconds, _ in found]
     finally:
         recorder.swaps = None
     return swap_summary(steps, link)
@@ -169,9 +135,9 @@ def watching(off: Any, watch: Any, prompts: Sequence[Any], tokens: int, pairs: i
     for number in range(-1, pairs):  # the first is a warm-up
         order = [("off", off), ("watch", watch)]
         for name, llm in order if number % 2 else reversed(order):
-            seconds = sum(steps_of(llm, prompts, tokens, f"{name}{number}"))
+            steps = decode_steps(llm, prompts, tokens, f"{name}{number}")
             if number >= 0:
-                found[name].append(seconds)
+                found[name].append(sum(seconds for seconds, _ in steps))
     ratios = sorted(b / a for a, b in zip(found["off"], found["watch"]))
     return {"ratio": median(ratios), "least": ratios[0], "most": ratios[-1], **found}
 

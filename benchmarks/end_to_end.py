@@ -280,9 +280,7 @@ def main(
                 "max_num_seqs": batch,
                 # Every request's tree in one step, or the scheduler would cut them.
                 "max_num_batched_tokens": max(8192, batch * (slack // 2 + 1)),
-                "kv_cache_memory_bytes": cache_bytes(
-                    config, config.num_hidden_layers, length, batch, 2 if gpu else 4
-                ),
+                "kv_cache_memory_bytes": cache_bytes(config, length, batch, 2 if gpu else 4),
                 **more,
             }
             for name, speculative in chosen(found, only).items():

@@ -1,4 +1,4 @@
-"""The kernels on their own: tree attention against FlashAttention, all of them against torch.
+"""Tree attention against FlashAttention and torch, 8-bit linear layers against full ones.
 
     python benchmarks/kernels.py [--help]
 

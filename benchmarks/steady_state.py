@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +30,52 @@ TOKENS, STEPS = "steady:tokens", "steady:steps"
 DRAFTING, DEVICE = "steady:drafting_ns", "steady:device_bytes"
 
 
-def params_of(job: dict[str, Any]) -> list[Any]:
+def decode_steps(
+    llm: Any,
+    prompts: Sequence[Any],
+    tokens: int,
+    name: str,
+    before: Callable[[bool], object] = bool,
+) -> list[tuple[float, int]]:
+    """Seconds and new tokens of every step in which all requests decode.
+
+    Args:
+        prompts: as vLLM takes them; tokens: of each answer; greedy, none ends earlier.
+        name: of the requests.
+        before: called before every step, and after the last one, with whether it counts.
+
+    Raises:
+        RuntimeError: a request ended before all were warm.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return [
-        SamplingParams(
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(
             temperature=0.0,
-            max_tokens=job["max_tokens"],
+            max_tokens=tokens,
             seed=index,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        for index in range(len(job["prompts"]))
-    ]
+        llm.llm_engine.add_request(f"{name}-{index}", prompt, params)
+    found: list[tuple[float, int]] = []
+    outputs, ended = Counter[str](), False
+    while llm.llm_engine.has_unfinished_requests():
+        counts = not ended and len(outputs) == len(prompts) and min(outputs.values()) >= WARM
+        before(counts)
+        began = time.perf_counter()
+        answers = [each for each in llm.llm_engine.step() if each.outputs[0].token_ids]
+        if counts:
+            new = sum(len(each.outputs[0].token_ids) for each in answers)
+            found.append((time.perf_counter() - began, new))
+        outputs.update(each.request_id for each in answers)
+        ended = ended or any(each.finished for each in answers)
+    before(False)
+    if not found:
+        raise RuntimeError(f"A request ended before all had {WARM} outputs: ask for more tokens.")
+    return found
 
 
 def window(llm: Any, job: dict[str, Any], name: str, stopwatch: Any) -> tuple[float, Counter]:
@@ -51,38 +83,20 @@ def window(llm: Any, job: dict[str, Any], name: str, stopwatch: Any) -> tuple[fl
 
     Args:
         stopwatch: `engine.metrics.draft_clock.Stopwatch`, or None where nothing is drafted.
-
-    Raises:
-        RuntimeError: a request ended before all were warm.
     """
-    for index, (prompt, params) in enumerate(zip(job["prompts"], params_of(job))):
-        llm.llm_engine.add_request(f"{name}-{index}", prompt, params)
-    outputs, found, took = Counter(), Counter(), 0.0
-    began: float | None = None
-    before: dict[str, int] = {}
-    while llm.llm_engine.has_unfinished_requests():
-        answers = [each for each in llm.llm_engine.step() if each.outputs[0].token_ids]
-        now = time.perf_counter()
-        open_ = began is not None and not found["ended"]
-        if open_ and answers:
-            found[STEPS] += 1
-            found[TOKENS] += sum(len(each.outputs[0].token_ids) for each in answers)
-            took = now - began
-        outputs.update(each.request_id for each in answers)
-        if any(each.finished for each in answers) and not found["ended"]:
-            if not open_:
-                raise RuntimeError(f"A request ended before all had {WARM} outputs: ask for more.")
-            found["ended"] = 1
-            if stopwatch is not None:
-                found[DRAFTING], _ = stopwatch.take()
-            found.update(grown(before, read_counters(llm.get_metrics())))
-        if began is None and len(outputs) == len(job["prompts"]) and min(outputs.values()) >= WARM:
-            if stopwatch is not None:
-                stopwatch.take()
-            before = read_counters(llm.get_metrics())
-            began = time.perf_counter()
-    del found["ended"]
-    return took, found
+    counters: list[dict[str, int]] = []
+    found = Counter[str]()
+
+    def read(counts: bool) -> None:
+        if len(counters) == (0 if counts else 1):  # the window begins or ends
+            counters.append(read_counters(llm.get_metrics()))
+            found[DRAFTING] = 0 if stopwatch is None else stopwatch.take()[0]
+
+    steps = decode_steps(llm, job["prompts"], job["max_tokens"], name, read)
+    found.update(grown(*counters))
+    found[STEPS] = sum(tokens > 0 for _, tokens in steps)
+    found[TOKENS] = sum(tokens for _, tokens in steps)
+    return sum(seconds for seconds, _ in steps), found
 
 
 class SteadyState(Answering):

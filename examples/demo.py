@@ -20,9 +20,9 @@ import typer
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from vllm_specblock.bench.live import Answer, ask_together, job_of, shown, start_engines
+from vllm_specblock.bench.live import Answer, ask_together, shown, start_engines
 from vllm_specblock.bench.near_ties import explain
-from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
+from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all, job_of
 
 EXAMPLES = Path(__file__).resolve().parent
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "smollm2")]
@@ -132,7 +132,7 @@ def answer_all(
     def job(message: str, tokens: int) -> dict[str, Any]:
         chat = [{"role": "user", "content": message}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        return job_of(ids, tokens)
+        return job_of([ids], tokens)
 
     for engine in engines:  # first calls allocate, and compile what was not compiled before
         engine.ask(job(PROMPTS["Chat"], 24))

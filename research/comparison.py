@@ -66,7 +66,7 @@ class Comparison(RunConfig):
     prompts: Path = Field(description=".jsonl of prompts that the drafters are judged on.")
     num_prompts: int = Field(default=24, ge=1, description="How many of them.")
     new_tokens: int = Field(default=160, ge=16, description="Tokens of the target per prompt.")
-    nodes: int = Field(default=60, ge=1, le=256, description="N, nodes of everybody's trees.")
+    nodes: int = Field(default=60, ge=1, le=256, description="N, nodes of each tree.")
     depth: int = Field(
         default=8, ge=1, description="Tokens that must follow a root for a step to count."
     )
@@ -154,7 +154,7 @@ def judge(
     device: torch.device,
     deadline: float | None,
 ) -> None:
-    """Replay everybody along greedy and sampled texts; OUT/results.json grows one by one."""
+    """Replay all drafters along greedy and sampled texts; OUT/results.json grows one by one."""
     path = config.out / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     target = load_target(config.target, config.precision, device)
@@ -224,7 +224,7 @@ def last_alpha(entries: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
-    """Everybody that is replayed: the drafters, and SpecBlock with other trees."""
+    """All that is replayed: the drafters, and SpecBlock with other trees."""
     found: dict[str, Any] = {}
     for name, train_state in trainer.train_states.items():
         learner: Learner = train_state.learner

@@ -33,7 +33,6 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "− layer-wise shift": {"layer_shift": False},
     "− valid-prefix mask": {"valid_prefix": False},
     "mask restarted": {"mask_restart": True},
-    "ordinal rank loss": {"rank_loss": "ordinal"},
     "rank_topk full": {"rank_topk": "full"},
     "RoPE along the path": {"block_rope": "path"},
 }
@@ -55,7 +54,7 @@ class RunContext:
         head: [Vd, Ht] fp32, the target's LM head; folded: with its final norm in it.
         layer_ids: target layers that are read.
         recipe: how SpecBlock learns.
-        budget: N, nodes of everybody's trees.
+        budget: N, nodes of each tree.
         seed: of the weights.
         sizes: changes to SpecBlock's own layers: keys of `draft.untrained.init`.
     """

@@ -16,7 +16,6 @@ import typer
 from paper_measure import DrafterFigures, measure
 from tqdm import tqdm
 
-from vllm_specblock.bench.draft_tree import pyplot
 from vllm_specblock.cli.options import Chat, Device, NewTokens, Precision, PromptTokens, TreeNodes
 from vllm_specblock.cli.prompt_steps import prompt_tensor, steps_of_prompt
 from vllm_specblock.config import DEFAULT_NODES, OptionError
@@ -71,10 +70,9 @@ def figures(
 ) -> None:
     """Draw where drafts are accepted: by position, in a text, in a tree.
 
-    Writes fig5a_alpha.png, fig5b_alpha_blocks.png (SpecBlock only), fig6_text.svg, fig7_trees.png
+    Writes fig5a_alpha.png, fig5b_alpha_blocks.png (SpecBlock only), fig6_text.svg, fig7_trees.svg
     and figures.json with every number.
     """
-    pyplot()  # fails before the work where it is missing
     where = usable_device(device)
     folders = _by_name("--drafter", drafter, "specblock=DIR")
     sets = _by_name("--set", data, "humaneval=PATH")
@@ -131,7 +129,7 @@ def figures(
     if blocks:
         paper.plot_block_alpha(blocks, out / "fig5b_alpha_blocks.png")
     paper.save_text(cases, tokenizer, tokens, out / "fig6_text.svg")
-    paper.plot_trees(cases, tokenizer, out / "fig7_trees.png")
+    paper.save_trees(cases, tokenizer, out / "fig7_trees.svg")
     whole = {
         "target": str(target),
         "sets": {name: {"data": str(sets[name]), "prompts": len(found[name])} for name in sets},

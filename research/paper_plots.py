@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import matplotlib
 from paper_measure import DrafterFigures
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
-from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from vllm_specblock.bench.draft_tree import (
-    BONUS,
-    draw_tree,
-    extent,
-    forward_colour,
-    pyplot,
-    save,
-)
+from vllm_specblock.bench.draft_tree import forward_colour, legend_line, save_svg, terminal_tree
 from vllm_specblock.train.eval.steps import Step
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from transformers import PreTrainedTokenizerBase
 
 PROMPT = "Write a Python function to compute the Fibonacci sequence."
@@ -46,7 +41,7 @@ class Origin(StrEnum):
     BONUS = "bonus"
 
 
-COLOURS = {Origin.PREFILL: "#e9ecef", Origin.ACCEPTED: "#a8dda8", Origin.BONUS: BONUS}
+COLOURS = {Origin.PREFILL: "#e9ecef", Origin.ACCEPTED: "#a8dda8", Origin.BONUS: "#f4a6a6"}
 
 
 @dataclass(frozen=True)
@@ -98,14 +93,14 @@ def plot_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
 
     Thick lines are means over the sets, thin ones single sets.
     """
-    figure, axes = pyplot().subplots(figsize=(6.4, 4))
+    figure, axes = pyplot.subplots(figsize=(6.4, 4))
     for index, (name, found) in enumerate(drafters.items()):
         each_set = [figures.main_path.alpha for figures in found.sets.values()]
         _lines(axes, found.alpha, each_set, DRAFTERS[index % len(DRAFTERS)], name)
     axes.set_ylabel("acceptance rate α$_k$")
     axes.set_xlabel("k, position on the main path")
     axes.set_title("first choice accepted, given that all before it were", fontsize=10)
-    save(figure, path)
+    _save(figure, path)
 
 
 def plot_block_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
@@ -114,7 +109,7 @@ def plot_block_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
     Args:
         drafters: those that draft blocks.
     """
-    figure, every = pyplot().subplots(
+    figure, every = pyplot.subplots(
         1, len(drafters), sharey=True, squeeze=False, figsize=(4.2 * len(drafters), 3.6)
     )
     for axes, (name, found) in zip(every[0], drafters.items()):
@@ -126,7 +121,12 @@ def plot_block_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
         axes.set_title(name, fontsize=10)
         axes.set_xlabel("j, position in the block")
     every[0][0].set_ylabel("acceptance rate α$_{m,j}$")
-    save(figure, path)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
 
 
 def _lines(
@@ -154,7 +154,6 @@ def save_text(
     cases: dict[str, Case], tokenizer: PreTrainedTokenizerBase, count: int, path: Path
 ) -> None:
     """Draw figure 6: the first `count` committed tokens of each drafter, shaded by their origin."""
-    console = Console(record=True, file=io.StringIO(), width=COLUMNS * len(cases))
     grid = Table.grid(*[""] * len(cases))
     pages = []
     for name, case in cases.items():
@@ -166,8 +165,7 @@ def save_text(
     keys = Text("  ").join(
         Text(f" {origin} ", style=f"#000000 on {COLOURS[origin]}") for origin in Origin
     )
-    console.print(grid, keys)
-    console.save_svg(str(path), title="committed tokens", theme=DEFAULT_TERMINAL_THEME)
+    save_svg(path, "committed tokens", grid, keys, width=COLUMNS * len(cases))
 
 
 def _words(
@@ -186,21 +184,14 @@ def _words(
 # ---- figure 7: trees ----
 
 
-def plot_trees(cases: dict[str, Case], tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+def save_trees(cases: dict[str, Case], tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """Draw figure 7: the first step's trees side by side, coloured by drafter forward."""
-    sizes = [extent(case.steps[0]) for case in cases.values()]
-    figure, every = pyplot().subplots(
-        1,
-        len(cases),
-        squeeze=False,
-        figsize=(sum(wide for wide, _ in sizes), max(high for _, high in sizes)),
-        width_ratios=[wide for wide, _ in sizes],
-    )
-    for axes, (name, case) in zip(every[0], cases.items()):
+    grid, legend = Table.grid(*[""] * len(cases), padding=(0, 2)), Text()
+    trees = []
+    for name, case in cases.items():
         first = case.steps[0]
-        draw_tree(axes, first, tokenizer, case.forward_name)
-        count = max(first.forward)
-        title = f"{name}: {count} drafter forward{'' if count == 1 else 's'}, "
-        title += f"{first.accepted_length} tokens accepted"
-        axes.set_title(title, fontsize=10, pad=42)
-    save(figure, path)
+        title = f"{name}: forwards {max(first.forward)}, accepted {first.accepted_length}"
+        trees.append(Panel(terminal_tree(first, tokenizer, case.forward_name), title=title))
+        legend.append(legend_line(max(first.forward), case.forward_name)).append("\n")
+    grid.add_row(*trees)
+    save_svg(path, "draft trees", grid, legend)

@@ -23,22 +23,13 @@ METADATA = ".dist-info/METADATA"
 READABLE = {".py", ".json", ".jinja", ".js", ".css"}
 
 
-class ContractError(Exception):
-    """One sentence for the user."""
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "what", nargs="?", help="a release, or a folder; default: what is installed"
     )
     what = parser.parse_args(arguments).what
-    try:
-        root = folder_of(what)
-    except ContractError as error:
-        print(f"contract: {error}", file=sys.stderr)
-        return 1
-    troubles = list(broken(root))
+    troubles = list(broken(folder_of(what)))
     for trouble in troubles:
         print(trouble)
     count = len(hooks())
@@ -51,9 +42,7 @@ def folder_of(what: str | None) -> Path:
     if not what:
         root = installed()
         if root is None:
-            raise ContractError(
-                "vLLM is not installed: name a release, such as 0.33.0, or a folder."
-            )
+            raise SystemExit("vLLM is not installed: name a release, such as 0.33.0, or a folder.")
         return root
     given = Path(what)
     if given.is_dir():
@@ -70,7 +59,7 @@ def download(version: str, folder: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
     done = subprocess.run([*pip, "--quiet", "--dest", str(wheels), f"{PACKAGE}=={version}"])
     if done.returncode:
-        raise ContractError(f"pip could not download {PACKAGE}=={version}; its message is above.")
+        raise SystemExit(f"pip could not download {PACKAGE}=={version}; its message is above.")
     for wheel in wheels.glob("*.whl"):
         unpack(wheel, folder)
     shutil.rmtree(wheels)

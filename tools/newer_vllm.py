@@ -19,7 +19,7 @@ import venv
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from contract import ContractError, folder_of
+from contract import folder_of
 
 from vllm_specblock.engine.compat import PACKAGE, installed
 
@@ -35,20 +35,11 @@ sys.exit(next(iter(entry_points(group="console_scripts", name="{name}"))).load()
 """
 
 
-class OverlayError(Exception):
-    """One sentence for the user."""
-
-
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("release", help="of vLLM, e.g. 0.33.0")
     release = parser.parse_args(arguments).release
-    try:
-        print(make(release, MADE / f"{PACKAGE}-{release}"))
-    except (OverlayError, ContractError) as error:
-        print(f"newer_vllm: {error}", file=sys.stderr)
-        return 1
-    return 0
+    print(make(release, MADE / f"{PACKAGE}-{release}"))
 
 
 def make(release: str, folder: Path) -> Path:
@@ -56,8 +47,8 @@ def make(release: str, folder: Path) -> Path:
     build = installed_version(PACKAGE)
     base = installed()
     if base is None or build is None or "+cpu" not in build:
-        raise OverlayError(
-            f"the compiled parts come from an installed CPU build of vLLM, and here is {build}: "
+        raise SystemExit(
+            f"The compiled parts come from an installed CPU build of vLLM, and here is {build}: "
             "call the Python of an environment that `make setup` made on a CPU."
         )
     sources = folder_of(release)
@@ -76,12 +67,12 @@ def make(release: str, folder: Path) -> Path:
         script.chmod(0o755)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     if also and subprocess.run([*pip, "install", "--quiet", "--no-deps", *also]).returncode:
-        raise OverlayError(f"pip could not install {' '.join(also)}; its message is above.")
+        raise SystemExit(f"pip could not install {' '.join(also)}; its message is above.")
     check = [str(python), "-c", f"import {PACKAGE}, vllm_specblock"]
     done = subprocess.run(check, capture_output=True, text=True, cwd=folder)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["?"])[-1]
-        raise OverlayError(f"{folder} was made, but vLLM {release} does not import there: {last}")
+        raise SystemExit(f"{folder} was made, but vLLM {release} does not import there: {last}")
     return python
 
 
@@ -132,4 +123,4 @@ def name_it(site: Path, release: str, build: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

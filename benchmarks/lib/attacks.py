@@ -1,7 +1,7 @@
 """Attacked streams: half of the requests are made to spoil the drafter for all others.
 
-What they can spoil is speed alone. Whoever sends half of the traffic has half of the vote, so what
-is asked for is that other requests keep the speed that they had without adaptation.
+They can spoil speed alone. Half of the traffic decides half of what is learned, so the goal is that
+other requests keep the speed that they had without adaptation.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def routing(rng: random.Random, draw: torch.Generator) -> Case:
     requests, nodes = rng.randrange(1, MOST_REQUESTS + 1), rng.randrange(1, MAX_NODES + 1)
     deepest = rng.randrange(1, MOST_DEPTH + 1)
     first, second = (draw_trees(rng, requests, nodes, deepest) for _ in range(2))
-    # Nobody is as sure as the other up to rounding.
+    # Rounding must not decide which tree is the surer one.
     second = replace(second, logprob=second.logprob - 0.01)
     how = rng.choice(["mean", "sum"])
     chain = torch.rand(requests, generator=draw) < 0.3

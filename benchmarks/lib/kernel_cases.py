@@ -1,4 +1,4 @@
-"""Shapes of our kernels, and every way to run each: ours, FlashAttention's, torch's."""
+"""Tree attention and 8-bit linear layers, and every way to run each: ours and others'."""
 
 from __future__ import annotations
 
@@ -8,21 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from vllm_specblock.triton_kernels.attention import attention_schedule
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
-from vllm_specblock.triton_kernels.feedback.record_step import record_step
-from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
-from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet, move_kv
 from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
-from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift, shift
-from vllm_specblock.triton_kernels.tree.candidate_keys import DEPTH_ONE, ROOT_HASH
-from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
 from lib.acceptance import synthetic_tree
-from vllm_specblock.candidates import extend_hash, rank_key, select
-from vllm_specblock.commit.committed_tokens import committed_sources
-from vllm_specblock.commit.move import move_path
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 
 BLOCK = 16
@@ -38,7 +29,7 @@ class Sizes:
 
     Attributes:
         heads, kv_heads, head_dim: of the target; nodes: N.
-        contexts, batches: of attention; layers: caches that a commit moves in.
+        contexts, batches: of attention.
         hidden, inner: H and the MLP's width; rows: T, rows of a drafter forward.
     """
 
@@ -49,7 +40,6 @@ class Sizes:
     nodes: int
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
-    layers: int
     hidden: int
     inner: int
     rows: tuple[int, ...]
@@ -63,12 +53,11 @@ LARGE = Sizes(
     60,
     (512, 2048, 8192, 32768),
     (1, 2, 4, 8, 16, 32),
-    32,
     4096,
     14336,
     (1, 4, 8, 16, 32, 64),
 )
-TINY = Sizes(torch.float32, 4, 2, 16, 12, (40,), (1, 2), 2, 32, 48, (1, 3))
+TINY = Sizes(torch.float32, 4, 2, 16, 12, (40,), (1, 2), 32, 48, (1, 3))
 
 
 @dataclass(frozen=True)
@@ -77,8 +66,7 @@ class Case:
 
     Attributes:
         kernel, shape: its name and what tells it from the kernel's other cases.
-        ways: how to run it, ours first under "ours"; each gives what it computed, or None where
-            it works in place.
+        ways: how to run it, ours first under "ours".
         moved: bytes that any way has to read and write.
     """
 
@@ -184,30 +172,6 @@ def _dense(sizes, query, storage, table, ancestors, context) -> Callable[[], Ten
     )
 
 
-def shift_case(sizes: Sizes, rows: int, device: torch.device) -> Case:
-    """The drafter's layer shift over `rows` rows of K positions, and the norm that comes next."""
-    draw = torch.Generator(device).manual_seed(0)
-    hidden, weight = (
-        torch.randn(*shape, generator=draw, device=device).to(sizes.dtype)
-        for shape in ((rows, TREE_SHAPE[0], sizes.hidden), (sizes.hidden, 2 * sizes.hidden))
-    )
-    norm = nn.RMSNorm(sizes.hidden, eps=1e-5, dtype=sizes.dtype, device=device)
-
-    def reference() -> tuple[Tensor, Tensor]:
-        shifted = shift.reference(hidden, weight)
-        return shifted, norm(shifted)
-
-    return Case(
-        "layer shift",
-        f"T {rows}, K {TREE_SHAPE[0]}, H {sizes.hidden}",
-        {
-            "ours": lambda: layer_shift(hidden, weight, norm),
-            "torch, concatenation": reference,
-        },
-        (weight.numel() + 3 * hidden.numel()) * sizes.dtype.itemsize,
-    )
-
-
 def linear_case(sizes: Sizes, rows: int, device: torch.device) -> Case:
     """A projection of the drafter's MLP over `rows` rows, weights in 8 bits and in full."""
     draw = torch.Generator(device).manual_seed(0)
@@ -225,135 +189,10 @@ def linear_case(sizes: Sizes, rows: int, device: torch.device) -> Case:
     )
 
 
-def commit_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
-    """Paths of 8 nodes, scattered over the tree, moved to the front in every layer's cache."""
-    depth = min(8, sizes.nodes)
-    blocks = -(-(sizes.nodes + 1) // BLOCK)
-    caches = [
-        torch.randn(batch * blocks, BLOCK, sizes.kv_heads, 2 * sizes.head_dim, device=device)
-        .to(sizes.dtype)
-        .transpose(1, 2)
-        for _ in range(sizes.layers)
-    ]
-    first = torch.arange(batch, device=device) * blocks * BLOCK  # a request's first row and slot
-    path = torch.arange(depth + 1, device=device) * sizes.nodes // depth
-    one, whole = torch.ones_like(first), torch.full_like(first, depth, dtype=torch.int32)
-    rows = AcceptedRows(first, one, path.expand(batch, -1), whole)
-    source, target, moves = committed_sources(rows)
-    together = KVCacheSet(caches)
-    slots = torch.arange(batch * blocks * BLOCK, device=device)
-    entry = sizes.layers * sizes.kv_heads * 2 * sizes.head_dim * sizes.dtype.itemsize
-    return Case(
-        "commit",
-        f"batch {batch}, {depth} rows, {sizes.layers} layers",
-        {
-            "ours": lambda: move_path(together, slots, rows, len(slots)),
-            "torch, gather and scatter": lambda: move_kv(together, source, target, moves),
-        },
-        2 * entry * int(moves.sum()),
-    )
-
-
-def record_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
-    """Four rows of every request into slabs, and its sums; see `adapt/slabs.py`."""
-    rows, slabs = 4, SlabTensors.empty(batch, 256, sizes.hidden, batch, sizes.dtype, device)
-    request = torch.arange(batch, device=device)
-    slabs.of_slot.copy_(request)
-    states = torch.randn(batch * rows, 4 * sizes.hidden, device=device).to(sizes.dtype)
-    low, mid, high, last = states.chunk(4, -1)
-    row = torch.arange(batch * rows, device=device)
-    origin = torch.ones(batch, sizes.nodes, dtype=torch.uint8, device=device)
-    ones = torch.ones_like(request)
-    verified = VerificationResult(
-        request,
-        rows * ones,
-        (rows - 1) * ones.int(),
-        row[:rows].expand(batch, -1),
-        None,
-        origin,
-        None,
-    )
-    step = StepToRecord(
-        row // rows,
-        row,
-        row,
-        row % rows,
-        row,
-        rows * request + rows - 1,
-        (low, mid, high),
-        last,
-        verified,
-        torch.zeros_like(origin, dtype=torch.int32),
-    )
-    return Case(
-        "recording",
-        f"batch {batch}, {rows} rows each",
-        {
-            "ours": lambda: record_step(slabs, step),
-            "torch, all slabs rewritten": lambda: record_step.reference(slabs, step),
-        },
-        2 * states.nbytes,
-    )
-
-
-def expansion_case(sizes: Sizes, batch: int, device: torch.device) -> Case:
-    """From the candidates of M blocks to the best N nodes in order."""
-    ways, moved = random_candidates(TreeShape(*TREE_SHAPE, sizes.nodes), batch, device)
-    return Case("tree selection", f"batch {batch}, N {sizes.nodes}", ways, moved)
-
-
-def random_candidates(
-    shape: TreeShape, batch: int, device: torch.device
-) -> tuple[dict[str, Callable[[], Any]], int]:
-    """Ways to make trees of them, and the bytes that each has to read and write.
-
-    As many candidates as `shape` has cells, evenly over its depths, each below a random one of
-    the depth before; tokens of a vocabulary of 64, so that some texts are equal.
-    """
-    draw = torch.Generator(device).manual_seed(0)
-    levels = shape.max_depth
-    width = shape.num_rows * shape.block_size * shape.width // levels
-    token = torch.randint(64, (batch, levels, width), generator=draw, device=device)
-    gain = torch.rand(batch, levels, width, generator=draw, device=device).log()
-    chosen = torch.randint(width, (batch, levels, width), generator=draw, device=device)
-    score, path_hash = torch.zeros_like(gain), torch.full_like(token, ROOT_HASH)
-    parent = torch.zeros_like(token)
-    for level in range(levels):
-        above = 0, path_hash[:, level]
-        if level:
-            up = chosen[:, level]
-            above = score[:, level - 1].gather(1, up), path_hash[:, level - 1].gather(1, up)
-            parent[:, level] = up + 1 + (level - 1) * width
-        score[:, level] = above[0] + gain[:, level]
-        path_hash[:, level] = extend_hash(above[1], token[:, level])
-    place = torch.arange(1, levels * width + 1, device=device)
-    depth = torch.arange(1, levels + 1, device=device).repeat_interleave(width)
-    key = rank_key(score.flatten(1), (depth * DEPTH_ONE + place).expand(batch, -1))
-    fields = (
-        F.pad(token.flatten(1), (1, 0)),
-        F.pad(parent.flatten(1), (1, 0)),
-        F.pad(score.flatten(1), (1, 0)),
-        F.pad(key, (1, 0)),
-        F.pad(path_hash.flatten(1), (1, 0), value=ROOT_HASH),
-    )
-    ways = {
-        "ours": lambda: select(*fields, shape.budget, levels),
-        "torch": lambda: select.reference(*fields, shape.budget, levels),
-    }
-    tree = ways["torch"]().tree
-    written = sum(each.nbytes for each in vars(tree).values())
-    return ways, sum(field.nbytes for field in fields) + written
-
-
 def cases(sizes: Sizes, device: torch.device, splits: Sequence[int] = ()) -> Iterator[Case]:
     """One after the other: the largest take most of a GPU's memory."""
     for context in sizes.contexts:
         for batch in sizes.batches:
             yield attention_case(sizes, context, batch, device, splits)
     for rows in sizes.rows:
-        yield shift_case(sizes, rows, device)
         yield linear_case(sizes, rows, device)
-    for batch in sizes.batches:
-        yield commit_case(sizes, batch, device)
-        yield expansion_case(sizes, batch, device)
-        yield record_case(sizes, batch, device)

@@ -11,7 +11,6 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import default_layer_ids
-from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train import untrained
 
 
@@ -23,43 +22,30 @@ class Model:
     draft_vocab: int
 
 
+_EIGHT_B = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
 MODELS = {
     "llama-8b": Model(  # Llama-3.1-8B
         LlamaConfig(
-            hidden_size=4096,
             intermediate_size=14336,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
             num_hidden_layers=32,
             vocab_size=128256,
             max_position_embeddings=131072,
+            **_EIGHT_B,
         ),
         draft_vocab=32000,
     ),
     "qwen3-8b": Model(
         Qwen3Config(
-            hidden_size=4096,
             intermediate_size=12288,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
             num_hidden_layers=36,
             vocab_size=151936,
             max_position_embeddings=40960,
-        ),
-        draft_vocab=32000,
-    ),
-    "qwen3-32b": Model(
-        Qwen3Config(
-            hidden_size=5120,
-            intermediate_size=25600,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=128,
-            num_hidden_layers=64,
-            vocab_size=151936,
-            max_position_embeddings=40960,
+            **_EIGHT_B,
         ),
         draft_vocab=32000,
     ),
@@ -92,15 +78,11 @@ def write_target(folder: Path, model: Model, length: int) -> Path:
     return folder
 
 
-def make_drafter(target: Path, model: Model) -> SpecBlockModel:
-    """An untrained SpecBlock drafter for the target in a folder."""
-    return untrained.init(target, draft_vocab_size=model.draft_vocab, target_name="random")
-
-
 def write_drafter(folder: Path, target: Path, model: Model) -> Path:
-    """That drafter in bf16 on disk. The engine reads a drafter's weights also where the target's
-    are dummies: 1.5 GB at the size of an 8B target."""
-    checkpoint.save(make_drafter(target, model).to(torch.bfloat16), folder)
+    """An untrained SpecBlock drafter in bf16. The engine reads a drafter's weights also where the
+    target's are dummies: 1.5 GB at the size of an 8B target."""
+    drafter = untrained.init(target, draft_vocab_size=model.draft_vocab, target_name="random")
+    checkpoint.save(drafter.to(torch.bfloat16), folder)
     return folder
 
 

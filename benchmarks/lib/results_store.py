@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_specblock.bench.methods import weights
 from vllm_specblock.bench.table import markdown_table
 from vllm_specblock.train import provenance
 
-__all__ = ["MEASURED", "ROOT", "ResultsStore", "from_root", "markdown_table", "weights"]
+__all__ = ["MEASURED", "ROOT", "ResultsStore", "from_root", "markdown_table"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "runs/results"

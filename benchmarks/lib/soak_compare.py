@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
-from lib.soak_client import Choice, Logprob, Reply
+from lib.soak_client import Choice, Reply
 from lib.soak_traffic import Call
 
 LOGPROB_TOLERANCE = 1e-3
@@ -33,9 +34,7 @@ def difference(call: Call, ours: Reply, plain: Reply) -> str | None:
         said = _of_choice(choice, plain.choices[index], ours.left or choice.aborted)
         if said is not None:
             return f"answer {index}: {said}"
-    if not ours.cut and ours.usage != plain.usage:
-        return f"usage {ours.usage}, not {plain.usage}"
-    return None
+    return None if ours.cut else _apart(ours.usage, plain.usage, "usage")
 
 
 def _of_choice(ours: Choice, plain: Choice, cut: bool) -> str | None:
@@ -45,53 +44,33 @@ def _of_choice(ours: Choice, plain: Choice, cut: bool) -> str | None:
             at = next((i for i, (a, b) in enumerate(zip(mine, right)) if a != b), None)
             where = min(len(mine), len(right)) if at is None else at
             return f"{name} differ from place {where} on"
-    if cut:
+    return None if cut else _apart(asdict(ours), asdict(plain))
+
+
+def _apart(ours: Any, plain: Any, where: str = "") -> str | None:
+    """Where two values of JSON's types differ, log-probabilities by more than rounding."""
+    if isinstance(ours, float) and isinstance(plain, float):
+        if abs(ours - plain) <= LOGPROB_TOLERANCE:
+            return None
+    elif isinstance(ours, list) and isinstance(plain, list) and len(ours) == len(plain):
+        found = (_apart(*pair, f"{where}[{i}]") for i, pair in enumerate(zip(ours, plain)))
+        return next(filter(None, found), None)
+    elif isinstance(ours, dict) and isinstance(plain, dict):
+        if _same_keys(ours, plain):
+            both = [key for key in ours if key in plain]
+            found = (_apart(ours[key], plain[key], f"{where}.{key}") for key in both)
+            return next(filter(None, found), None)
+    elif ours == plain:
         return None
-    for name in ("finish_reason", "stop_reason"):
-        mine, right = getattr(ours, name), getattr(plain, name)
-        if mine != right:
-            return f"{name} is {mine!r}, not {right!r}"
-    return _of_logprobs(ours.logprobs, plain.logprobs) or _of_prompt(
-        ours.prompt_logprobs, plain.prompt_logprobs
-    )
+    return f"{where.lstrip('.')} is {ours!r}, not {plain!r}"
 
 
-def _of_logprobs(ours: Sequence[Logprob], plain: Sequence[Logprob]) -> str | None:
-    if len(ours) != len(plain):
-        return f"{len(ours)} log-probabilities, not {len(plain)}"
-    for place, (mine, right) in enumerate(zip(ours, plain)):
-        if mine.token != right.token:
-            return f"log-probability {place} is of {mine.token!r}, not of {right.token!r}"
-        both = ({"value": each.value} if each.value is not None else {} for each in (mine, right))
-        said = _apart(*both) or _apart(mine.best, right.best)
-        if said is not None:
-            return f"log-probability {place}: {said}"
-    return None
-
-
-def _of_prompt(
-    ours: Sequence[Mapping[str, float] | None], plain: Sequence[Mapping[str, float] | None]
-) -> str | None:
-    if len(ours) != len(plain):
-        return f"{len(ours)} log-probabilities of the prompt, not {len(plain)}"
-    for place, (mine, right) in enumerate(zip(ours, plain)):
-        said = _apart(mine or {}, right or {})
-        if said is not None:
-            return f"log-probability {place} of the prompt: {said}"
-    return None
-
-
-def _apart(ours: Mapping[str, float], plain: Mapping[str, float]) -> str | None:
-    """Values of the same tokens, and who is among the best: only a tie may swap the last."""
-    if len(ours) != len(plain):
-        return f"{len(ours)} tokens, not {len(plain)}"
-    for token in ours.keys() & plain.keys():
-        if abs(ours[token] - plain[token]) > LOGPROB_TOLERANCE:
-            return f"{token!r} has {ours[token]:.5f}, not {plain[token]:.5f}"
-    for token in ours.keys() ^ plain.keys():
-        if abs({**ours, **plain}[token] - min(plain.values())) > LOGPROB_TOLERANCE:
-            return f"{token!r} is among the best of one only"
-    return None
+def _same_keys(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
+    """Whether both have the same keys; of the best tokens, only a tie may swap the last."""
+    apart = [{**ours, **plain}[key] for key in ours.keys() ^ plain.keys()]
+    if len(ours) != len(plain) or not all(isinstance(each, float) for each in apart):
+        return not apart
+    return all(abs(each - min(plain.values())) <= LOGPROB_TOLERANCE for each in apart)
 
 
 def record(call: Call, said: str, ours: Reply, plain: Reply) -> dict[str, object]:

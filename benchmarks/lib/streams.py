@@ -113,8 +113,6 @@ def make_stream(name: str, length: int, seed: int, domains: int = 2) -> list[Pla
     """
     if name not in STREAMS:
         raise TrainError(f"There is no stream {name!r}: choose one of {', '.join(STREAMS)}.")
-    if length < 1:
-        raise TrainError(f"A stream has at least 1 request, but {length} were asked for.")
     return STREAMS[name](length, seed, domains)
 
 

@@ -19,7 +19,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of a call: the median, and the quickest, of so many runs."""
+    """Microseconds of a call: the median and the fastest of `runs` calls."""
 
     median_us: float
     least_us: float

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -55,16 +54,6 @@ def test_it_stands_still_between_two_answers(make):
     assert comes(lambda: state(engine.process.pid) == "T")
     end_all([engine])
     assert state(engine.process.pid) == "" and engine.guard.poll() == 0
-
-
-def test_it_goes_on_for_as_long_as_it_is_let(make):
-    engine = make()
-    thread = threading.Thread(target=engine.run_on, args=(2.0,))
-    thread.start()
-    assert comes(lambda: state(engine.process.pid) == "S")  # waits for a job
-    thread.join()
-    assert comes(lambda: state(engine.process.pid) == "T")
-    assert engine.ask(JOB)["ids"] == [[6, 7]]
 
 
 def test_why_it_did_not_start(make):

@@ -36,6 +36,9 @@ def tokenizer(template: str | None):
         def __call__(self, text, **_):
             return {"input_ids": list(map(ord, text))}
 
+        def decode(self, ids, **_):
+            return text(ids)
+
     return Letters(
         bos_token_id=1,
         eos_token_id=2,
@@ -52,6 +55,7 @@ def text(ids: list[int]) -> str:
     return "".join(map(chr, ids))
 
 
+YES = [*map(ord, "yes")]
 CHAT = Question("c", ("one", "two"))
 
 
@@ -95,14 +99,14 @@ def test_a_set_that_is_not_there(make_config, tmp_path, questions):
 def test_a_turn_comes_after_the_engines_own_answer():
     asked = reader()
     assert text(asked.prompt(CHAT, [])) == "u:one;a:"
-    assert text(asked.prompt(CHAT, ["yes"])) == "u:one;a:yes;u:two;a:"
+    assert text(asked.prompt(CHAT, [YES])) == "u:one;a:yes;u:two;a:"
     assert text(reader(loud=True).prompt(CHAT, [])) == "u:one;a!:"
 
 
 def test_raw_text_goes_on():
     asked = reader(None, raw=True)
     assert asked.prompt(CHAT, []) == [1, *map(ord, "one")]
-    assert text(asked.prompt(CHAT, ["yes"])[1:]) == "oneyestwo"
+    assert text(asked.prompt(CHAT, [YES])[1:]) == "oneyestwo"
 
 
 def test_chats_need_a_template():
@@ -112,6 +116,6 @@ def test_chats_need_a_template():
 
 def test_room_for_the_longest_chat():
     # Before the last answer: 17 tokens without the first one, which may be read as 5/4 of 100.
-    assert len(reader().prompt(CHAT, [""])) == 17
+    assert len(reader().prompt(CHAT, [[]])) == 17
     assert reader().needed({"s": [CHAT]}, 100) == 256  # 242 and one more, in steps of 64
     assert reader().needed({"s": [Question("d", ("one",))]}, 100) == 128

@@ -9,8 +9,10 @@ import pytest
 from vllm_specblock.bench import run
 from vllm_specblock.bench.config import BenchError
 from vllm_specblock.bench.process import EngineFailed
+from vllm_specblock.bench.questions import read_sets
 from vllm_specblock.bench.results import write_results
 from vllm_specblock.bench.run import measure
+from vllm_specblock.bench.schedule import units
 
 FAST = {"seconds": 0.5}
 
@@ -27,20 +29,35 @@ def jobs(journal):
     return [json.loads(line) for line in journal.read_text().splitlines()]
 
 
-def test_engines_take_turns_turn_by_turn(make_bench, journal):
+def test_engines_take_turns_chat_by_chat(make_bench, journal):
     bench = make_bench({"ours": FAST, "other": {}})
     assert quiet(bench) == [] and not bench.failures
     done = jobs(journal)
     warm, done = done[:4], done[4:]
     assert [job["max_tokens"] for job in warm] == [4] * 4
     pids = [job["pid"] for job in warm]  # plain, plain-v2, ours, other
-    assert len({*pids}) == 4 and len(done) == 9 * 4
-    for number, first in enumerate(range(0, len(done), 4)):
-        turn = done[first : first + 4]
+    assert len({*pids}) == 4
+    found = list(units(bench.config, bench.sets))
+    assert [(unit.set, unit.questions[0].id, unit.turns) for unit in found] == [
+        *(("chats", "a", 2), ("single", "q0", 1), ("chats", "b", 2), ("single", "q1", 1)),
+        *(("single", f"q{number}", 1) for number in (2, 3, 4)),
+    ]
+    for number, unit in enumerate(found):
+        turn, done = done[: 4 * unit.turns], done[4 * unit.turns :]
         start = number % 4
-        assert [job["pid"] for job in turn] == pids[start:] + pids[:start]
-        assert len({json.dumps([job["prompts"], job["seeds"]]) for job in turn}) == 1
-    assert len(bench.store.records) == 9
+        order = pids[start:] + pids[:start]
+        assert [job["pid"] for job in turn] == [pid for pid in order for _ in range(unit.turns)]
+        first = turn[:: unit.turns]
+        assert len({json.dumps([job["prompts"], job["seeds"]]) for job in first}) == 1
+    assert not done and len(bench.store.records) == 7
+
+
+def test_rounds_and_temperatures_ask_everything_again(make_config):
+    config = make_config(questions=2, rounds=2, temperature=(0.0, 1.0))
+    found = list(units(config, read_sets(config)))
+    assert len({unit.key() for unit in found}) == len(found) == 2 * 2 * 4
+    assert [unit.round for unit in found] == [0] * 8 + [1] * 8
+    assert [unit.temperature for unit in found] == [0.0, 1.0] * 8
 
 
 def test_a_chat_goes_on_with_the_engines_own_answer(make_bench, journal):
@@ -72,7 +89,8 @@ def test_a_run_goes_on_at_its_turn(make_bench, journal):
     again = make_bench({"ours": FAST})
     assert len(again.store.records) == 3
     quiet(again)
-    assert len(jobs(journal)) == 3 + 6 * 3 and len(again.store.records) == 9
+    # Warm-ups, then one question of two turns and three of one.
+    assert len(jobs(journal)) == 3 + 4 * 3 and len(again.store.records) == 7
     journal.write_text("")
     quiet(make_bench({"ours": FAST}))
     assert jobs(journal) == []
@@ -83,9 +101,11 @@ def test_groups_have_plain_vllm_each(make_bench, journal):
     bench = make_bench(fakes, at_once=4)
     quiet(bench)
     assert [{*record.answers} for record in bench.store.records] == (
-        [{"plain", "plain-v2", "a", "b"}] * 9 + [{"plain", "plain-v2", "c"}] * 9
+        [{"plain", "plain-v2", "a", "b"}] * 7 + [{"plain", "plain-v2", "c"}] * 7
     )
     assert len({job["pid"] for job in jobs(journal)}) == 4 + 3
+    with pytest.raises(BenchError, match="--at-once is 2, but must be at least 3"):
+        make_bench(fakes, at_once=2, fresh=True)
 
 
 def test_who_dies_leaves_the_others_and_its_answers(make_bench, journal):
@@ -94,13 +114,13 @@ def test_who_dies_leaves_the_others_and_its_answers(make_bench, journal):
     assert said.startswith("The engine of ill failed: it ended with code 3, after: out of luck")
     assert bench.failures == {"ill": said.removesuffix(" The others go on.")}
     names = [{*record.answers} for record in bench.store.records]
-    assert names == [{"plain", "plain-v2", "ours", "ill"}] * 3 + [{"plain", "plain-v2", "ours"}] * 6
+    assert names == [{"plain", "plain-v2", "ours", "ill"}] * 2 + [{"plain", "plain-v2", "ours"}] * 5
     # Called again, it goes on with plain vLLM beside it, and without those that have finished.
     journal.write_text("")
     bench = make_bench({"ours": FAST, "ill": {"dies_at": 4}})
     quiet(bench)
     assert {job["method"] for job in jobs(journal)} == {None, "ill"}
-    assert sum("ill" in record.answers for record in bench.store.records) == 6
+    assert sum("ill" in record.answers for record in bench.store.records) == 4
 
 
 def test_nothing_goes_without_plain_vllm(make_bench, make_config):
@@ -112,7 +132,7 @@ def test_nothing_goes_without_plain_vllm(make_bench, make_config):
 
 
 def test_a_machine_that_is_full_says_so(make_bench, monkeypatch):
-    left = iter([10, 10, 7, 2])
+    left = iter([10, 7, 2])
     monkeypatch.setattr(run, "available_memory", lambda: next(left) << 30)
     says = r"2 engines are alive, 2\.0 GiB .* one takes up to 5\.0: give --at-once 2\."
     with pytest.raises(BenchError, match=says):

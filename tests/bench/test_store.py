@@ -14,40 +14,31 @@ from vllm_specblock.bench.store import Answer, Store
 
 SETTINGS = {"dtype": "float32", "temperature": (0.0,), "methods": {"a": 1}, "sets": {"s": 1}}
 QUESTIONS = (Question("x", ("1", "2")), Question("y", ("3", "4")))
-FIRST, SECOND = (Unit(0, 0.0, "s", QUESTIONS, turn, turn == 1) for turn in (0, 1))
-
-
-def answer(*texts: str) -> Answer:
-    return Answer(8, 1.5, 2.5, 4, 5, 6, ["d", "e"], [*texts])
+FIRST, SECOND = (Unit(number, 0.0, "s", QUESTIONS) for number in (0, 1))
+ANSWER = Answer(8, 1.5, 2.5, 4, 5, 6, [[[1], [2]], [[3], [4]]])
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """The first of two turns, answered by a and b."""
+    """The first of two units, answered by a and b."""
     store = Store(tmp_path / "out", SETTINGS)
-    store.add(FIRST, {"a": answer("yes", "no"), "b": answer("ja", "nein")})
+    store.add(FIRST, {"a": ANSWER, "b": ANSWER})
     store.note_engine("a", {"runner": "V2"})
     return tmp_path / "out"
 
 
-def test_it_goes_on_where_it_was(folder):
-    store = Store(folder, SETTINGS)
-    assert store.missing(FIRST, ["a", "b", "c"], ["a"]) == ["c"]
-    assert store.missing(SECOND, ["a", "b"], ["a"]) == ["a", "b"]
-    (record,) = store.records
-    assert record.answers["a"] == answer("yes", "no") and record.set == "s"
-    assert store.answers_before(FIRST, "a") == [[], []]
-    assert store.answers_before(SECOND, "b") == [["ja"], ["nein"]]
-    assert store.head["engines"] == {"a": {"runner": "V2"}}
-
-
-def test_a_line_that_a_kill_cut_off_is_dropped(folder):
+def test_a_run_resumes_and_drops_a_line_that_a_kill_cut_off(folder):
     path = folder / "units.jsonl"
     whole = path.read_text()
     path.write_text(whole + whole[:40])
     store = Store(folder, SETTINGS)
-    assert len(store.records) == 1 and path.read_text() == whole
-    store.add(SECOND, {"a": answer()})
+    assert path.read_text() == whole
+    assert store.missing(FIRST, ["a", "b", "c"], ["a"]) == ["c"]
+    assert store.missing(SECOND, ["a", "b"], ["a"]) == ["a", "b"]
+    (record,) = store.records
+    assert record.answers["a"] == ANSWER and record.set == "s"
+    assert store.head["engines"] == {"a": {"runner": "V2"}}
+    store.add(SECOND, {"a": ANSWER})
     assert len(Store(folder, SETTINGS).records) == 2
 
 

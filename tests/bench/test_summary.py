@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_specblock.bench.config import BenchError
+from vllm_specblock.bench.questions import Question
 from vllm_specblock.bench.run import _answer
+from vllm_specblock.bench.schedule import Unit
 from vllm_specblock.bench.store import Answer, Record
 from vllm_specblock.bench.summary import MEAN, fastest, summarise
 
 
-def answer(tokens, wall, cpu=1.0, steps=0, draft_ns=0, draft_steps=0, digests=("x",)):
-    return Answer(tokens, wall, cpu, steps, draft_ns, draft_steps, [*digests])
+def answer(tokens, wall, cpu=1.0, steps=0, draft_ns=0, draft_steps=0, ids=(1,)):
+    return Answer(tokens, wall, cpu, steps, draft_ns, draft_steps, [[[each]] for each in ids])
 
 
 def record(name, number, plain, ours, unit=0, temperature=0.0, other=None):
@@ -33,7 +35,7 @@ def test_one_set_one_round():
     records = [
         record("a", 0, answer(10, 10.0, 8.0), answer(10, 5.0, 2.0, 4, 20_000_000, 4), 0),
         record("a", 0, answer(8, 8.0, 8.0), answer(20, 5.0, 5.0, 6, 40_000_000, 6), 1),
-        record("a", 0, answer(4, 8.0, 3.0), answer(4, 4.0, 3.0, 2, 10_000_000, 2, ["y"]), 2),
+        record("a", 0, answer(4, 8.0, 3.0), answer(4, 4.0, 3.0, 2, 10_000_000, 2, [9]), 2),
     ]
     ours = figures(records)["ours", "a"]
     assert ours.speedup == 2.0 and ours.units == 3
@@ -66,11 +68,11 @@ def test_tau_of_a_recorded_run_stops_at_the_end():
     }
     bench = SimpleNamespace(
         config=SimpleNamespace(seed=0, max_new_tokens=2, ignore_eos=False),
-        store=SimpleNamespace(answers_before=lambda *_: []),
+        reader=SimpleNamespace(prompt=lambda *_: [1]),
     )
-    unit = SimpleNamespace(questions=[], set="a", turn=0, last=True, temperature=0.8)
-    kept = _answer(bench, SimpleNamespace(name="ours", ask=lambda job: said), unit)
-    plain = answer(16, 2.0, digests=["x"] * 8)
+    unit = Unit(0, 0.8, "a", (Question("q", ("?",)),) * 8)
+    kept = _answer(bench, SimpleNamespace(ask=lambda job: said), unit)
+    plain = answer(16, 2.0, ids=[1] * 8)
     assert figures([record("a", 0, plain, kept)])["ours", "a"].tau == 1.0
 
 
@@ -78,7 +80,7 @@ def test_the_mean_over_sets():
     records = [
         record("a", 0, answer(1, 2.0), answer(3, 3.0, 1.0, 1, 2_000_000, 1)),
         record("a", 1, answer(1, 4.0), answer(3, 3.0, 1.0, 1, 2_000_000, 1)),
-        record("b", 0, answer(1, 8.0), answer(5, 10.0, 1.0, 1, 4_000_000, 1, ["z"])),
+        record("b", 0, answer(1, 8.0), answer(5, 10.0, 1.0, 1, 4_000_000, 1, [9])),
         record("b", 1, answer(1, 6.0), answer(5, 10.0, 1.0, 1, 4_000_000, 1)),
     ]
     found = figures(records, ["a", "b"])

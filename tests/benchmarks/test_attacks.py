@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from lib.attacks import attacked, kept, scaled
 from lib.policies import make_policy
-from lib.simulation import Served, Simulation, SimulationConfig, simulate
+from lib.simulation import Simulation, SimulationConfig, simulate
 from lib.streams import HOME
 from support.world import World
 
 LENGTH = 160
 CONFIG = SimulationConfig(lr=2e-3, nodes=12)
-
-
-def served(phase: str, tokens: int) -> Served:
-    return Served(phase, 10, tokens, 1.0, 0.0, 0)
 
 
 def test_clean_requests_keep_their_speed():

@@ -35,12 +35,9 @@ def test_the_profile_has_the_tau_that_was_asked_for(model, tau):
     assert len(best) == 8 and best == sorted(best, reverse=True)
 
 
-def place(best):
-    return Place(Path("t"), Path("d"), Path("e"), best, {})
-
-
 def test_every_engine_that_drafts_is_imposed_upon_and_plain_vllm_is_not():
-    found = end_to_end.engines(place([0.8, 0.7]), [12, 60], [3], gpu=True)
+    place = Place(Path("t"), Path("d"), Path("e"), [0.8, 0.7], {})
+    found = end_to_end.engines(place, [12, 60], [3], gpu=True)
     assert list(found) == [
         PLAIN,
         "n-gram @ 3",
@@ -56,14 +53,13 @@ def test_every_engine_that_drafts_is_imposed_upon_and_plain_vllm_is_not():
 
 
 class FakeEngine:
-    """Two requests; request 0 gets `rates[0]` tokens a step, request 1 comes `late` steps late."""
+    """Two requests of 14 tokens: two a step, and one a step from the second step on."""
 
-    def __init__(self, rates, late, length):
-        self.rates, self.late, self.length = rates, late, length
+    def __init__(self):
         self.left, self.count = {}, 0
 
     def add_request(self, name, prompt, params):
-        self.left[name] = self.length
+        self.left[name] = 14
 
     def has_unfinished_requests(self):
         return any(self.left.values())
@@ -71,24 +67,24 @@ class FakeEngine:
     def step(self):
         self.count += 1
         answers = []
-        for index, (name, left) in enumerate(self.left.items()):
-            if left and (index == 0 or self.count > self.late):
-                given = min(left, self.rates[index])
-                self.left[name] = left - given
-                outputs = [SimpleNamespace(token_ids=[5] * given)]
-                answers.append(
-                    SimpleNamespace(request_id=name, outputs=outputs, finished=left == given)
-                )
+        for name, rate in zip(self.left, (2, self.count > 1)):
+            given = min(self.left[name], int(rate))
+            self.left[name] -= given
+            outputs, finished = [SimpleNamespace(token_ids=[5] * given)], not self.left[name]
+            answers.append(SimpleNamespace(request_id=name, outputs=outputs, finished=finished))
         return answers
 
 
-def window(rates, late, length):
-    engine = FakeEngine(rates, late, length)
+def test_steps_count_while_all_requests_decode():
+    """Both have three outputs after step 4, and the first one ends with step 7."""
+    pytest.importorskip("vllm", reason="its sampling parameters")
+    engine = FakeEngine()
+    steps = SimpleNamespace(name=counted.TOKENS, labels={})
     llm = SimpleNamespace(
-        llm_engine=engine,
-        get_metrics=lambda: [SimpleNamespace(name=counted.TOKENS, value=engine.count, labels={})],
+        llm_engine=engine, get_metrics=lambda: [setattr(steps, "value", engine.count) or steps]
     )
-    return steady_state.window(llm, {"prompts": ["a", "b"], "max_tokens": length}, "w", None)
+    _, found = steady_state.window(llm, {"prompts": ["a", "b"], "max_tokens": 14}, "w", None)
+    assert (found[STEPS], found[TOKENS], found[counted.TOKENS]) == (3, 9, 3)
 
 
 def fake_run(calls, failing=()):

@@ -1,4 +1,4 @@
-"""The runner of the GPU list: whatever a step does, the next one runs, and all is on record."""
+"""The runner of the GPU list: after any step the next one runs, and all is on record."""
 
 from __future__ import annotations
 

@@ -13,22 +13,16 @@ from lib.soak_phases import MODEL, PHASES
 from lib.soak_run import Findings
 
 
-def findings() -> Findings:
-    counters = {
-        "preemptions": 4,
-        "prompt_tokens": 100,
-        "prefix_hit_tokens": 25,
-        "accepted_nodes": 5,
-    }
-    memory = {"drafts": [{"server": 700.0, "engine": 1700.0}]}
-    return Findings(
-        1_200, 1, {"short": 3}, 900, 200, 100, 5_000, memory=memory, counters={"drafts": counters}
-    )
-
-
 def test_exit_status_says_what_was_found(tmp_path, monkeypatch, capsys):
-    found = findings()
-    found.failures.append("a request stayed.")
+    happened = {"preemptions": 4, "prompt_tokens": 100, "prefix_hit_tokens": 25}
+    found = Findings(
+        requests=1_200,
+        windows=1,
+        cut=200,
+        memory={"drafts": [{"server": 700.0, "engine": 1700.0}]},
+        counters={"drafts": happened | {"accepted_nodes": 5}},
+        failures=["a request stayed."],
+    )
 
     def run_phase(phase, nodes, seed, clients, window, enough, folder, seen):
         assert not enough(found, 59.0) and enough(found, 61.0)

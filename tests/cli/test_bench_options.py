@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from support import fake_engine
 from typer.testing import CliRunner
 
 from vllm_specblock.bench import results, run
-from vllm_specblock.bench.config import BenchConfig
 from vllm_specblock.cli.main import app
 
 TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
@@ -46,27 +44,14 @@ def test_options_of_every_kind(called):
     objects = "--define", '{"wide": {"base": "specblock"}}'
     objects += "--template-options", '{"enable_thinking": false}'
     numbers = "--temperature", "0", "--temperature", "0.7", "--at-once", "4", "--nodes", "12"
-    flags = "--raw", "--no-in-process", "--fresh"
+    flags = "--raw", "--fresh"
     bench(*FIRST, *several, *drafters, *objects, *numbers, *flags)
     ((config, fresh),) = called
     assert fresh and config.set == ("S", "b=U") and config.method == ("plain", "wide")
     assert config.drafter == {"specblock": Path("D"), "eagle3": Path("E")}
     assert config.define["wide"].base == "specblock" and config.temperature == (0.0, 0.7)
     assert config.template_options == {"enable_thinking": False}
-    assert (config.raw, config.in_process, config.at_once, config.nodes) == (True, False, 4, 12)
-
-
-def test_the_command_line_wins_over_the_recipe(called, tmp_path):
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(
-        "target: T\nset: [a=A, B]\nmethod: [plain, wide]\nrounds: 5\ntemperature: [0]\n"
-        "drafter: {specblock: D}\ndefine: {wide: {base: specblock, speculative: {num_blocks: 3}}}\n"
-    )
-    bench(recipe, "--rounds", "2")
-    ((config, fresh),) = called
-    assert (config.rounds, config.set, config.method) == (2, ("a=A", "B"), ("plain", "wide"))
-    assert config.define["wide"].speculative == {"num_blocks": 3} and not fresh
-    assert config.drafter == {"specblock": Path("D")} and config.temperature == (0.0,)
+    assert (config.raw, config.at_once, config.nodes) == (True, 4, 12)
 
 
 @pytest.mark.parametrize(
@@ -96,15 +81,6 @@ def test_long_chats_are_refused_before_an_engine_is_made(tmp_path):
     assert result.exit_code == 1 and "The longest chat may take 100032 tokens" in result.stderr
     result = bench(*given, "--max-model-len", "64")
     assert "but there is room for 64: lower --max-new-tokens" in result.stderr
-
-
-def test_help_shows_every_option():
-    wide = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1", "TERM": "dumb"}
-    result = CliRunner().invoke(app, ["bench", "--help"], env=wide)
-    for name, field in BenchConfig.model_fields.items():
-        # Another option's text may name it, too, but a column follows its own name.
-        (line,) = re.findall(rf"--{name.replace('_', '-')}(?:  |,).*", result.output)
-        assert field.description[:40] in line
 
 
 def test_ctrl_c_ends_the_engines_and_the_same_command_goes_on(tmp_path):

@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from vllm_specblock.bench import live
-from vllm_specblock.cli import chat as chats
+from vllm_specblock.cli import chat_sources as chats
 from vllm_specblock.cli.main import app
 from vllm_specblock.train.target.features import load_tokenizer
 
@@ -42,8 +41,8 @@ def engines(monkeypatch):
             answer.hear(ids[1:])
             answer.seconds = 1.0
 
-    monkeypatch.setattr(live, "start_engines", start)
-    monkeypatch.setattr(live, "ask_together", ask)
+    monkeypatch.setattr(chats, "start_engines", start)
+    monkeypatch.setattr(chats, "ask_together", ask)
     return asked
 
 

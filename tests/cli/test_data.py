@@ -98,10 +98,9 @@ def test_answers_are_the_targets_own(source, tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     assert [path.read_bytes() for path in there] == [first, second]
 
-    # All is there: no engine starts, whatever it would be given.
-    result = CliRunner().invoke(
-        app, arguments(source, whole, *options, "--tensor-parallel-size", 64)
-    )
+    # All is there: no engine starts, even with impossible arguments.
+    engine = "--engine", '{"tensor_parallel_size": 64}'
+    result = CliRunner().invoke(app, arguments(source, whole, *options, *engine))
     assert result.exit_code == 0 and "4 sequences of" in result.stdout, result.output
 
 

@@ -42,7 +42,7 @@ def evaluated(prompts: Path, out: Path, *more):
 
 def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
     out = tmp_path / "new" / "figures.json"
-    sizes = "--nodes", 16, "--nodes", 30, "--blocks", 3, "--starts", 4, "--uniform", "--seed", 5
+    sizes = "--nodes", 16, "--nodes", 30, "--blocks", 3, "--uniform", "--seed", 5
     options = "--new-tokens", 40, "--temperature", 0.8, *sizes, "--no-calibrate-drafts"
     result = evaluated(prompts, out, *options)
     assert result.exit_code == 0, result.output
@@ -58,7 +58,7 @@ def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
         )
         assert entry["temperature"] == temperature
         for nodes in (16, 30):
-            shape = serving_shape(drafter, SpecBlockConfig(num_blocks=3, num_starts=4), nodes)
+            shape = serving_shape(drafter, SpecBlockConfig(num_blocks=3), nodes)
             tau, steps = mean_tau(
                 lambda s, shape=shape: SpecBlockDraft(drafter, s, shape), sequences, 12
             )

@@ -47,11 +47,16 @@ def arguments(data: Path, out: Path, changes: dict | None = None) -> list[str]:
         "layer-ids": ",".join(map(str, LAYERS)),
         "dtype": "float32",
         "shard-tokens": 100,
-        "step-tokens": 20,  # fewer than a piece has: it comes in several steps
-        "kv-cache-gib": 0.05,
+        "engine": json.dumps(
+            {
+                "max_num_batched_tokens": 20,  # fewer than a piece has: it comes in several steps
+                "kv_cache_memory_bytes": 50 << 20,
+                "enforce_eager": True,
+            }
+        ),
         **(changes or {}),
     }
-    return ["features", "--eager", *(f"--{name}={value}" for name, value in options.items())]
+    return ["features", *(f"--{name}={value}" for name, value in options.items())]
 
 
 @pytest.fixture(scope="module")

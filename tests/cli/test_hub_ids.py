@@ -22,13 +22,13 @@ PROMPTS = '{"prompt": "def main(argv):"}\n'
 
 @pytest.fixture
 def asked(monkeypatch, tmp_path) -> list[str]:
-    """Ids that a made-up hub was asked for: it has the example pair as somebody/drafter and
-    somebody/target. What is not among the allowed files stays there."""
+    """Ids that a made-up hub was asked for: it has the example pair as org/drafter and
+    org/target. What is not among the allowed files stays there."""
     ids: list[str] = []
 
     def download(name, allow_patterns, ignore_patterns=None, **_):
         ids.append(name)
-        if name not in ("somebody/drafter", "somebody/target"):
+        if name not in ("org/drafter", "org/target"):
             raise LocalEntryNotFoundError("offline")
         place = tmp_path / "hub" / name
         place.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def asked(monkeypatch, tmp_path) -> list[str]:
         return str(place)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    # Whatever is asked for by its id is not to be found here by chance.
+    # No id is a folder here by chance.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text(PROMPTS * 4)
     save_tokens(tmp_path / "texts.safetensors", [torch.arange(20)] * 4)
@@ -47,19 +47,19 @@ def asked(monkeypatch, tmp_path) -> list[str]:
 
 
 COMMANDS = {
-    "init": "init --target somebody/target --out out",
-    "convert": "convert somebody/drafter --to ours --target somebody/target --out out",
-    "inspect": "inspect somebody/drafter",
-    "inspect a prompt": "inspect somebody/drafter --target somebody/target --prompt a --raw",
-    "eval": "eval somebody/drafter --target somebody/target --data prompts.jsonl --prompts 1 "
+    "init": "init --target org/target --out out",
+    "convert": "convert org/drafter --to ours --target org/target --out out",
+    "inspect": "inspect org/drafter",
+    "inspect a prompt": "inspect org/drafter --target org/target --prompt a --raw",
+    "eval": "eval org/drafter --target org/target --data prompts.jsonl --prompts 1 "
     "--new-tokens 24 --temperature 0",
-    "data": "data --target somebody/target --out out --input prompts.jsonl --answers keep",
-    "train": "train --target somebody/target --init somebody/drafter --out out --dry-run "
+    "data": "data --target org/target --out out --input prompts.jsonl --answers keep",
+    "train": "train --target org/target --init org/drafter --out out --dry-run "
     "--data texts.safetensors --length 16",
-    "features": "features --target somebody/target --data prompts.jsonl --length 999999 --out out",
-    "bench": "bench --target somebody/target --drafter specblock=somebody/drafter "
+    "features": "features --target org/target --data prompts.jsonl --length 999999 --out out",
+    "bench": "bench --target org/target --drafter specblock=org/drafter "
     "--set x=prompts.jsonl --method nowhere",
-    "adapt run": "adapt run queue --drafter somebody/drafter --target somebody/target --once",
+    "adapt run": "adapt run queue --drafter org/drafter --target org/target --once",
 }
 END_LATER = {
     "data": "None of the lines",
@@ -78,45 +78,35 @@ def test_a_hub_id_will_do(name, asked, tmp_path):
         assert result.exit_code and END_LATER[name] in result.output, result.output
     else:
         assert result.exit_code == 0, (result.output, result.exception)
-    assert set(asked) == {word.split("=")[-1] for word in COMMANDS[name].split() if "body" in word}
+    assert set(asked) == {word.split("=")[-1] for word in COMMANDS[name].split() if "org/" in word}
 
 
 def test_a_drafter_made_for_a_hub_id_names_it(asked, tmp_path):
     result = CliRunner().invoke(app, COMMANDS["init"].split())
     assert result.exit_code == 0, result.output
     named = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert named["target"]["name"] == "somebody/target"
-    assert named["speculators_config"]["verifier"]["name_or_path"] == "somebody/target"
+    assert named["target"]["name"] == "org/target"
+    assert named["speculators_config"]["verifier"]["name_or_path"] == "org/target"
     # And so its target is found.
     asked.clear()
-    words = COMMANDS["eval"].replace(" --target somebody/target", "").split()
+    words = COMMANDS["eval"].replace(" --target org/target", "").split()
     words[1] = "out"
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, (result.output, result.exception)
-    assert set(asked) == {"somebody/target"}
+    assert set(asked) == {"org/target"}
 
 
 @pytest.mark.parametrize("name", ["inspect", "init"])
 def test_one_sentence_where_there_is_none(name, asked):
-    words = COMMANDS[name].replace("somebody/", "nobody/").split()
+    words = COMMANDS[name].replace("org/", "other/").split()
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1
     said = "is neither a folder here nor a hub id that could be downloaded (LocalEntryNotFound"
     assert said in result.output and result.output.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["no/such/folder", "./a/b", "/a/b", "gone", "~/x"])
-def test_what_is_no_hub_id_is_a_folder(name, asked):
-    assert hub.drafter_folder(name) == hub.target_folder(name) == Path(name)
+def test_what_is_a_folder_here_is_not_asked_for(asked, tmp_path):
+    (tmp_path / "org" / "drafter").mkdir(parents=True)
+    for name in ("org/drafter", "no/such/folder", "./a/b", "/a/b", "gone", "~/x"):
+        assert hub.drafter_folder(name) == hub.target_folder(name) == Path(name)
     assert not asked
-
-
-def test_a_folder_of_the_same_name_wins(asked, tmp_path):
-    (tmp_path / "somebody" / "drafter").mkdir(parents=True)
-    assert hub.drafter_folder("somebody/drafter") == Path("somebody/drafter")
-    assert not asked
-
-
-def test_what_is_fetched_of_a_target(asked):
-    folder = hub.target_folder("somebody/target")
-    assert {"config.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}

@@ -33,6 +33,13 @@ def common(tmp_path_factory):
     return config, footing(config, prepare(config, torch.device("cpu"), 6))
 
 
+@pytest.mark.parametrize("name", drafter_zoo.EVERYONE)
+def test_every_drafter_is_made_of_about_one_size(common, name):
+    wanted = drafter_zoo.parameters(drafter_zoo.make("specblock", common[1]))
+    made = drafter_zoo.parameters(drafter_zoo.make(name, common[1]))
+    assert name in drafter_zoo.ABLATIONS or made == pytest.approx(wanted, rel=0.5)
+
+
 def test_an_unknown_drafter_is_one_sentence(common):
     with pytest.raises(TrainError, match=r"'unknown'; there are specblock, .*, EAGLE-3, "):
         drafter_zoo.make("unknown", common[1])

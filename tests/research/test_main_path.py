@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from main_path import MainPathFigures
 
@@ -55,9 +54,3 @@ def test_alpha_mj_is_given_that_the_blocks_before_were_entirely_right():
     assert found.alpha_blocks == [[3 / 4, 2 / 3], [3 / 4, 2 / 3]]
     two = ChainFigures.of([chain.of_roots(torch.tensor([0, 2]))], block_size=2)
     assert two.alpha_mj == [[1, 1 / 2], [1, 0]]
-
-
-def test_probability_is_that_of_a_token_after_its_parent():
-    tree = step(PARENT, FORWARD, [])
-    assert tree.probability(0) == 1
-    assert tree.probability(6) == pytest.approx(2.718281828 ** (-0.6 + 0.4))

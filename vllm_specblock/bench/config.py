@@ -85,9 +85,6 @@ class BenchConfig(BaseModel):
     engine: dict[str, Any] = Field(
         default={}, description="Further arguments of vLLM's LLM, of all methods, as JSON."
     )
-    in_process: bool = Field(
-        default=True, description="One process per engine; else vLLM's own separate core."
-    )
     at_once: int | None = Field(
         default=None,
         ge=1,
@@ -132,7 +129,6 @@ _FREE = {
     "define",
     "nodes",
     "rounds",
-    "in_process",
     "at_once",
     "explain",
     "out",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
@@ -10,9 +11,7 @@ BLOCK = 128
 """Tokens in one block of the cache, at most: platforms differ."""
 
 
-def cache_bytes(
-    config: Any, layers: int, length: int, batch: int, dtype_bytes: int, spare: int = 64
-) -> int:
+def cache_bytes(config: Any, length: int, batch: int, dtype_bytes: int, spare: int = 64) -> int:
     """Return the KV cache for all requests, and a quarter more for drafters and draft slots.
 
     Args:
@@ -24,10 +23,31 @@ def cache_bytes(
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     blocks = batch * (-(-length // BLOCK) + 2) + spare
     # A SpecBlock drafter keeps K = 4 entries per token in each of its two layers.
-    return int(1.25 * blocks * BLOCK * size * heads * 2 * dtype_bytes * (layers + 8))
+    return int(
+        1.25 * blocks * BLOCK * size * heads * 2 * dtype_bytes * (config.num_hidden_layers + 8)
+    )
 
 
-def common_arguments(config: BenchConfig, length: int, on_gpu: bool) -> dict[str, Any]:
+def shared_arguments(
+    target: Path, config: Any, dtype: str, length: int, batch: int
+) -> dict[str, Any]:
+    """Return arguments of vLLM's `LLM` for engines that take turns."""
+    size = 4 if dtype in ("float32", "float", "auto") else 2
+    return {
+        "model": str(target),
+        "dtype": dtype,
+        "max_model_len": length,
+        "max_num_seqs": batch,
+        "enable_prefix_caching": False,  # a second round would skip its prompts
+        "disable_log_stats": False,  # the counters that τ is read from
+        "distributed_executor_backend": "uni",
+        "kv_cache_memory_bytes": cache_bytes(config, length, batch, size, spare=8),
+        # vLLM wants this share of a GPU free; many engines use one.
+        "gpu_memory_utilization": 0.05,
+    }
+
+
+def common_arguments(config: BenchConfig, length: int) -> dict[str, Any]:
     """Return arguments of vLLM's `LLM` for every method.
 
     Args:
@@ -38,7 +58,7 @@ def common_arguments(config: BenchConfig, length: int, on_gpu: bool) -> dict[str
     """
     from transformers import AutoConfig
 
-    target = AutoConfig.from_pretrained(config.target)
+    target = AutoConfig.from_pretrained(config.target).get_text_config()
     most = getattr(target, "max_position_embeddings", None) or length
     wanted = config.max_model_len or length
     if wanted > most or length > wanted:
@@ -46,24 +66,5 @@ def common_arguments(config: BenchConfig, length: int, on_gpu: bool) -> dict[str
             f"The longest chat may take {length} tokens, but there is room for "
             f"{min(most, wanted)}: lower --max-new-tokens or drop long questions."
         )
-    arguments: dict[str, Any] = {
-        "model": str(config.target),
-        "dtype": config.dtype,
-        "max_model_len": wanted,
-        "max_num_seqs": config.batch,
-        "enable_prefix_caching": False,  # a second round would skip its prompts
-        "disable_log_stats": False,  # the counters that τ is read from
-        "distributed_executor_backend": "uni",
-        "kv_cache_memory_bytes": cache_bytes(
-            target,
-            target.num_hidden_layers,
-            wanted,
-            config.batch,
-            4 if config.dtype in ("float32", "float") else 2,
-            spare=8,
-        ),
-    }
-    if on_gpu:
-        # vLLM wants this share of a GPU free; many engines use one.
-        arguments["gpu_memory_utilization"] = 0.05
-    return arguments | config.engine
+    shared = shared_arguments(config.target, target, config.dtype, wanted, config.batch)
+    return shared | config.engine

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig
 
-from vllm_specblock.bench.engine_arguments import cache_bytes
+from vllm_specblock.bench.engine_arguments import shared_arguments
 from vllm_specblock.bench.process import EngineProcess
 
 if TYPE_CHECKING:
@@ -77,17 +77,15 @@ class Answer:
         tau = "" if self.tau is None else f", τ {self.tau:.2f}"
         return f"{len(self.ids)} tokens, {self.speed:.1f} tokens/s{tau}"
 
-    def panel(self) -> Panel:
-        return Panel(
-            self.text, title=self.name, subtitle=self.figures(), title_align="left", expand=True
-        )
-
 
 def side_by_side(answers: Sequence[Answer]) -> Table:
-    table = Table.grid(expand=True)
-    for _ in answers:
+    table, panels = Table.grid(expand=True), []
+    for each in answers:
         table.add_column(ratio=1)
-    table.add_row(*(answer.panel() for answer in answers))
+        panels.append(
+            Panel(each.text, title=each.name, subtitle=each.figures(), title_align="left")
+        )
+    table.add_row(*panels)
     return table
 
 
@@ -95,18 +93,12 @@ def side_by_side(answers: Sequence[Answer]) -> Table:
 def shown(console: Console, question: str, answers: Sequence[Answer]) -> Iterator[None]:
     """Show the answers while they grow; in a pipe, in plain lines once they are whole."""
     if console.is_terminal:
-        view = Group(Text(question, style="bold"), side_by_side(answers))
 
-        def redraw() -> Group:
-            view.renderables[1] = side_by_side(answers)
-            return view
+        def draw() -> Group:
+            return Group(Text(question, style="bold"), side_by_side(answers))
 
-        with Live(
-            console=console,
-            get_renderable=redraw,
-            refresh_per_second=12,
-            vertical_overflow="visible",
-        ):
+        how: Any = {"refresh_per_second": 12, "vertical_overflow": "visible"}
+        with Live(console=console, get_renderable=draw, **how):
             yield
         return
     console.print(f"\n> {question}", markup=False, soft_wrap=True)
@@ -140,18 +132,7 @@ def start_engines(
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.from_pretrained(target).get_text_config()
     length = min(length, getattr(config, "max_position_embeddings", None) or length)
-    arguments = {
-        "model": str(target),
-        "dtype": dtype,
-        "enforce_eager": eager,
-        "max_model_len": length,
-        "max_num_seqs": 1,
-        "kv_cache_memory_bytes": cache_bytes(config, config.num_hidden_layers, length, 1, 4, 8),
-        "gpu_memory_utilization": 0.8 / len(methods),
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,
-        "distributed_executor_backend": "uni",
-    }
+    arguments = shared_arguments(target, config, dtype, length, 1) | {"enforce_eager": eager}
     # In one process, a second thread of torch only spins beside vLLM's own. As vLLM's own attention
     # would on a GPU, kernels in Triton would round float32 to TF32.
     env: dict[str, str | None] = {
@@ -168,12 +149,6 @@ def start_engines(
         engine.wait()
 
 
-def job_of(prompt: list[int], max_tokens: int, temperature: float = 0.0) -> dict[str, Any]:
-    """A job of `engine/offline/answering.py`, greedy unless told otherwise."""
-    sampling = {"seeds": [0], "temperature": temperature, "ignore_eos": False}
-    return {"prompts": [prompt], "max_tokens": max_tokens, **sampling}
-
-
 def ask_together(
     engines: Sequence[EngineProcess], job: Mapping[str, Any], answers: Sequence[Answer]
 ) -> None:
@@ -184,39 +159,22 @@ def ask_together(
     Raises:
         EngineFailed: an engine ended, or could not answer.
     """
-    heard: queue.Queue[tuple[int, dict[str, Any] | Exception]] = queue.Queue()
-
-    def listen(index: int) -> None:
-        try:
-            while "said" in (answer := engines[index].receive()):
-                heard.put((index, answer))
-            heard.put((index, answer))
-        except Exception as error:
-            heard.put((index, error))
-
-    for index, engine in enumerate(engines):
-        engine.send({**job, "stream": True})
-        threading.Thread(target=listen, args=(index,), daemon=True).start()
-    open_engines = list(range(len(engines)))
-    while open_engines:
-        index = open_engines.pop(0)
-        engines[index].resume()
-        began = time.perf_counter()
-        before, done = answers[index].seconds, False
-        while not done and (left := began + SLICE - time.perf_counter()) > 0:
-            try:
-                which, event = heard.get(timeout=left)
-            except queue.Empty:
-                break
-            answers[index].seconds = before + time.perf_counter() - began
-            if isinstance(event, Exception):
-                raise event
-            if "said" in event:
-                answers[which].hear(event["said"][1])
+    pool = ThreadPoolExecutor(len(engines))
+    try:
+        turns = deque(
+            (engine, answer, pool.submit(engine.stream, job, answer.hear))
+            for engine, answer in zip(engines, answers, strict=True)
+        )
+        while turns:
+            engine, answer, heard = turns.popleft()
+            engine.resume()
+            began = time.perf_counter()
+            wait([heard], SLICE)
+            engine.pause()
+            answer.seconds += time.perf_counter() - began
+            if heard.done():
+                heard.result()
             else:
-                done = done or which == index
-                open_engines = [each for each in open_engines if each != which]
-        answers[index].seconds = before + time.perf_counter() - began
-        engines[index].pause()
-        if not done:
-            open_engines.append(index)
+                turns.append((engine, answer, heard))
+    finally:
+        pool.shutdown(wait=False)  # after an error, a stopped engine would never end its answer

@@ -8,15 +8,15 @@ at that position again, in float32, which separates such a tie from a mistake.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from vllm_specblock.bench.run import Bench
 from vllm_specblock.bench.schedule import units
-from vllm_specblock.bench.table import markdown_table
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,14 @@ class Parting:
         return abs(self.logits[0] - self.logits[1]) / self.step
 
     def __str__(self) -> str:
-        first, second = self.tokens
+        pair = ", ".join(f"{t!r} {logit:.4f}" for t, logit in zip(self.tokens, self.logits))
         return (
-            f"token {self.position}: {first!r} {self.logits[0]:.4f}, "
-            f"{second!r} {self.logits[1]:.4f}: {abs(self.logits[0] - self.logits[1]):.4f} apart, "
+            f"token {self.position}: {pair}: {self.steps * self.step:.4f} apart, "
             f"{self.steps:.2f} of bfloat16's step of {self.step:g}"
         )
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A method's greedy answer to a question that differs from plain vLLM's; token ids."""
 
     method: str
@@ -60,61 +58,54 @@ class Difference:
     ours: list[int]
 
 
-def differences(bench: Bench, plain_of: dict[str, str | None]) -> list[Difference]:
+def differences(bench: Bench, plain_of: Mapping[str, str | None]) -> list[Difference]:
     """Return each difference of a run once, over all rounds.
 
     Args:
         plain_of: by method, the plain vLLM whose outputs it should have; None: there is none.
             Turns after a difference have other prompts and are not compared.
     """
-    found = {}
-    for unit in units(bench.config, bench.sets):
-        for method, plain in plain_of.items():
-            if unit.temperature or plain is None or bench.store.missing(unit, [method], [plain]):
+    found: list[Difference] = []
+    chosen = {unit.key(): unit for unit in units(bench.config, bench.sets)}
+    for record in bench.store.records:
+        unit = chosen.get(record.unit)
+        for name, other in plain_of.items():
+            if unit is None or unit.temperature or other is None:
                 continue
-            before = [bench.store.answers_before(unit, name) for name in (plain, method)]
-            for place, question in enumerate(unit.questions):
-                theirs, ours = (bench.store.ids(unit, name, place) for name in (plain, method))
-                prompt, other = (bench.reader.prompt(question, said[place]) for said in before)
-                if prompt == other and theirs != ours:
-                    key = method, unit.set, question.id, unit.turn, tuple(theirs), tuple(ours)
-                    found[key] = Difference(method, unit.set, question.id, prompt, theirs, ours)
-    return [*found.values()]
+            if not {name, other} <= record.answers.keys():
+                continue
+            both = (record.answers[each].ids for each in (other, name))
+            for question, plain, ours in zip(unit.questions, *both):
+                turn = next((i for i, (a, b) in enumerate(zip(plain, ours)) if a != b), None)
+                if turn is not None:
+                    prompt = bench.reader.prompt(question, plain[:turn])
+                    each = Difference(name, unit.set, question.id, prompt, plain[turn], ours[turn])
+                    found += [each] * (each not in found)
+    return found
 
 
 def page(target: Path, found: Sequence[Difference]) -> tuple[str, list[dict[str, object]]]:
     """Explain all differences: in Markdown, and as JSON's types."""
-    partings = explain(target, [(each.prompt, each.plain, each.ours) for each in found])
-    facts: list[dict[str, object]] = []
-    steps: dict[str, list[float]] = {}
-    for each, parting in zip(found, partings):
-        steps.setdefault(each.method, []).append(parting.steps if parting else math.inf)
-        facts.append(
-            {
-                "method": each.method,
-                "set": each.set,
-                "question": each.question,
-                "steps": parting and round(parting.steps, 3),
-                "says": str(parting) if parting else "one answer ends where the other goes on",
-            }
-        )
-    rows = [["method", "answers that differ", "two logits within one bfloat16 step", "farthest"]]
-    for method, those in steps.items():
-        near = sum(step <= 1 for step in those)
-        rows.append([method, str(len(those)), str(near), f"{max(those):.2f} steps"])
-    lines = ["- {method}, {set}/{question}: {says}".format(**fact) for fact in facts]
-    return markdown_table(rows) + "\n\n" + "\n".join(lines), facts
+    partings = explain(target, [each[3:] for each in found])
+    facts: list[dict[str, object]] = [
+        {
+            "method": each.method,
+            "set": each.set,
+            "question": each.question,
+            "steps": parting and round(parting.steps, 3),
+            "says": str(parting or "one answer ends where the other goes on"),
+        }
+        for each, parting in zip(found, partings)
+    ]
+    near = sum(parting is not None and parting.steps <= 1 for parting in partings)
+    lines = [f"{near} of {len(found)}: two logits within one step of bfloat16.", ""]
+    lines += ["- {method}, {set}/{question}: {says}".format(**fact) for fact in facts]
+    return "\n".join(lines), facts
 
 
 def bfloat16_step(value: float) -> float:
     """Return the distance of bfloat16's numbers, of 8 significant bits, around `value`."""
     return 2.0 ** (math.frexp(value)[1] - 8)
-
-
-def first_difference(one: list[int], other: list[int]) -> int:
-    """Return the first position at which they differ, or the end of the shorter one."""
-    both = enumerate(zip(one, other))
-    return next((i for i, (a, b) in both if a != b), min(len(one), len(other)))
 
 
 def explain(
@@ -129,8 +120,8 @@ def explain(
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     found: list[Parting | None] = []
     for prompt, one, other in answers:
-        position = first_difference(one, other)
-        if position == min(len(one), len(other)):
+        position = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), None)
+        if position is None:
             found.append(None)
             continue
         pair = [one[position], other[position]]

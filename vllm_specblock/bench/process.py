@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,23 @@ def start_guard(process: subprocess.Popen[Any]) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
+
+
+def job_of(
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    temperature: float = 0.0,
+    seeds: Sequence[int] | None = None,
+    ignore_eos: bool = False,
+) -> dict[str, Any]:
+    """Return a job of `engine/offline/answering.py`; seeds: one per prompt, or 0 for all."""
+    return {
+        "prompts": [*prompts],
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seeds": [0] * len(prompts) if seeds is None else [*seeds],
+        "ignore_eos": ignore_eos,
+    }
 
 
 class EngineFailed(BenchError):
@@ -111,11 +128,18 @@ class EngineProcess:
         self.pause()
         return answer
 
-    def run_on(self, seconds: float) -> None:
-        """Let it run for a time without a job."""
-        self.resume()
-        time.sleep(seconds)
-        self.pause()
+    def stream(self, job: Mapping[str, Any], said: Callable[[list[int]], object]) -> None:
+        """Hear its answer to a job of one prompt; it answers while it runs.
+
+        Args:
+            said: gets the new tokens of each step.
+
+        Raises:
+            EngineFailed: it ended, or could not answer.
+        """
+        self.send({**job, "stream": True})
+        while "said" in (answer := self.receive()):
+            said(answer["said"][1])
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)

@@ -93,12 +93,11 @@ def seed_of(name: str, question: Question, turn: int, seed: int) -> int:
 
 def fingerprint(sets: Sets) -> dict[str, Any]:
     """Return what identifies the chosen questions of a run."""
-    found = {}
-    for name, questions in sets.items():
-        text = json.dumps([[q.id, q.turns] for q in questions])
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        found[name] = {"questions": len(questions), "sha256": digest}
-    return found
+    digests = {
+        name: hashlib.sha256(json.dumps([[q.id, q.turns] for q in questions]).encode()).hexdigest()
+        for name, questions in sets.items()
+    }
+    return {name: {"questions": len(sets[name]), "sha256": d[:16]} for name, d in digests.items()}
 
 
 class Reader:
@@ -118,18 +117,18 @@ class Reader:
             )
         self.tokens, self.raw = tokens, raw
 
-    def prompt(self, question: Question, answers: Sequence[str]) -> list[int]:
+    def prompt(self, question: Question, answers: Sequence[list[int]]) -> list[int]:
         """Return the prompt of the turn after `answers`.
 
         Raises:
             BenchError: the template refuses it.
         """
-        turns = question.turns[: len(answers) + 1]
+        turns, said = question.turns[: len(answers) + 1], [*map(self.tokens.said, answers)]
         try:
             if self.raw:
-                return self.tokens.raw("".join(map("".join, zip(turns, [*answers, ""]))))
+                return self.tokens.raw("".join(map("".join, zip(turns, [*said, ""]))))
             messages = [{"role": "user", "content": turns[0]}]
-            for answer, turn in zip(answers, turns[1:]):
+            for answer, turn in zip(said, turns[1:]):
                 messages.append({"role": "assistant", "content": answer})
                 messages.append({"role": "user", "content": turn})
             return self.tokens.question(messages)
@@ -141,6 +140,6 @@ class Reader:
         most = 0
         for question in (each for questions in sets.values() for each in questions):
             before = len(question.turns) - 1
-            last = len(self.prompt(question, [""] * before)) + before * (max_new_tokens * 5 // 4)
+            last = len(self.prompt(question, [[]] * before)) + before * (max_new_tokens * 5 // 4)
             most = max(most, last + max_new_tokens)
         return -(-(most + 1) // 64) * 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from vllm_specblock.bench import near_ties
 from vllm_specblock.bench.run import Bench
 from vllm_specblock.bench.summary import Figures, fastest, summarise
 from vllm_specblock.bench.table import page
-from vllm_specblock.train.data.shards import replace
+from vllm_specblock.train.data.shards import write_text
 
 RESULTS, TABLE = "results.json", "table.md"
 
@@ -30,23 +30,19 @@ def write_results(bench: Bench) -> tuple[str, list[Path]]:
         said, ties = near_ties.page(bench.config.target, found)
         facts |= {"near_ties": ties}
         text += f"\n## Greedy answers that differ from plain vLLM's\n\n{said}\n"
-    whole = {"quickest_plain": base, **facts, "figures": [each.as_json() for each in figures]}
+    whole = {"quickest_plain": base, **facts, "figures": [asdict(each) for each in figures]}
     whole |= {key: bench.store.head[key] for key in ("settings", "provenance")}
     out = bench.config.out
-    contents = {
-        out / RESULTS: json.dumps(whole, indent=1, ensure_ascii=False) + "\n",
-        out / TABLE: text,
-    }
-    for path, content in contents.items():
-        replace(path, partial(Path.write_text, data=content, encoding="utf-8"))
-    return text, [*contents]
+    write_text(out / RESULTS, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+    write_text(out / TABLE, text)
+    return text, [out / RESULTS, out / TABLE]
 
 
 def figures_of(bench: Bench) -> tuple[list[Figures], str]:
     """Return the figures of the chosen methods and sets, and the fastest plain vLLM's name."""
     config, methods = bench.config, bench.methods
     records = [each for each in bench.store.records if each.round < config.rounds]
-    base = fastest(records, [method.name for method in methods.values() if method.plain])
+    base = fastest(records, bench.plain)
     sets, heats = [*bench.sets], [*config.temperature]
     return summarise(records, [*methods], sets, heats, base, plain_of(bench)), base
 
@@ -59,9 +55,8 @@ def plain_of(bench: Bench) -> dict[str, str | None]:
         facts = engines.get(name)
         return facts and (facts["runner"], facts["dtype"])
 
-    plain = [method.name for method in bench.methods.values() if method.plain]
-    by_arithmetic = {arithmetic(name): name for name in reversed(plain) if arithmetic(name)}
-    others = [name for name in bench.methods if name not in plain]
+    by_arithmetic = {arithmetic(name): name for name in reversed(bench.plain) if arithmetic(name)}
+    others = [name for name in bench.methods if name not in bench.plain]
     return {name: by_arithmetic.get(arithmetic(name)) for name in others}
 
 
@@ -78,7 +73,7 @@ def facts_of(bench: Bench) -> dict[str, Any]:
         "target": head["settings"]["target"]["name"],
         "machine": head["settings"]["machine"],
         "dtype": ", ".join(dict.fromkeys(facts["dtype"] for facts in engines.values())),
-        "plain": [method.name for method in bench.methods.values() if method.plain],
+        "plain": bench.plain,
         "engines": "; ".join(f"{', '.join(names)} ({way})" for way, names in ways.items()),
         "batch": config.batch,
         "max_new_tokens": config.max_new_tokens,

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
+import platform
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
 from vllm_specblock.bench.engine_arguments import common_arguments
-from vllm_specblock.bench.machine import describe_machine
 from vllm_specblock.bench.methods import Method, resolve
-from vllm_specblock.bench.process import COMMAND, EngineFailed, EngineProcess, end_all
+from vllm_specblock.bench.process import COMMAND, EngineFailed, EngineProcess, end_all, job_of
 from vllm_specblock.bench.questions import Reader, Sets, fingerprint, read_sets, seed_of
 from vllm_specblock.bench.schedule import Unit, groups, rotated, units
 from vllm_specblock.bench.store import Answer, Store
@@ -47,6 +52,28 @@ class Bench:
     warm_up_tokens: int = 32
     failures: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def plain(self) -> list[str]:
+        """Names of the methods that are plain vLLM."""
+        return [name for name, method in self.methods.items() if method.plain]
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the processor, the cores and threads of this process, and the GPU (None: none)."""
+    gpu, processor, affinity = None, platform.machine(), getattr(os, "sched_getaffinity", None)
+    if torch.cuda.is_available():
+        gpu = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        processor = next(names, processor)
+    return {
+        "cpu": processor,
+        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "gpu": gpu,
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+
 
 def prepare(config: BenchConfig, fresh: bool = False) -> Bench:
     """Check everything that is known before an engine is made.
@@ -55,8 +82,7 @@ def prepare(config: BenchConfig, fresh: bool = False) -> Bench:
         BenchError, CheckpointError, TrainError: one sentence says what does not fit.
     """
     methods, sets = resolve(config), read_sets(config)
-    plain = [method for method in methods.values() if method.plain]
-    groups(plain, [method for method in methods.values() if not method.plain], config.at_once)
+    groups([*methods.values()], config.at_once)
     target = describe_target(config.target)
     tokens = ChatTokens(
         load_tokenizer(config.target), target.vocab_size, frozenset(), config.template_options
@@ -64,7 +90,7 @@ def prepare(config: BenchConfig, fresh: bool = False) -> Bench:
     reader = Reader(tokens, config.raw)
     machine = describe_machine()
     length = reader.needed(sets, config.max_new_tokens)
-    common = common_arguments(config, length, machine["gpu"] is not None)
+    common = common_arguments(config, length)
     settings = config.must_match() | {
         "target": {
             "name": config.target.resolve().name,
@@ -84,16 +110,16 @@ def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
     Raises:
         EngineFailed: plain vLLM gave no answer to compare with.
     """
-    plain = [method for method in bench.methods.values() if method.plain]
     todo = list(units(bench.config, bench.sets))
-    names = [method.name for method in plain]
-    lacking = {name for unit in todo for name in bench.store.missing(unit, bench.methods, names)}
-    others = [m for m in bench.methods.values() if not m.plain and m.name in lacking]
+    lacking = {
+        name for unit in todo for name in bench.store.missing(unit, bench.methods, bench.plain)
+    }
     if not lacking:
         return
-    for group in groups(plain, others, bench.config.at_once):
-        compared = [method.name for method in group if not method.plain] or names
-        ours = [unit for unit in todo if bench.store.missing(unit, compared, names)]
+    wanted = [each for each in bench.methods.values() if each.plain or each.name in lacking]
+    for group in groups(wanted, bench.config.at_once):
+        compared = [method.name for method in group if not method.plain] or bench.plain
+        ours = [unit for unit in todo if bench.store.missing(unit, compared, bench.plain)]
         if ours:
             _measure_group(bench, group, ours, compared, say)
 
@@ -105,27 +131,19 @@ def available_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-class Room:
-    """Host memory for one more engine, by what the engines before have taken."""
+def check_memory(left: list[int], alive: int) -> None:
+    """Check the memory before another engine is made, and add what is left of it to `left`.
 
-    def __init__(self) -> None:
-        self.left, self.most = available_memory(), 0
-
-    def check(self, alive: int) -> None:
-        """Check before an engine is made.
-
-        Raises:
-            BenchError: the machine would swap.
-        """
-        before, self.left = self.left, available_memory()
-        if not alive:
-            return
-        self.most = max(self.most, before - self.left)
-        if self.left < self.most:
-            raise BenchError(
-                f"{alive} engines are alive, {self.left / 2**30:.1f} GiB of memory are left, and "
-                f"one takes up to {self.most / 2**30:.1f}: give --at-once {alive}."
-            )
+    Raises:
+        BenchError: one more engine of the largest size so far would make the machine swap.
+    """
+    left.append(available_memory())
+    most = max((before - after for before, after in pairwise(left)), default=0)
+    if left[-1] < most:
+        raise BenchError(
+            f"{alive} engines are alive, {left[-1] / 2**30:.1f} GiB of memory are left, and "
+            f"one takes up to {most / 2**30:.1f}: give --at-once {alive}."
+        )
 
 
 def _measure_group(
@@ -136,7 +154,7 @@ def _measure_group(
     say: Callable[[str], None],
 ) -> None:
     engines: dict[str, EngineProcess] = {}
-    plain = {method.name for method in group if method.plain}
+    plain = {*bench.plain}
 
     def failed(name: str, error: EngineFailed) -> None:
         if name in plain:
@@ -146,12 +164,12 @@ def _measure_group(
         if name in engines:
             end_all([engines.pop(name)])
 
-    room = Room()
+    left: list[int] = []
     try:
         with tqdm(group, "engines", unit="engine") as bar:
             for method in bar:
                 bar.set_postfix_str(method.name)
-                room.check(len(engines))
+                check_memory(left, len(engines))
                 try:
                     engines[method.name] = _start(bench, method, todo[0])
                 except EngineFailed as error:
@@ -161,7 +179,7 @@ def _measure_group(
             alive = [name for name in compared if name in engines]
             # Methods that have answered are skipped; plain vLLM answers again beside the others.
             asked = {*bench.store.missing(unit, alive, plain)} | plain
-            if asked <= plain and {*compared} - plain:
+            if asked == plain and {*compared} - plain:
                 continue
             turns.set_postfix_str(f"{unit.set}, T = {unit.temperature:g}", refresh=False)
             answers: dict[str, Answer] = {}
@@ -179,11 +197,7 @@ def _start(bench: Bench, method: Method, unit: Unit) -> EngineProcess:
     """Start an engine and warm it up."""
     config, logs = bench.config, bench.config.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    env = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.in_process else "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        **method.env,
-    }
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", **method.env}
     arguments = method.arguments(bench.common)
     engine = EngineProcess(method.name, arguments, env, logs / f"{method.name}.log", bench.command)
     try:
@@ -191,42 +205,31 @@ def _start(bench: Bench, method: Method, unit: Unit) -> EngineProcess:
         prompts = [bench.reader.prompt(each, []) for each in unit.questions]
         most = min(bench.warm_up_tokens, config.max_new_tokens)
         for temperature in config.temperature:
-            _ask(config, engine, prompts, [0] * len(prompts), temperature, most)
+            engine.ask(job_of(prompts, most, temperature, ignore_eos=config.ignore_eos))
     except BaseException:
         end_all([engine])
         raise
     return engine
 
 
-def _ask(
-    config: BenchConfig,
-    engine: EngineProcess,
-    prompts: list[list[int]],
-    seeds: list[int],
-    temperature: float,
-    max_tokens: int,
-) -> dict[str, Any]:
-    """Return an engine's answer to a job of `engine/offline/answering.py`."""
-    job = {"prompts": prompts, "seeds": seeds, "temperature": temperature}
-    return engine.ask(job | {"max_tokens": max_tokens, "ignore_eos": config.ignore_eos})
-
-
 def _answer(bench: Bench, engine: EngineProcess, unit: Unit) -> Answer:
-    """Return what the store keeps of an engine's answer to a unit."""
-    config, before = bench.config, bench.store.answers_before(unit, engine.name)
-    prompts = [bench.reader.prompt(q, said) for q, said in zip(unit.questions, before)]
-    seeds = [seed_of(unit.set, q, unit.turn, config.seed) for q in unit.questions]
-    answer = _ask(config, engine, prompts, seeds, unit.temperature, config.max_new_tokens)
-    ids, counters = answer["ids"], answer["counters"]
-    nanoseconds, steps = (counters.get(name, 0) for name in DRAFTING)
+    """Return what the store keeps of an engine's answers to a unit."""
+    config, found = bench.config, Counter[str]()
+    ids: list[list[list[int]]] = [[] for _ in unit.questions]
+    for turn in range(unit.turns):
+        prompts = [bench.reader.prompt(*each) for each in zip(unit.questions, ids)]
+        seeds = [seed_of(unit.set, q, turn, config.seed) for q in unit.questions]
+        job = job_of(prompts, config.max_new_tokens, unit.temperature, seeds, config.ignore_eos)
+        answer = engine.ask(job)
+        for before, new in zip(ids, answer["ids"]):
+            before.append(new)
+        found.update(answer["counters"] | {key: answer[key] for key in ("wall", "cpu")})
     return Answer(
-        tokens=sum(map(len, ids)),
-        wall=answer["wall"],
-        cpu=answer["cpu"],
-        steps=counters.get(STEPS, 0),
-        draft_ns=nanoseconds,
-        draft_steps=steps,
-        digests=[hashlib.sha256(json.dumps(each).encode()).hexdigest()[:16] for each in ids],
-        texts=[] if unit.last else [*map(bench.reader.tokens.said, ids)],
-        ids=[] if unit.temperature else ids,
+        tokens=sum(len(each) for turns in ids for each in turns),
+        wall=found["wall"],
+        cpu=found["cpu"],
+        steps=found[STEPS],
+        draft_ns=found[DRAFTING[0]],
+        draft_steps=found[DRAFTING[1]],
+        ids=ids,
     )

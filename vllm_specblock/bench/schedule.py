@@ -16,25 +16,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Unit:
-    """What every engine answers before the next unit: one turn of a batch of questions.
-
-    Attributes:
-        turn: of the chat, from 0 on.
-        last: no turn of these questions comes after it.
-    """
+    """What every engine answers before the next unit: all turns of a batch of questions."""
 
     round: int
     temperature: float
     set: str
     questions: tuple[Question, ...]
-    turn: int
-    last: bool
 
-    def key(self, turn: int | None = None) -> str:
-        """Return its name in the store, or that of another turn of the same questions."""
+    def key(self) -> str:
+        """Return its name in the store."""
         ids = ",".join(question.id for question in self.questions)
-        turn = self.turn if turn is None else turn
-        return f"round {self.round}, T = {self.temperature:g}, {self.set}/{ids}, turn {turn}"
+        return f"round {self.round}, T = {self.temperature:g}, {self.set}/{ids}"
+
+    @property
+    def turns(self) -> int:
+        return len(self.questions[0].turns)
 
 
 def units(config: BenchConfig, sets: Sets) -> Iterator[Unit]:
@@ -44,9 +40,7 @@ def units(config: BenchConfig, sets: Sets) -> Iterator[Unit]:
         for row in zip_longest(*batches):
             for name, batch in zip(sets, row):
                 for temperature in config.temperature if batch else ():
-                    turns = len(batch[0].turns)
-                    for turn in range(turns):
-                        yield Unit(number, temperature, name, batch, turn, turn == turns - 1)
+                    yield Unit(number, temperature, name, batch)
 
 
 def _batches(questions: Sequence[Question], size: int) -> Iterator[tuple[Question, ...]]:
@@ -60,14 +54,14 @@ def _batches(questions: Sequence[Question], size: int) -> Iterator[tuple[Questio
     yield batch
 
 
-def groups(
-    plain: Sequence[Method], others: Sequence[Method], at_once: int | None
-) -> list[list[Method]]:
+def groups(methods: Sequence[Method], at_once: int | None) -> list[list[Method]]:
     """Return lists of methods whose engines run together, plain vLLM in every one.
 
     Raises:
         BenchError: plain vLLM leaves no room for another.
     """
+    plain = [method for method in methods if method.plain]
+    others = [method for method in methods if not method.plain]
     room = len(others) if at_once is None else at_once - len(plain)
     if others and room < 1:
         raise BenchError(

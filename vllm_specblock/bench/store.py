@@ -10,13 +10,13 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_specblock.bench.config import BenchError
 from vllm_specblock.bench.schedule import Unit
-from vllm_specblock.train.data.shards import replace
+from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.provenance import provenance, revision
 
 RUN, UNITS = "run.json", "units.jsonl"
@@ -26,16 +26,14 @@ _GROWING = ("methods", "sets")
 
 @dataclass(frozen=True)
 class Answer:
-    """One engine's answer to a unit, and its cost.
+    """One engine's answers to a unit, and their cost.
 
     Attributes:
         tokens: generated, of all questions of the unit.
         wall, cpu: seconds.
         steps: decode steps of all questions, see `engine/metrics/acceptance.py`.
         draft_ns, draft_steps: time of the drafters, and the steps that it covers.
-        digests: per question, of its token ids.
-        texts: per question, where another turn follows; else empty.
-        ids: per question, its token ids, where it is greedy; else empty.
+        ids: the token ids of every turn of every question.
     """
 
     tokens: int
@@ -44,9 +42,12 @@ class Answer:
     steps: int
     draft_ns: int
     draft_steps: int
-    digests: list[str]
-    texts: list[str] = field(default_factory=list)
-    ids: list[list[int]] = field(default_factory=list)
+    ids: list[list[list[int]]]
+
+    @property
+    def outputs(self) -> int:
+        """Number of answers."""
+        return sum(map(len, self.ids))
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,7 @@ class Store:
     def __init__(self, folder: Path, settings: Mapping[str, Any], fresh: bool = False) -> None:
         self.folder = folder
         self.records: list[Record] = []
-        self._known: dict[tuple[str, str], Answer] = {}
-        self._together: dict[str, list[set[str]]] = {}
+        self._of_unit: dict[str, list[Record]] = {}
         facts = provenance()
         self.head: dict[str, Any] = {
             "settings": json.loads(json.dumps(settings)),  # as it is read back
@@ -87,6 +87,7 @@ class Store:
             # New files do not count: the results may lie in the repository.
             "revision": revision(Path(__file__).parent, new_files=False),
         }
+        folder.mkdir(parents=True, exist_ok=True)
         if fresh and (folder / RUN).exists():
             for path in (folder / RUN, folder / UNITS):
                 path.unlink(missing_ok=True)
@@ -99,16 +100,12 @@ class Store:
             self.head = known
             self._read()
         self.head["commands"] = [*dict.fromkeys([*self.head["commands"], facts["command"]])]
-        folder.mkdir(parents=True, exist_ok=True)
-        self._write_head()
+        write_json(folder / RUN, self.head)
 
     def _refuse_others(self, known: dict[str, Any]) -> None:
-        now, then = _circumstances(self.head), _circumstances(known)
+        (now, named), (then, named_then) = _circumstances(self.head), _circumstances(known)
         other = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)}
-        for key in _GROWING:
-            ours, theirs = self.head["settings"][key], known["settings"][key]
-            both = ours.keys() & theirs.keys()
-            other |= {f"{key}: {name}" for name in both if ours[name] != theirs[name]}
+        other |= {key for key in named.keys() & named_then.keys() if named[key] != named_then[key]}
         if other:
             raise BenchError(
                 f"{self.folder} has results with other {', '.join(sorted(other))}: give another "
@@ -130,18 +127,12 @@ class Store:
 
     def _take(self, record: Record) -> None:
         self.records.append(record)
-        self._together.setdefault(record.unit, []).append({*record.answers})
-        for name, answer in record.answers.items():
-            self._known[record.unit, name] = answer
-
-    def _write_head(self) -> None:
-        text = json.dumps(self.head, indent=1, ensure_ascii=False) + "\n"
-        replace(self.folder / RUN, lambda aside: aside.write_text(text, encoding="utf-8"))
+        self._of_unit.setdefault(record.unit, []).append(record)
 
     def note_engine(self, name: str, facts: dict[str, Any]) -> None:
         """Keep the facts of an engine."""
         self.head["engines"][name] = facts
-        self._write_head()
+        write_json(self.folder / RUN, self.head)
 
     def add(self, unit: Unit, answers: dict[str, Answer]) -> None:
         """Keep the answers to a unit; they are on the disk when this returns."""
@@ -155,20 +146,16 @@ class Store:
 
     def missing(self, unit: Unit, methods: Iterable[str], plain: Iterable[str]) -> list[str]:
         """Return those of `methods` that have not answered `unit` in turns with all of `plain`."""
-        together = [those for those in self._together.get(unit.key(), []) if those >= {*plain}]
-        return [name for name in methods if not any(name in those for those in together)]
-
-    def ids(self, unit: Unit, name: str, place: int) -> list[int]:
-        """Return the tokens of the method's last greedy answer to a question of `unit`."""
-        return self._known[unit.key(), name].ids[place]
-
-    def answers_before(self, unit: Unit, name: str) -> list[list[str]]:
-        """Return, per question of `unit`, the method's answers to the turns before."""
-        turns = [self._known[unit.key(turn), name].texts for turn in range(unit.turn)]
-        return [[texts[place] for texts in turns] for place in range(len(unit.questions))]
+        done: set[str] = set()
+        for record in self._of_unit.get(unit.key(), []):
+            if record.answers.keys() >= {*plain}:
+                done |= record.answers.keys()
+        return [name for name in methods if name not in done]
 
 
-def _circumstances(head: dict[str, Any]) -> dict[str, Any]:
-    """Return all that has to be equal for results to be compared."""
-    settings = {k: v for k, v in head["settings"].items() if k not in _GROWING}
-    return {**settings, "revision": head["revision"], "versions": head["provenance"]["versions"]}
+def _circumstances(head: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what has to be equal, and what has to be where both have it."""
+    settings = dict(head["settings"])
+    named = {f"{key}: {name}": each for key in _GROWING for name, each in settings.pop(key).items()}
+    versions = head["provenance"]["versions"]
+    return {**settings, "revision": head["revision"], "versions": versions}, named

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Literal
 
 from vllm_specblock.bench.config import BenchError
 from vllm_specblock.bench.store import Answer, Record
@@ -15,7 +15,6 @@ MEAN = "mean"
 """In place of a set's name: the mean over all sets."""
 
 Spread = tuple[float, float] | None
-Cost = Callable[[Answer], float]
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,6 @@ class Figures:
     outputs: int
     different: int | None
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def fastest(records: Sequence[Record], plain: Sequence[str]) -> str:
     """Return the plain vLLM with the least wall time per token, by the median of ratios between
@@ -65,7 +61,7 @@ def fastest(records: Sequence[Record], plain: Sequence[str]) -> str:
     """
     if not any(plain[0] in record.answers for record in records):
         raise BenchError("There is no answer of plain vLLM to compare with.")
-    speeds = {name: _speedup(records, name, plain[0], _wall) or 0.0 for name in plain}
+    speeds = {name: _speedup(records, name, plain[0]) or 0.0 for name in plain}
     return max(speeds, key=lambda name: speeds[name])
 
 
@@ -98,7 +94,7 @@ def summarise(
 
 def _figures(records: Sequence[Record], method: str, base: str, plain: str | None) -> Figures:
     """Return the figures of one set and temperature; the method has answered all records."""
-    answers = [record.answers[method] for record in records]
+    answers, name = [record.answers[method] for record in records], records[0].set
     wall, tokens = sum(each.wall for each in answers), sum(each.tokens for each in answers)
     nanoseconds = sum(each.draft_ns for each in answers)
     steps = sum(each.draft_steps for each in answers)
@@ -106,36 +102,29 @@ def _figures(records: Sequence[Record], method: str, base: str, plain: str | Non
         one != other
         for record in records
         if plain is not None and plain in record.answers
-        for one, other in zip(
-            record.answers[method].digests, record.answers[plain].digests, strict=True
-        )
+        for ours, theirs in zip(record.answers[method].ids, record.answers[plain].ids, strict=True)
+        for one, other in zip(ours, theirs, strict=True)
     ]
     return Figures(
         method=method,
-        set=records[0].set,
+        set=name,
         temperature=records[0].temperature,
         units=len(records),
-        speedup=_speedup(records, method, base, _wall),
-        speedup_spread=None if method == base else _speedup_spread(records, method, base),
-        speedup_cpu=_speedup(records, method, base, _cpu),
+        speedup=_speedup(records, method, base),
+        speedup_spread=_spread(records, method, base, [name]),
+        speedup_cpu=_speedup(records, method, base, "cpu"),
         throughput=tokens / wall,
         tau=_tau(answers),
         draft_ms=nanoseconds / steps * 1e-6 if steps else None,
         draft_share=nanoseconds * 1e-9 / wall if steps else None,
         tokens=tokens,
-        outputs=sum(len(each.digests) for each in answers),
+        outputs=sum(each.outputs for each in answers),
         different=sum(compared) if compared else None,
     )
 
 
 def _mean(cells: Sequence[Figures], records: Sequence[Record], base: str) -> Figures:
     """Return the mean over the sets; the spread is that of the rounds' own means."""
-    method = cells[0].method
-
-    def of_round(those: Sequence[Record]) -> float | None:
-        by_set = [[record for record in those if record.set == cell.set] for cell in cells]
-        speeds = [_speedup(each, method, base, _wall) for each in by_set]
-        return None if None in speeds else fmean(speeds)  # type: ignore[arg-type]
 
     def known(name: str) -> list[Any]:
         values = [getattr(cell, name) for cell in cells]
@@ -143,57 +132,48 @@ def _mean(cells: Sequence[Figures], records: Sequence[Record], base: str) -> Fig
 
     means = ("speedup", "speedup_cpu", "throughput", "tau", "draft_ms", "draft_share")
     sums = ("units", "tokens", "outputs", "different")
-    spread = _range(of_round(each) for each in _rounds(records))
+    method = cells[0].method
     return Figures(
         method=method,
         set=MEAN,
         temperature=cells[0].temperature,
-        speedup_spread=None if method == base else spread,
+        speedup_spread=_spread(records, method, base, [cell.set for cell in cells]),
         **{name: fmean(values) if (values := known(name)) else None for name in means},  # type: ignore[arg-type]
         **{name: sum(values) if (values := known(name)) else None for name in sums},  # type: ignore[arg-type]
     )
 
 
-def _wall(answer: Answer) -> float:
-    return answer.wall / answer.tokens
+def _speedup(
+    records: Iterable[Record], method: str, base: str, cost: Literal["wall", "cpu"] = "wall"
+) -> float | None:
+    """Return the median cost of a token with `base` over `method`, of records that have both."""
 
+    def per_token(answer: Answer) -> float:
+        return float(getattr(answer, cost)) / answer.tokens
 
-def _cpu(answer: Answer) -> float:
-    return answer.cpu / answer.tokens
-
-
-def _ratios(records: Iterable[Record], method: str, base: str, cost: Cost) -> list[float]:
-    """Return the cost of a token with `base` over `method`, of each record that has both."""
-    return [
-        cost(record.answers[base]) / cost(record.answers[method])
+    ratios = [
+        per_token(record.answers[base]) / per_token(record.answers[method])
         for record in records
-        if base in record.answers and method in record.answers
+        if {base, method} <= record.answers.keys()
     ]
-
-
-def _speedup(records: Iterable[Record], method: str, base: str, cost: Cost) -> float | None:
-    ratios = _ratios(records, method, base, cost)
     return median(ratios) if ratios else None
 
 
-def _speedup_spread(records: Sequence[Record], method: str, base: str) -> Spread:
-    """Return the range of the rounds' medians."""
-    return _range(_speedup(each, method, base, _wall) for each in _rounds(records))
+def _spread(records: Sequence[Record], method: str, base: str, sets: Sequence[str]) -> Spread:
+    """Return the lowest and highest round's speed-up, a mean over sets; None with one round."""
+    if method == base:
+        return None
+    rounds: dict[int, dict[str, list[Record]]] = {}
+    for record in records:
+        if record.set in sets:
+            rounds.setdefault(record.round, {name: [] for name in sets})[record.set].append(record)
+    speeds = [
+        [_speedup(those, method, base) for those in each.values()] for each in rounds.values()
+    ]
+    means = [fmean(each) for each in speeds if None not in each]  # type: ignore[arg-type]
+    return (min(means), max(means)) if len(means) > 1 else None
 
 
 def _tau(answers: Iterable[Answer]) -> float:
-    counts = ((each.tokens, len(each.digests), each.steps) for each in answers)
+    counts = ((each.tokens, each.outputs, each.steps) for each in answers)
     return acceptance_length(*(sum(count) for count in zip(*counts)))
-
-
-def _rounds(records: Iterable[Record]) -> list[list[Record]]:
-    rounds: dict[int, list[Record]] = {}
-    for record in records:
-        rounds.setdefault(record.round, []).append(record)
-    return [*rounds.values()]
-
-
-def _range(values: Iterable[float | None]) -> Spread:
-    """Return the lowest and the highest; None with fewer than two."""
-    known = [value for value in values if value is not None]
-    return (min(known), max(known)) if len(known) > 1 else None

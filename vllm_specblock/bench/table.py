@@ -37,19 +37,14 @@ def _sets(figures: Sequence[Figures]) -> list[str]:
 
 def main_table(figures: Sequence[Figures], base: str) -> str:
     """Return a row per method, a group of columns per set, of one temperature."""
-    by_place = {(each.method, each.set): each for each in figures}
+    cells = {(each.method, each.set): _cells(each) for each in figures}
     rows = [["method"]]
     for name in _sets(figures):
         rows[0] += [f"{name} Spd", "Φ", "τ", "T_D"]
     for method in dict.fromkeys(each.method for each in figures):
         row = [f"{method} (fastest plain)" if method == base else method]
         for name in _sets(figures):
-            each = by_place.get((method, name))
-            if each is None:
-                row += [_NONE] * 4
-                continue
-            row += [_times(each.speedup, each.speedup_spread), f"{each.throughput:.1f}"]
-            row += [f"{each.tau:.2f}", _drafting(each)]
+            row += cells.get((method, name), [_NONE] * 4)
         rows.append(row)
     return markdown_table(rows)
 
@@ -60,21 +55,20 @@ def details(figures: Sequence[Figures]) -> str:
     rows = [[*head, "outputs that differ"]]
     sets = _sets(figures)
     for each in sorted(figures, key=lambda each: (sets.index(each.set), each.temperature)):
-        rows.append(
-            [
-                each.set,
-                f"{each.temperature:g}",
-                each.method,
-                _times(each.speedup, each.speedup_spread),
-                _times(each.speedup_cpu),
-                f"{each.throughput:.1f}",
-                f"{each.tau:.2f}",
-                _drafting(each),
-                f"{each.tokens:,}",
-                _NONE if each.different is None else f"{each.different} of {each.outputs}",
-            ]
-        )
+        speed, *others = _cells(each)
+        row = [each.set, f"{each.temperature:g}", each.method, speed, _times(each.speedup_cpu)]
+        differ = _NONE if each.different is None else f"{each.different} of {each.outputs}"
+        rows.append([*row, *others, f"{each.tokens:,}", differ])
     return markdown_table(rows)
+
+
+def _cells(each: Figures) -> list[str]:
+    """Return Spd, Φ, τ and T_D."""
+    speed = _times(each.speedup, each.speedup_spread)
+    drafting = _NONE
+    if each.draft_ms is not None and each.draft_share is not None:
+        drafting = f"{each.draft_ms:.2f} ({each.draft_share:.0%})"
+    return [speed, f"{each.throughput:.1f}", f"{each.tau:.2f}", drafting]
 
 
 def caption(base: str, facts: Mapping[str, Any]) -> str:
@@ -82,7 +76,7 @@ def caption(base: str, facts: Mapping[str, Any]) -> str:
     machine = facts["machine"]
     lines = [
         f"Spd: speed of a token over that of {base}, the fastest plain vLLM of "
-        f"{', '.join(facts['plain'])} (median over turns; in brackets the lowest and highest "
+        f"{', '.join(facts['plain'])} (median over questions; in brackets the lowest and highest "
         "round's). Engines run side by side and take turns. Φ: tokens/s. τ: tokens emitted per "
         "decode step of a question. T_D: milliseconds of the drafters' forwards per step without "
         "prompts, and their share of all time. Outputs are compared with plain vLLM's of the same "
@@ -100,9 +94,3 @@ def caption(base: str, facts: Mapping[str, Any]) -> str:
 def _times(value: float | None, spread: Spread = None) -> str:
     between = "" if spread is None else f" ({spread[0]:.2f}–{spread[1]:.2f})"
     return _NONE if value is None else f"{value:.2f}{between}"
-
-
-def _drafting(each: Figures) -> str:
-    if each.draft_ms is None or each.draft_share is None:
-        return _NONE
-    return f"{each.draft_ms:.2f} ({each.draft_share:.0%})"

@@ -93,17 +93,15 @@ def list_versions(out: Out) -> None:
     from vllm_specblock.adapt.versions import VersionFolder
 
     folder = VersionFolder(out)
-    found, current = folder.listed(), folder.current()
-    mark = " " if current else "*"
-    typer.echo(f"{'':2}{'version':16}{'parent':16}{'action':8}{'rows':>9}  tokens per row")
-    typer.echo(f"{mark:2}{DELIVERED}")
-    for name, facts in found.items():
+    current = folder.current() or DELIVERED
+    rows = [("version", "parent", "action", "rows", "tokens per row"), (DELIVERED, *[""] * 4)]
+    for name, facts in folder.listed().items():
         gain = facts.get("gain")
-        columns = (
-            f"{'*' if name == current else '':2}{name:16}{facts.get('parent') or DELIVERED:16}"
-            f"{facts.get('action', '?'):8}{facts.get('rows', '?'):>9}  "
-        )
-        typer.echo(columns + ("not judged" if gain is None else f"{gain:+.3f}"))
+        known = facts.get("parent") or DELIVERED, facts.get("action", "?"), facts.get("rows", "?")
+        rows.append((name, *known, "not judged" if gain is None else f"{gain:+.3f}"))
+    for name, parent, action, learned, gain in rows:
+        mark = "*" if name == current else ""
+        typer.echo(f"{mark:2}{name:16}{parent:16}{action:8}{learned:>9}  {gain}".rstrip())
 
 
 @adapt.command()

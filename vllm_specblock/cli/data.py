@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 
 @options_of(DataOptions)
-def data(
-    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that share the target.")] = 1,
-    gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Share of the GPU that vLLM takes. Default: vLLM's.")
-    ] = None,
-    **given: Any,
-) -> None:
+def data(**given: Any) -> None:
     """Make training shards from chat data, with answers by the target in vLLM.
 
     A killed run resumes with the same options.
@@ -30,10 +24,7 @@ def data(
     from vllm_specblock.train.config import parse
     from vllm_specblock.train.data.make_data import coverage, make_data
 
-    engine: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size}
-    if gpu_memory_utilization is not None:
-        engine["gpu_memory_utilization"] = gpu_memory_utilization
-    options = parse(DataOptions, **given | {"engine": engine | given.get("engine", {})})
+    options = parse(DataOptions, **given)
     options = options.model_copy(update={"target": target_folder(options.target)})
 
     def load() -> VllmAnswerer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,6 @@ from vllm_specblock.cli.options import (
     Precision,
     PromptTokens,
     TargetDir,
-    integers,
 )
 
 
@@ -48,18 +46,6 @@ def evaluate(
     blocks: Annotated[
         int | None, typer.Option(min=1, max=8, help="M, blocks of a tree. Default: as in serving.")
     ] = None,
-    starts: Annotated[
-        int | None,
-        typer.Option(min=1, max=32, help="S, starts of a later block. Default: as in serving."),
-    ] = None,
-    branching: Annotated[
-        str | None,
-        typer.Option(
-            parser=integers("2,4,6,4"),
-            metavar="B1,B2,B3,B4",
-            help="Children per rank bucket, 0 to 32. Default: as in serving.",
-        ),
-    ] = None,
     uniform: Annotated[
         bool, typer.Option("--uniform", help="Also trees of one width, without the rank head.")
     ] = False,
@@ -87,7 +73,7 @@ def evaluate(
     from vllm_specblock.config import DEFAULT_NODES, parse_drafter
     from vllm_specblock.drafters.specblock import checkpoint
     from vllm_specblock.train.data.prompts import read_prompts
-    from vllm_specblock.train.data.shards import replace
+    from vllm_specblock.train.data.shards import write_json
     from vllm_specblock.train.distributed import usable_device
     from vllm_specblock.train.eval import evaluate as figures_of
     from vllm_specblock.train.eval.loaded import pair_specblock
@@ -109,10 +95,8 @@ def evaluate(
         json_file.parent.mkdir(parents=True, exist_ok=True)
     model = load_target(pairing.target, precision, where)
     weights = checkpoint.load(pairing.drafter, model.dtype, where)
-    given = {"num_blocks": blocks, "num_starts": starts, "branching": branching and [*branching]}
-    given["calibrate_drafts"] = None if calibrate_drafts else False
-    given = {key: value for key, value in given.items() if value is not None}
-    options = parse_drafter(given, "specblock")
+    given = {} if blocks is None else {"num_blocks": blocks}
+    options = parse_drafter(given | {"calibrate_drafts": calibrate_drafts}, "specblock")
     budgets = list(dict.fromkeys(nodes or [DEFAULT_NODES]))
     shapes = figures_of.shapes_of(weights, options, budgets, uniform)
 
@@ -143,6 +127,5 @@ def evaluate(
     }
     print_tables(whole)
     if json_file is not None:
-        text = json.dumps(whole, indent=1) + "\n"
-        replace(json_file, lambda aside: aside.write_text(text, encoding="utf-8"))
+        write_json(json_file, whole)
         typer.echo(f"All figures are in {json_file}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -25,57 +26,48 @@ def print_tables(whole: dict[str, Any]) -> None:
     console.print(_tau(results), _alpha(results), *map(_rank, results))
 
 
-def _table(title: str, first: str) -> Table:
-    return Table(first, title=title, title_justify="left", box=box.SIMPLE)
-
-
-def _tau(results: Results) -> Table:
-    table = _table("τ: tokens per step, ± its standard error; nodes of a tree", "drafted")
-    for result in results:
-        for column in (f"τ at T = {result['temperature']:g}", "steps", "nodes", "β"):
-            table.add_column(column, justify="right")
-    for name in results[0]["trees"]:
-        cells = []
-        for reach in (result["trees"][name] for result in results):
-            cells += [
-                f"{reach['tau']:.3f} ± {reach['error']:.3f}",
-                f"{reach['steps']:,}",
-                f"{reach['nodes']:.1f}",
-                f"{reach['sharpness']:.2f}",
-            ]
+def _table(title: str, columns: Sequence[str], rows: dict[str, list[str]]) -> Table:
+    table = Table(columns[0], title=title, title_justify="left", box=box.SIMPLE)
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    for name, cells in rows.items():
         table.add_row(name, *cells)
     return table
 
 
+def _tau(results: Results) -> Table:
+    columns, rows = ["drafted"], {name: list[str]() for name in results[0]["trees"]}
+    for result in results:
+        columns += [f"τ at T = {result['temperature']:g}", "steps", "nodes", "β"]
+        for name, reach in result["trees"].items():
+            tau = f"{reach['tau']:.3f} ± {reach['error']:.3f}"
+            steps, nodes = f"{reach['steps']:,}", f"{reach['nodes']:.1f}"
+            rows[name] += [tau, steps, nodes, f"{reach['sharpness']:.2f}"]
+    return _table("τ: tokens per step, ± its standard error; nodes of a tree", columns, rows)
+
+
 def _alpha(results: Results) -> Table:
     """A row per position of the chain."""
-    table = _table(
-        "first choices that are right, given that those before were: all of the chain (the paper's "
-        "α_m,j), those of the block, or none",
-        "k = m,j",
-    )
+    columns, rows = ["k = m,j"], dict[str, list[str]]()
     for result in results:
-        for column in (f"α_m,j at T = {result['temperature']:g}", "of the block", "any"):
-            table.add_column(column, justify="right")
-    for k in range(len(results[0]["chain"]["alpha"])):
-        cells: list[str] = []
-        for chain in (result["chain"] for result in results):
+        chain = result["chain"]
+        columns += [f"α_m,j at T = {result['temperature']:g}", "of the block", "any"]
+        for k, alpha in enumerate(chain["alpha"]):
             m, j = divmod(k, len(chain["accuracy"][0]))
-            kinds = (chain["alpha"][k], chain["alpha_blocks"][m][j], chain["accuracy"][m][j])
-            cells += map(_percent, kinds)
-        table.add_row(f"{k + 1} = {m + 1},{j + 1}", *cells)
-    return table
+            kinds = (alpha, chain["alpha_blocks"][m][j], chain["accuracy"][m][j])
+            rows.setdefault(f"{k + 1} = {m + 1},{j + 1}", []).extend(map(_percent, kinds))
+    title = (
+        "first choices that are right, given that those before were: all of the chain (the paper's "
+        "α_m,j), those of the block, or none"
+    )
+    return _table(title, columns, rows)
 
 
 def _rank(result: dict[str, Any]) -> Table:
-    chain = result["chain"]
+    chain, names = result["chain"], ("1", "2–4", "5–10", "beyond")
     title = f"rank head at T = {result['temperature']:g}, {chain['rank_positions']:,} positions"
-    table = _table(title, "rank")
-    for column in ("frequency", "precision", "recall", "F1"):
-        table.add_column(column, justify="right")
-    for name, bucket in zip(("1", "2–4", "5–10", "beyond"), chain["rank"]):
-        table.add_row(name, *map(_percent, bucket.values()))
-    return table
+    rows = {name: [*map(_percent, each.values())] for name, each in zip(names, chain["rank"])}
+    return _table(title, ["rank", "frequency", "precision", "recall", "F1"], rows)
 
 
 def _percent(share: float | None) -> str:

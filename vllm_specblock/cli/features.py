@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from vllm_specblock.cli.options import LayerIds, RequiredTarget
-
-if TYPE_CHECKING:
-    from vllm_specblock.engine.offline.extract import FeatureExtractor
+from vllm_specblock.cli.options import LayerIds, RequiredTarget, json_option
 
 
 def features(
@@ -29,20 +26,10 @@ def features(
     shard_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of one file: what a killed run can lose.")
     ] = 32768,
-    step_tokens: Annotated[
-        int | None, typer.Option(min=1, help="vLLM's max_num_batched_tokens.")
+    engine: Annotated[
+        dict[str, Any] | None,
+        json_option("""More of vLLM's LLM arguments, such as '{"tensor_parallel_size": 2}'."""),
     ] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs for the target.")] = 1,
-    gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Share of a GPU's memory that vLLM may take.")
-    ] = None,
-    kv_cache_gib: Annotated[
-        float | None,
-        typer.Option(help="GiB for vLLM's caches. Default: on GPUs what is free, on a CPU 2."),
-    ] = None,
-    eager: Annotated[
-        bool, typer.Option("--eager", help="No compilation and no CUDA graphs: starts sooner.")
-    ] = False,
 ) -> None:
     """Run the target over training data once, and keep what a drafter learns from.
 
@@ -83,34 +70,15 @@ def features(
     if feature_store.begin(out, origin):
         typer.echo(f"The features in {out} are whole already.")
         return
-    given = {
-        "max_num_batched_tokens": step_tokens,
-        "tensor_parallel_size": tensor_parallel_size,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "kv_cache_memory_bytes": kv_cache_gib and int(kv_cache_gib * 2**30),
-        "enforce_eager": eager,
-    }
-    engine = {name: value for name, value in given.items() if value is not None}
-    extractor = _extractor()(target, origin.layer_ids, length, origin.dtype, out / "parts", engine)
+    # vLLM reads both when it is imported. Its other runner has no hook for our connector.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm_specblock.engine.offline.extract import FeatureExtractor
+
+    extractor = FeatureExtractor(target, layers, length, origin.dtype, out / "parts", engine)
     try:
         with tqdm(total=sum(map(len, sequences)), unit="tok", unit_scale=True) as bar:
             feature_store.fill(out, origin, sequences, extractor, bar.update)
     finally:
         extractor.close()
     typer.echo(f"The features are in {out}.")
-
-
-def _extractor() -> type[FeatureExtractor]:
-    """Import the class that runs vLLM, only when it is needed."""
-    from vllm_specblock.train.config import TrainError
-
-    # vLLM reads both when it is imported. Its other runner has no hook for our connector.
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    try:
-        from vllm_specblock.engine.offline.extract import FeatureExtractor
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise TrainError("`specblock features` needs vLLM, which is not installed here.") from None
-    return FeatureExtractor

@@ -13,7 +13,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from vllm_specblock.cli.options import THREE_LAYERS, json_object
+from vllm_specblock.cli.options import json_object, three_layers
 
 Command = Callable[..., None]
 
@@ -72,7 +72,7 @@ def _kind(annotation: Any) -> tuple[Any, dict[str, Any]]:
         one = typing.get_args(inside[0])[0] if hasattr(inside[0], "__metadata__") else inside[0]
         return types.GenericAlias(list, one), {}
     if origin is tuple:
-        return str, {"parser": THREE_LAYERS, "metavar": "LOW,MID,HIGH"}
+        return str, {"parser": three_layers, "metavar": "LOW,MID,HIGH"}
     if origin is dict and inside[1] is Path:
         return list[str], {"metavar": "NAME=PATH"}
     if origin is dict:

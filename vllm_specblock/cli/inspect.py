@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from vllm_specblock.cli.options import Chat, Device, DrafterDir, Precision, TargetDir, TreeNodes
-
-if TYPE_CHECKING:
-    from vllm_specblock.train.eval.steps import Step
 
 
 def inspect(
     directory: DrafterDir,
     prompt: Annotated[
         str | None, typer.Option(help="Show the draft tree after this prompt instead.")
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="The same after the text of a file.")
     ] = None,
     target: TargetDir = None,
     chat: Chat = None,
@@ -35,9 +29,7 @@ def inspect(
     steps: Annotated[
         int, typer.Option(min=0, help="Verification steps before the one that is shown.")
     ] = 0,
-    svg: Annotated[
-        Path | None, typer.Option(help="Draw the tree into this file too (.svg, .png, .pdf).")
-    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the tree into this file too.")] = None,
     device: Device = "cpu",
     precision: Precision = "fp32",
 ) -> None:
@@ -48,13 +40,6 @@ def inspect(
     """
     from vllm_specblock.config import DEFAULT_NODES, OptionError
 
-    if prompt is not None and prompt_file is not None:
-        raise OptionError("--prompt and --prompt-file were both given: drop one of them.")
-    if prompt_file is not None:
-        try:
-            prompt = prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"--prompt-file {prompt_file} cannot be read: {error}.") from None
     if prompt is None:
         if svg is not None:
             raise OptionError("--svg draws the tree after a prompt: give one with --prompt.")
@@ -62,15 +47,13 @@ def inspect(
 
     from rich.console import Console
 
-    from vllm_specblock.bench import draft_tree
+    from vllm_specblock.bench.draft_tree import legend_line, save_svg, terminal_tree
     from vllm_specblock.cli.prompt_steps import print_step, prompt_tensor, steps_of_prompt
     from vllm_specblock.train.config import TrainError
     from vllm_specblock.train.distributed import usable_device
     from vllm_specblock.train.eval.loaded import load_drafter, pair
     from vllm_specblock.train.target.features import load_target, load_tokenizer
 
-    if svg is not None:
-        draft_tree.pyplot()  # fails before the work where it is missing
     where = usable_device(device)
     pairing = pair(directory, target)
     tokenizer = load_tokenizer(pairing.target)
@@ -86,19 +69,18 @@ def inspect(
     step, name = found[steps], drafter.forward_name
     console = Console(highlight=False)
     console.print(f"Step {steps + 1}, after:", style="dim")
-    before = [*ids.tolist(), *_committed(found[:steps]), step.token[0]]
+    # A bonus token is the next step's root.
+    committed = [each.token[node] for each in found[:steps] for node in each.accepted]
+    before = [*ids.tolist(), *committed, step.token[0]]
     console.print(tokenizer.decode(before), markup=False)
     print_step(console, step, tokenizer, name)
-    bonus = "" if step.bonus is None else " and the bonus token"
-    after = [*_committed([step])[1:], *([] if step.bonus is None else [step.bonus])]
-    console.print(
+    typer.echo(
         f"{step.nodes} nodes, drafter forwards: {max(step.forward)}, accepted tokens: "
-        f"{step.accepted_length}; they{bonus}: {tokenizer.decode(after)!r}",
-        markup=False,
-        soft_wrap=True,
+        f"{step.accepted_length}"
     )
     if svg is not None:
-        draft_tree.save_tree(step, tokenizer, name, svg)
+        tree, legend = terminal_tree(step, tokenizer, name), legend_line(max(step.forward), name)
+        save_svg(svg, f"draft tree, {step.accepted_length} of {step.nodes} accepted", tree, legend)
         typer.echo(f"The tree is in {svg}.")
 
 
@@ -126,8 +108,3 @@ def _show_files(directory: Path) -> None:
         f"draft vocabulary: {covered:,} of {total:,} target tokens ({covered / total:.1%}), "
         f"ids {mapped[0]} to {mapped[-1]}"
     )
-
-
-def _committed(steps: list[Step]) -> list[int]:
-    """Return roots and accepted tokens; a bonus token is the next step's root."""
-    return [step.token[node] for step in steps for node in step.accepted]

@@ -28,6 +28,11 @@ class OneSentenceErrors(TyperGroup):
     def invoke(self, ctx: Any) -> Any:  # a Context of click, or of the copy in newer typers
         try:
             return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if error.name != "vllm":
+                raise
+            typer.echo("Error: this command needs vLLM, which is not installed here.", err=True)
+            raise typer.Exit(1) from None
         except ValueError as error:
             from vllm_specblock.bench.config import BenchError
             from vllm_specblock.config import OptionError

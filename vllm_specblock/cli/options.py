@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 
-def integers(example: str) -> Callable[[str], tuple[int, ...]]:
-    """Return a parser of as many integers, with commas between them, as `example` has."""
-    count = example.count(",") + 1
-
-    def parse(text: str) -> tuple[int, ...]:
-        parts = text.split(",")
-        if len(parts) != count or not all(part.strip().isdigit() for part in parts):
-            raise typer.BadParameter(
-                f"{text!r} is not {count} integers with commas between them, such as {example}."
-            )
-        return tuple(map(int, parts))
-
-    return parse
+def three_layers(text: str) -> tuple[int, ...]:
+    """Parse "2,16,29"."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+        raise typer.BadParameter(
+            f"{text!r} is not 3 integers with commas between them, such as 2,16,29."
+        )
+    return tuple(map(int, parts))
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -36,7 +30,10 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-THREE_LAYERS = integers("2,16,29")
+def json_option(help: str) -> Any:
+    """Return an option that takes a JSON object."""
+    return typer.Option(parser=json_object, metavar="JSON", help=help)
+
 
 if TYPE_CHECKING:
     LayerIds = tuple[int, int, int] | None
@@ -44,7 +41,7 @@ else:  # typer would take a tuple for three arguments
     LayerIds = Annotated[
         str | None,
         typer.Option(
-            parser=THREE_LAYERS,
+            parser=three_layers,
             metavar="LOW,MID,HIGH",
             help="Target layers whose states the drafter reads; i is the state after i layers. "
             "Default: 2, N//2, N-3 of N.",

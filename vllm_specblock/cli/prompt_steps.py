@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_specblock.bench.draft_tree import legend_line, terminal_tree
-from vllm_specblock.config import DEFAULT_NODES, DEFAULT_NODES_ON_CPU
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.prompts import prompt_ids
 from vllm_specblock.train.eval.evaluate import sequences_for
-from vllm_specblock.train.eval.loaded import LoadedDrafter, load_drafter, pair
+from vllm_specblock.train.eval.loaded import LoadedDrafter
 from vllm_specblock.train.eval.steps import Step, steps_along
 from vllm_specblock.train.target.answers import continue_prompts
-from vllm_specblock.train.target.features import load_target
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,38 +52,15 @@ def steps_of_prompt(
     if tokens is not None:
         new_tokens = min(new_tokens, tokens + drafter.depth + 1)  # the last step in full
     (text,) = continue_prompts(target, [prompt], new_tokens)
-    (sequence,) = sequences_for(target, drafter.pairing.layer_ids, [text], [len(prompt)])
-    return [step for step, _ in zip(steps_along(drafter.along(sequence), sequence), range(count))]
+    return list(islice(steps_of_text(target, drafter, text, len(prompt)), count))
 
 
-def default_nodes() -> int:
-    """Return the nodes of a tree of an engine on this machine by default."""
-    return DEFAULT_NODES if torch.cuda.is_available() else DEFAULT_NODES_ON_CPU
-
-
-def steps_of_answer(
-    drafter: Path,
-    target: Path,
-    prompt: list[int],
-    answer: list[int],
-    nodes: int,
-    blocks: int | None = None,
-) -> tuple[list[Step], str]:
-    """Return the verification steps along an answer that was served, and what a forward adds.
-
-    Args:
-        blocks: drafter forwards. None: one below 16 nodes, as in serving.
-    """
-    pairing = pair(drafter, target)
-    model = load_target(pairing.target, "fp32", torch.device("cpu"))
-    blocks = 1 if blocks is None and nodes < 16 and pairing.kind == "specblock" else blocks
-    loaded = load_drafter(pairing, model.dtype, torch.device("cpu"), nodes, blocks)
-    text = torch.tensor([*prompt, *answer])
-    (sequence,) = sequences_for(model, pairing.layer_ids, [text], [len(prompt)])
-    steps = list(steps_along(loaded.along(sequence), sequence))
-    if not steps:
-        raise TrainError("The answer is too short: nothing was drafted.")
-    return steps, loaded.forward_name
+def steps_of_text(
+    target: PreTrainedModel, drafter: LoadedDrafter, text: torch.Tensor, prompt: int
+) -> Iterator[Step]:
+    """Yield the verification steps along a text [T] int64, after its first `prompt` tokens."""
+    (sequence,) = sequences_for(target, drafter.pairing.layer_ids, [text], [prompt])
+    return steps_along(drafter.along(sequence), sequence)
 
 
 def print_step(console: Console, step: Step, tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Figures that go on after a kill, and never with somebody else's."""
+"""Figures that go on after a kill, and never with those of other settings."""
 
 from __future__ import annotations
 

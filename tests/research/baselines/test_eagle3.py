@@ -31,7 +31,6 @@ TARGET = LlamaConfig(
     rope_parameters={"rope_type": "default", "rope_theta": 100.0},
     max_position_embeddings=64,
 )
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
 def make(seed: int = 1, **changes) -> Eagle3:
@@ -129,32 +128,6 @@ def train_batch(embed):
 DOCUMENTS = [(0, 0, 7), (0, 7, 4), (1, 0, 12)]  # window, first column, length
 
 
-def recorded(learner: Eagle3) -> list[torch.Tensor]:
-    """What the layer gives from now on, forward by forward."""
-    states: list[torch.Tensor] = []
-    learner.midlayer.register_forward_hook(lambda _, __, output: states.append(output.detach()))
-    return states
-
-
-def test_every_step_of_training_is_the_plain_chain(train_batch):
-    learner = make()
-    states, plain = recorded(learner), Plain(learner)
-    learner(train_batch)
-    compared = 0
-    for window, first, length in DOCUMENTS:
-        tokens = train_batch.batch.tokens[window, first : first + length]
-        hidden = train_batch.target_outputs.hidden[window, first : first + length]
-        for row in range(length - 1):
-            further = tokens[row + 2 : row + 1 + STEPS].tolist()
-            expected = plain.path(train_batch.embed, tokens, hidden, row, further)
-            for step, state in enumerate(expected):
-                torch.testing.assert_close(
-                    states[step][window, first + row].double(), state, **CLOSE
-                )
-                compared += 1
-    assert compared == 18 + 6 + 38
-
-
 def test_loss_and_tally_are_the_loop_over_rows(train_batch):
     learner = make(seed=0)
     with torch.no_grad():
@@ -206,7 +179,8 @@ def test_loss_and_tally_are_the_loop_over_rows(train_batch):
 def test_training_drafts_as_serving_does(train_batch):
     """The states of the unrolled steps are those of a chain whose tokens are the text's."""
     learner = make(growth=LevelLimits(STEPS, 1, 1, STEPS))
-    states = recorded(learner)
+    states: list[torch.Tensor] = []  # what the layer gives, forward by forward
+    learner.midlayer.register_forward_hook(lambda _, __, output: states.append(output.detach()))
     learner(train_batch)
     trained = torch.stack(states)[:, 1]  # [J, L, H]
     tokens, hidden = train_batch.batch.tokens[1], train_batch.target_outputs.hidden[1]
@@ -228,29 +202,24 @@ def test_training_drafts_as_serving_does(train_batch):
         torch.testing.assert_close(drafted, trained[:, root - 1], atol=1e-5, rtol=1e-4)
 
 
-def test_files_are_whole_and_named_as_vllm_reads_them(tmp_path):
+def test_files_are_named_as_vllm_reads_them(tmp_path):
     learner = make()
     learner.save(tmp_path / "out")
-    learner.save(tmp_path / "out")
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
+    learner.save(tmp_path / "out")  # what is there is replaced
+    names = sorted(file.name for file in (tmp_path / "out").iterdir())
+    assert names == ["config.json", "model.safetensors"]
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(
-        tensors["midlayer.self_attn.q_proj.weight"].float(),
-        learner.midlayer.self_attn.q_proj.weight.bfloat16().float(),
-    )
     assert torch.equal(torch.arange(14) + tensors["d2t"], NAMED)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 6]
     assert config["draft_vocab_size"] == 14 and config["rope_parameters"]["rope_theta"] == 100.0
-
     loaded = FILES.load(tmp_path / "out")
     assert loaded.config == learner.config
     for name, weight in loaded.state_dict().items():
         assert torch.equal(weight, learner.state_dict()[name].bfloat16().to(weight.dtype)), name
 
+
+def test_a_drafter_that_names_every_token_is_saved_without_a_mapping(tmp_path):
     everything = torch.ones(VOCAB, dtype=torch.bool)
     Eagle3.for_target(TARGET, torch.zeros(VOCAB, dtype=torch.int64), everything, 0).save(tmp_path)
     assert "d2t" not in load_file(tmp_path / "model.safetensors")

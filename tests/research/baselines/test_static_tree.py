@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from baselines.static_tree import TreePlan, default_hits, static_tree
+from baselines.static_tree import TreePlan, static_tree
 from support.trees import texts
 
 
@@ -37,28 +37,6 @@ def test_static_tree_expects_the_longest_accepted_path(budget):
     reachable = sorted((c for c in chances.values() if c > -math.inf), reverse=True)
     assert len(set(found)) == len(found)
     assert [chances[path] for path in found] == pytest.approx(reachable[:budget])
-
-
-def test_a_plan_orders_what_the_forwards_gave():
-    parents, ranks = static_tree(default_hits(4, 4), 20)
-    paths = paths_of(parents, ranks)
-    plan = TreePlan(parents, ranks, 2)
-    token, logprob = torch.arange(20) + 100, -torch.rand(20)
-    logprob[3] = 0.0  # as good as its parent
-    tree = plan.tree(token[None], logprob[None], 22)
-    own = dict(zip(paths, logprob.tolist()))
-    node = {path: 100 + index for index, path in enumerate(paths)}
-    wanted = {
-        tuple(node[path[: n + 1]] for n in range(len(path))): sum(
-            own[path[: n + 1]] for n in range(len(path))
-        )
-        for path in paths
-    }
-    found = texts(tree, 0)
-    assert found.keys() == wanted.keys()
-    assert [found[path] for path in wanted] == pytest.approx(list(wanted.values()))
-    assert (tree.logprob[0, :20].diff() <= 0).all() and int(tree.size) == 20
-    assert (tree.parent[0] <= torch.arange(22)).all()
 
 
 def test_what_hangs_from_nothing_is_left_out():

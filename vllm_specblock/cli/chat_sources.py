@@ -1,0 +1,156 @@
+"""What answers in `specblock chat`: two engines, or a server."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import torch
+from rich.console import Console
+
+from vllm_specblock.bench.live import Answer, ask_together, shown, start_engines
+from vllm_specblock.bench.process import EngineProcess, job_of
+from vllm_specblock.cli.prompt_steps import print_step, steps_of_text
+from vllm_specblock.config import DEFAULT_NODES, DEFAULT_NODES_ON_CPU
+from vllm_specblock.drafters.common.hub import target_folder
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.eval.loaded import load_drafter, pair
+from vllm_specblock.train.target.features import load_target, load_tokenizer
+
+HELP = "/tree: the draft tree of the last step; /new: a new chat; /quit."
+Messages = list[dict[str, str]]
+
+
+def talk(console: Console, source: EngineSource | ServerSource) -> None:
+    """Answer prompts until there is none."""
+    if console.is_terminal:
+        console.print(HELP, style="dim")
+    messages: Messages = []
+    answers: list[Answer] = []
+    while (line := prompt_line(console)) is not None and line != "/quit":
+        if line == "/new":
+            messages = []
+        elif line == "/tree" and answers:
+            source.tree(console, answers[-1])
+        elif line.startswith("/"):
+            console.print(HELP)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            answers = source.answers()  # the last one is with drafts
+            with shown(console, line, answers):
+                source.ask(messages, answers)
+            messages.append({"role": "assistant", "content": answers[-1].text.plain})
+
+
+def prompt_line(console: Console) -> str | None:
+    """Return a line of the terminal or the pipe; None at its end."""
+    try:
+        line = console.input("> ") if console.is_terminal else next(sys.stdin)
+    except (EOFError, KeyboardInterrupt, StopIteration):
+        return None
+    return line.strip()
+
+
+class EngineSource:
+    """Engines in processes of their own, which take turns."""
+
+    def __init__(
+        self,
+        target: str,
+        speculative: dict[str, Any],
+        plain: bool,
+        max_tokens: int,
+        temperature: float,
+    ) -> None:
+        self.target = target_folder(Path(target))
+        self.tokenizer = load_tokenizer(self.target)
+        self.speculative = speculative
+        self.methods = ({"vLLM": None} if plain else {}) | {"with draft trees": speculative}
+        self.max_tokens, self.temperature = max_tokens, temperature
+        self.engines: list[EngineProcess] = []
+        self.prompt: list[int] = []
+
+    def start(self, dtype: str, eager: bool) -> None:
+        start_engines(self.engines, self.target, self.methods, Path("runs/chat"), dtype, eager)
+        for engine in self.engines:  # first calls allocate and compile
+            engine.ask(job_of([self.tokenizer("Hello").input_ids], 16))
+
+    def answers(self) -> list[Answer]:
+        return [Answer(name, self._decode) for name in self.methods]
+
+    def ask(self, messages: Messages, answers: list[Answer]) -> None:
+        if self.tokenizer.chat_template:
+            self.prompt = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        else:
+            self.prompt = self.tokenizer("\n".join(each["content"] for each in messages)).input_ids
+        job = job_of([self.prompt], self.max_tokens, self.temperature)
+        ask_together(self.engines, job, answers)
+
+    def tree(self, console: Console, answer: Answer) -> None:
+        """Print the tree of an answer's last step, drafted again along its text."""
+        given = self.speculative.get
+        if "model" not in self.speculative:
+            console.print("/tree shows the tree of a drafter with weights: give --model.")
+            return
+        pairing = pair(Path(self.speculative["model"]), self.target)
+        usual = DEFAULT_NODES if torch.cuda.is_available() else DEFAULT_NODES_ON_CPU
+        nodes = given("num_speculative_tokens") or usual
+        model = load_target(pairing.target, "fp32", torch.device("cpu"))
+        drafter = load_drafter(pairing, model.dtype, model.device, nodes, given("num_blocks"))
+        text = torch.tensor([*self.prompt, *answer.ids])
+        steps = list(steps_of_text(model, drafter, text, len(self.prompt)))
+        if not steps:
+            raise TrainError("The answer is too short: nothing was drafted.")
+        print_step(console, steps[-1], self.tokenizer, drafter.forward_name)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class ServerSource:
+    """A running server, which can answer a request without drafts."""
+
+    def __init__(self, address: str, plain: bool, max_tokens: int, temperature: float) -> None:
+        self.address = address
+        self.client = openai.OpenAI(base_url=f"{address}/v1", api_key="-")
+        self.model = self.client.models.list().data[0].id
+        self.kinds = ({"without drafts": False} if plain else {}) | {"with drafts": True}
+        self.sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+
+    def answers(self) -> list[Answer]:
+        return [Answer(name, self._decode, joined=True) for name in self.kinds]
+
+    def ask(self, messages: Messages, answers: list[Answer]) -> None:
+        create: Any = self.client.chat.completions.create
+        for answer, drafts in zip(answers, self.kinds.values()):
+            own = {} if drafts else {"vllm_xargs": {"specblock_draft": False}}
+            stream = create(
+                model=self.model,
+                messages=messages,
+                stream=True,
+                stream_options={"include_usage": True},
+                seed=0,
+                extra_body={"return_token_ids": True, **own},
+                **self.sampling,
+            )
+            began = time.perf_counter()
+            for chunk in stream:
+                for choice in chunk.choices:
+                    answer.hear(getattr(choice, "token_ids", None) or [])
+                answer.seconds = time.perf_counter() - began
+                metrics = (getattr(chunk, "metrics", None) or {}).get("speculative_decoding")
+                if metrics:
+                    answer.reported_tau = metrics["mean_acceptance_length"]
+
+    def tree(self, console: Console, answer: Answer) -> None:
+        console.print("A server does not tell its trees: give the target's folder and --model.")
+
+    def _decode(self, ids: list[int]) -> str:
+        asked = {"model": self.model, "tokens": ids}
+        return httpx.post(f"{self.address}/detokenize", json=asked).json()["prompt"]
