@@ -55,7 +55,7 @@ def flush(engine: Engine, slabs: int = SLABS) -> None:
     for request in list(recorder._slots):
         recorder.end(request)
     for _ in range(1000):
-        if recorder.slabs.free == slabs:
+        if len(recorder.slabs.free) == slabs:
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -174,7 +174,7 @@ def sink_first(sink: Kept) -> int:
 
 def test_more_requests_than_slabs(watching, monkeypatch):
     sink, recorder = kept(watching, monkeypatch), watching.speculator.recorder
-    monkeypatch.setattr(recorder.slabs, "_free", recorder.slabs._free[:3])
+    monkeypatch.setattr(recorder.slabs, "free", recorder.slabs.free[:3])
     before = recorder.counts()
     watching.generate(PROMPTS[:8], params(8, max_tokens=6))
     flush(watching, slabs=3)

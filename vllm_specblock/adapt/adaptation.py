@@ -23,31 +23,8 @@ AGAIN, AGAIN_SURE = 4, 2.0
 """Texts since an update after which a refused version may serve after all, and standard errors by
 which it has to be better on them: it is looked at after each text."""
 
-COUNTS = (
-    # The engine's.
-    "swaps",
-    "swap_microseconds",
-    "versions_refused_checksum",
-    "versions_refused_not_finite",
-    "trainer_restarts",
-    # The trainer's.
-    "updates_heads",
-    "updates_full",
-    "update_microseconds_heads",
-    "update_microseconds_full",
-    "versions_offered",
-    "versions_refused_not_better",
-    "versions_refused_weights",  # training made them NaN or infinite
-    "rollbacks",
-    "judged_requests",
-    "judged_gain_millitokens",
-    # Of both.
-    "dropped_records",
-)
-"""What is counted; metrics are named `adapt_…` (`engine/metrics/exporter.py`)."""
-
 Count = Callable[[str, int], None]
-"""Adds to one of `COUNTS`."""
+"""Adds to a metric, named without `adapt_` (`engine/metrics/exporter.py`)."""
 
 
 class Adaptation:

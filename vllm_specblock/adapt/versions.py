@@ -11,6 +11,7 @@ They never hold text or tokens.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import time
@@ -22,14 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_specblock.adapt.files import (
-    digest,
-    lock_folder,
-    private_folder,
-    read_json,
-    sync,
-    write_json,
-)
+from vllm_specblock.adapt.files import lock_folder, private_folder, read_json, write_json
 from vllm_specblock.drafters.common.checkpoint_files import MAPPING_NAMES
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -66,22 +60,17 @@ class VersionFolder:
             self.fingerprints["target"] = target_rows.fingerprint(target)
         self._lock: int | None = None
 
-    def lock(self, inherited: int | None = None) -> None:
+    def lock(self) -> None:
         """Become the writer, and remove what another one left half-written.
-
-        Args:
-            inherited: descriptor of the lock, where the parent process holds it.
 
         Raises:
             TrainError: there is another writer, or the folder cannot be made.
         """
         if self._lock is None:
             private_folder(self.out)
-            self._lock = lock_folder(self.out) if inherited is None else inherited
+            self._lock = lock_folder(self.out)
             for left in self.out.glob(f".{PREFIX}*"):
                 shutil.rmtree(left, ignore_errors=True)
-            for left in self.out.glob(".*.part"):
-                left.unlink(missing_ok=True)
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -103,16 +92,13 @@ class VersionFolder:
         facts = {
             **facts,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "checksum": digest(aside / checkpoint.WEIGHTS),
+            "checksum": _digest(aside / checkpoint.WEIGHTS),
             "fingerprints": self.fingerprints,
         }
         provenance.write(aside, {"adaptation": facts, **_origin()})
         for path in aside.iterdir():
             path.chmod(0o600)
-            sync(path)
-        sync(aside)
         aside.rename(self.out / name)
-        sync(self.out)
         return name
 
     def use(self, name: str | None) -> None:
@@ -212,7 +198,7 @@ class VersionFolder:
             if facts.get("fingerprints", {}).get(what) != mine:
                 raise TrainError(f"The version {folder} was made for another {what}.")
         try:
-            checksum = digest(folder / checkpoint.WEIGHTS)
+            checksum = _digest(folder / checkpoint.WEIGHTS)
         except OSError:
             checksum = None
         if checksum is None or checksum != facts.get("checksum"):
@@ -247,8 +233,13 @@ def fingerprint(drafter: Path) -> str:
         TrainError: there is no such drafter.
     """
     try:
-        return digest(drafter / checkpoint.CONFIG)[:16] + digest(drafter / checkpoint.WEIGHTS)
+        return _digest(drafter / checkpoint.CONFIG)[:16] + _digest(drafter / checkpoint.WEIGHTS)
     except OSError as error:
         raise TrainError(
             f"The drafter's {error.filename} cannot be read: {error.strerror}."
         ) from None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]

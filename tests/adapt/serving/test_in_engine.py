@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.adapting import Pair
 
-from vllm_specblock.adapt.adaptation import COUNTS
 from vllm_specblock.adapt.link.finished import Finished
 from vllm_specblock.adapt.link.folder_link import WAITING
 from vllm_specblock.adapt.policy.interface import Action
@@ -87,7 +86,6 @@ def test_it_learns_what_a_trainer_beside_the_engine_does(inside, pair):
     assert current.number == 3
     for name, tensor in here[-1].tensors.items():
         torch.testing.assert_close(tensor, current.tensors[name])
-    assert inside.counts.keys() == set(COUNTS)
     assert inside.counts["updates_heads"] == inside.counts["swaps"] == 3
     assert inside.counts["versions_offered"] == 3 and inside.counts["swap_microseconds"] == 3000
 

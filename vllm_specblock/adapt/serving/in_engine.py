@@ -105,7 +105,7 @@ class EngineTrainer(SwapCounts):
         return Finished(replace(record, **copies), message.request)
 
     def count(self, name: str, by: int = 1) -> None:
-        """Add to one of `COUNTS`."""
+        """Add to a count, see `SwapCounts`."""
         self.tally[name] += by
 
     def tell(self) -> None:

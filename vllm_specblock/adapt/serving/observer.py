@@ -123,8 +123,8 @@ def link_up(
     versions = VersionFolder(Path(options.out) if options.out else folder / VERSIONS, *paths)
     sink = FolderLink(folder, versions, memory, lock=lock) if first else None
     link = sink or FolderVersions(versions)
-    atexit.register(link.close)
     trainer = TrainerProcess(config, sink) if sink and options.folder is None else None
+    atexit.register(link.close if trainer is None else trainer.stop)
     swaps = Swaps(link, refresh, ranks, trainer)
     swaps.start(link.current)
     if trainer is not None:

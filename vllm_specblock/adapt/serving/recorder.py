@@ -107,7 +107,7 @@ class Recorder(StepObserver):
         if self.swaps is not None:
             self.swaps.turn()
         self._now = time.perf_counter()
-        self.slabs.before_step()
+        self.slabs.copies.before_step()
         self._hand_on()
         for slot in self.slabs.crowded(slots.tolist(), self.reach):  # a host array
             if self.slabs.move_on(slot):

@@ -20,7 +20,7 @@ from vllm_specblock.adapt.serving.refresh import Refresh
 from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.drafters.specblock.refresh import RefreshError
 from vllm_specblock.engine.metrics.counters import Counts
-from vllm_specblock.engine.metrics.exporter import HELP
+from vllm_specblock.engine.metrics.exporter import LEARNING
 from vllm_specblock.engine.ranks import Ranks
 from vllm_specblock.engine.step_observer import StepObserver
 
@@ -77,8 +77,8 @@ class Swaps:
 
     def counts(self) -> Counts:
         """Metrics of the trainer and of swaps."""
-        named = {f"adapt_{name}": count for name, count in self.link.counts.items()}
-        return {(name, 0): count for name, count in named.items() if name in HELP}
+        counts = self.link.counts
+        return {(name, 0): counts[name.removeprefix("adapt_")] for name in LEARNING}
 
     def _begin(self, version: StagedVersion | None) -> None:
         if version is not None:

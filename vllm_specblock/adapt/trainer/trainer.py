@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -37,6 +36,9 @@ logger = logging.getLogger("vllm.specblock")
 
 POLL = 0.02
 """Seconds between two looks for a request."""
+
+CANNOT_START = 2
+"""Exit status of a trainer that cannot follow its config, so that a restart is of no use."""
 
 LARGEST = {"heads": Action.HEADS, "all": Action.FULL}
 
@@ -96,15 +98,12 @@ class Source(Protocol):
 class Trainer:
     """Learns from the requests of a source, and writes the version that is to serve to a folder.
 
-    Args:
-        lock: inherited descriptor of the lock of `out`.
-
     Raises:
         TrainError: the drafter, the target, the policy or `out` cannot be used.
         CheckpointError: as `checkpoint.load`.
     """
 
-    def __init__(self, config: TrainerConfig, source: Source, lock: int | None = None) -> None:
+    def __init__(self, config: TrainerConfig, source: Source) -> None:
         self.source = source
         if config.actions not in LARGEST:
             raise TrainError(f"actions is {config.actions!r}, but must be heads or all.")
@@ -113,8 +112,8 @@ class Trainer:
         if out is None and config.link is not None:
             out = f"{config.link}/{VERSIONS}"
         folder = None if out is None else VersionFolder(Path(out), *paths)
-        if folder is not None:
-            folder.lock(lock)
+        if folder is not None and config.link is None:  # else the engine holds the lock
+            folder.lock()
         drafter = checkpoint.load(config.drafter, torch.float32, config.device)
         self._columns = drafter.config.target_hidden_size
         ids = torch.arange(drafter.config.draft_vocab_size, device=config.device)
@@ -141,8 +140,7 @@ class Trainer:
         if folder is not None:
             keep = KEPT if config.out is not None else 1
             self.writer = VersionWriter(folder, drafter, self.adaptation, config.seconds, keep)
-            self._choose()
-            self.writer.write()
+            self.writer.exchange()
         source.tell()
 
     def step(self) -> bool:
@@ -154,18 +152,10 @@ class Trainer:
             else:
                 self.source.count("dropped_records", 1)
         if self.writer is not None:
-            self._choose()
-            self.writer.write()
+            self.writer.exchange()
         if message is not None:
             self.source.tell()
         return message is not None
-
-    def run(self, ends: Callable[[], bool]) -> None:
-        """Learn until `ends`, then write what was learned."""
-        while not ends():
-            if not self.step():
-                time.sleep(POLL)
-        self.close()
 
     def close(self) -> None:
         """Write what was not written yet."""
@@ -173,25 +163,16 @@ class Trainer:
             self.writer.write(now=True)
             self.writer.folder.unlock()
 
-    def _choose(self) -> None:
-        """Take up what current.json says, where the writer did not write that."""
-        if self.writer is not None and (version := self.writer.chosen()):
-            self.adaptation.adopt(version)
-
     def _fits(self, record: Record) -> bool:
         columns = (record.states.shape[1], record.last.shape[1])
         return columns == (3 * self._columns, self._columns)
 
 
-def serve(config: TrainerConfig, lock: int) -> int:
-    """Learn until the engine ends the process.
+def serve(config: TrainerConfig) -> int:
+    """Learn until the engine ends the process; return the exit status.
 
     Args:
         config: with a link.
-        lock: descriptor of the lock of `out`; −1: none.
-
-    Returns:
-        The exit status: 2 where the config cannot be followed, so that a restart is of no use.
     """
     assert config.link is not None
     torch.set_num_threads(config.threads)
@@ -199,10 +180,12 @@ def serve(config: TrainerConfig, lock: int) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: told.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine's business
     try:
-        source = FolderSource(Path(config.link))
-        trainer = Trainer(config, source, None if lock < 0 else lock)
+        trainer = Trainer(config, FolderSource(Path(config.link)))
     except (TrainError, checkpoint.CheckpointError) as error:
         print(f"SpecBlock adaptation: {error}", file=sys.stderr)
-        return 2
-    trainer.run(told.is_set)
+        return CANNOT_START
+    while not told.is_set():
+        if not trainer.step():
+            time.sleep(POLL)
+    trainer.close()
     return 0

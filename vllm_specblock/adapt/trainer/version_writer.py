@@ -51,6 +51,11 @@ class VersionWriter:
         self._last = float("-inf")
         self._known = 0  # stamp of the last choice that was seen, or made here
 
+    def exchange(self) -> None:
+        """Adopt the version that another process chose, and write the one that is to serve."""
+        self._adopt_chosen()
+        self.write()
+
     def write(self, now: bool = False) -> None:
         """Write and choose the version that is to serve, if it is another than the last.
 
@@ -70,15 +75,14 @@ class VersionWriter:
                 error,
             )
 
-    def chosen(self) -> Version | None:
-        """Return the version in current.json, once, if another process put it there."""
+    def _adopt_chosen(self) -> None:
         stamp = self.folder.stamp()
         if stamp == self._known:
-            return None
+            return
         self._known = stamp
         try:
             name = self.folder.current()
-            tensors = None if name is None else self.folder.read(name)
+            tensors = {} if name is None else self.folder.read(name)
         except TrainError as error:
             if self.folder.stamp() == stamp:  # else another one was chosen: the next call takes it
                 self._written = None
@@ -88,15 +92,15 @@ class VersionWriter:
                     self.folder.out,
                     error,
                 )
-            return None
-        if tensors is None:
-            self._written, self._trunk = self.adaptation.pool.origin, DELIVERED
-            return self._written
-        self.adaptation.number += 1
-        weights = {name: each.float() for name, each in tensors.items()}
-        version = Version(self.adaptation.number, weights, Action.FULL)
-        self._names[version.number], self._written, self._trunk = name, version, ""
-        return version
+            return
+        if name is None:
+            version, self._trunk = self.adaptation.pool.origin, DELIVERED
+        else:
+            weights = {name: each.float() for name, each in tensors.items()}
+            version = Version(self.adaptation.number + 1, weights, Action.FULL)
+            self._names[version.number], self._trunk = name, ""
+        self._written = version
+        self.adaptation.adopt(version)
 
     def _publish(self, version: Version, before: Version | None) -> None:
         name = self._names.get(version.number, "")
