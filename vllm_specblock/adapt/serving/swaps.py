@@ -78,7 +78,7 @@ class Swaps:
     def counts(self) -> Counts:
         """Metrics of the trainer and of swaps."""
         counts = self.link.counts
-        return {(name, 0): counts[name.removeprefix("adapt_")] for name in LEARNING}
+        return {(name, 0): counts.get(name.removeprefix("adapt_"), 0) for name in LEARNING}
 
     def _begin(self, version: StagedVersion | None) -> None:
         if version is not None:
