@@ -162,7 +162,7 @@ class Simulation:
         if name == "rollbacks":
             self.stall += self._swap()
 
-    def _seconds_lost(self, action: Action) -> float:
+    def _seconds_lost(self, action: Action, _: float) -> float:
         lost = self.config.cost.update[action == Action.FULL]
         if self.pool.current is not self.served:
             lost += self._swap()

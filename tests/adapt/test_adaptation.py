@@ -39,7 +39,7 @@ def adapting(pair: Pair) -> Adaptation:
         pair.teacher,
         Weighs(),
         AdaptationConfig(lr=3e-3, every=EVERY),
-        seconds_lost=lambda action: 0.25,
+        seconds_lost=lambda *_: 0.25,
     )
 
 

@@ -32,7 +32,7 @@ class Adaptation:
 
     Args:
         drafter: θ_0, float32; it is copied.
-        seconds_lost: seconds that an update of an action takes from serving.
+        seconds_lost: seconds that an update of an action, which took so many, cost serving.
 
     Attributes:
         pool: `pool.current` is what is to serve.
@@ -51,7 +51,7 @@ class Adaptation:
         policy: Policy,
         config: AdaptationConfig | None = None,
         count: Count = lambda name, by: None,
-        seconds_lost: Callable[[Action], float] = lambda action: 0.0,
+        seconds_lost: Callable[[Action, float], float] = lambda action, seconds: 0.0,
     ) -> None:
         self.policy, self.teacher = policy, teacher
         self.config = _learned_by(policy, config or AdaptationConfig())
@@ -173,7 +173,7 @@ class Adaptation:
         self.count(f"updates_{action}", 1)
         self.count(f"update_microseconds_{action}", round(1e6 * report.seconds))
         self._offer(action, report, before)
-        seconds = self.seconds_lost(action)
+        seconds = self.seconds_lost(action, report.seconds)
         if self.policy.gated:
             current = self.pool.current
             self._weighed = Weighed(action, before, self.training, current, seconds)

@@ -37,19 +37,13 @@ def check_adapt(
             f"{key} is given to both drafters, but only one can adapt: drop it from one."
         )
     _check_trainer(options, gpus)
-    if parallel.tensor_parallel_size > 1:
-        if parallel.distributed_executor_backend != "mp" or parallel.nnodes > 1:
-            raise OptionError(
-                f"{key} is given and tensor_parallel_size is {parallel.tensor_parallel_size}, but "
-                "ranks must share one machine (distributed_executor_backend 'mp', nnodes 1): drop "
-                "one of them."
-            )
-        if options.trainer == "engine":
-            raise OptionError(
-                "speculative_config key 'adapt.trainer' is 'engine' and tensor_parallel_size is "
-                f"{parallel.tensor_parallel_size}, but other ranks cannot read its versions: take "
-                "'cpu' or a folder."
-            )
+    one_machine = parallel.distributed_executor_backend == "mp" and parallel.nnodes == 1
+    if parallel.tensor_parallel_size > 1 and not one_machine:
+        raise OptionError(
+            f"{key} is given and tensor_parallel_size is {parallel.tensor_parallel_size}, but "
+            "ranks must share one machine (distributed_executor_backend 'mp', nnodes 1): drop "
+            "one of them."
+        )
     if (options.folder is not None or options.trains_beside) and not os.path.isdir(target.model):
         raise OptionError(
             f"{key} is given, but the trainer reads the target's files, and {target.model!r} is "
@@ -58,14 +52,14 @@ def check_adapt(
 
 
 def _check_trainer(options: AdaptConfig, gpus: Collection[int]) -> None:
-    """Refuse a trainer's GPU that serves, or that does not exist."""
+    """Refuse a trainer's GPU that serves among others, or that does not exist."""
     if not DEVICE.fullmatch(options.trainer):
         return
     number = int(options.trainer.removeprefix("cuda:"))
-    if number in gpus:
+    if number in gpus and len(gpus) > 1:  # the other ranks would wait for its steps
         raise OptionError(
-            f"speculative_config key 'adapt.trainer' is {options.trainer!r}, but vLLM serves on "
-            "that GPU, and two processes on one take turns: name another, or take 'cpu'."
+            f"speculative_config key 'adapt.trainer' is {options.trainer!r}, but a rank of vLLM "
+            "serves on that GPU: name another, or take 'cpu'."
         )
     if number >= torch.cuda.device_count():
         raise OptionError(

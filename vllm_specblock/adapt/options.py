@@ -31,11 +31,11 @@ class AdaptConfig(Options):
     """Of the bandit: judged gains against measured seconds, or the paper's Algorithm 1."""
 
     trainer: str = "cpu"
-    """Where updates are computed: `cpu`, `cuda:N`, `engine` (heads only, in slices between its
-    steps), or a folder to which requests are written, for `specblock adapt run`."""
+    """Where updates are computed: `cpu`, `cuda:N`, or a folder to which requests are written, for
+    `specblock adapt run`."""
 
     actions: Literal["heads", "all"] | None = None
-    """The largest update. None: `heads`, and `all` on a GPU of the trainer's own."""
+    """The largest update. None: `heads`, and `all` on a GPU."""
 
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Constant rate of an update; heads take three times it. None: by the drafter's width."""
@@ -60,7 +60,7 @@ class AdaptConfig(Options):
                 f"trainer is {trainer!r}, but a GPU is named by its number, such as 'cuda:1'"
             )
         if not trainer:
-            raise ValueError("trainer is empty, but must be cpu, cuda:N, engine or a folder")
+            raise ValueError("trainer is empty, but must be cpu, cuda:N or a folder")
         return trainer
 
     @model_validator(mode="after")
@@ -72,11 +72,6 @@ class AdaptConfig(Options):
             )
         if self.policy == "watch" and self.out is not None:
             raise ValueError("policy 'watch' makes no versions, but out is given: drop one of them")
-        if self.trainer == "engine" and self.actions == "all":
-            raise ValueError(
-                "trainer 'engine' trains heads only, but actions is 'all': take 'heads' or "
-                "another trainer"
-            )
         defaults = type(self).model_fields
         for key in _TOLD_ELSEWHERE if self.folder is not None else ():
             if getattr(self, key) != defaults[key].default:
@@ -89,12 +84,12 @@ class AdaptConfig(Options):
     @property
     def folder(self) -> Path | None:
         """Where requests are written for a trainer elsewhere; None: the engine has one."""
-        process = self.trainer in ("cpu", "engine") or DEVICE.fullmatch(self.trainer)
+        process = self.trainer == "cpu" or DEVICE.fullmatch(self.trainer)
         return None if process else Path(self.trainer)
 
     @property
     def trains_beside(self) -> bool:
-        """Whether the engine has a trainer."""
+        """Whether the engine starts a trainer."""
         return self.folder is None and self.policy != "watch"
 
     @property

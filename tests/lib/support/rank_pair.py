@@ -204,7 +204,9 @@ def starting(ranks: Ranks, number: int, bad: bool) -> SimpleNamespace:
         seed = 7 if number or reads > 1 else 6
         return StagedVersion(seed, 0, Action.FULL, weights(seed), seed)
 
-    Swaps(Script({}), Refresh(model), ranks).start(current)
+    link = Script({})
+    link.current = current
+    Swaps(link, Refresh(model), ranks).start()
     return SimpleNamespace(seen=digest(model), reads=reads)
 
 

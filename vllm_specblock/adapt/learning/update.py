@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -91,7 +91,6 @@ class Updater:
         drafter: θ_train, float32.
         rate: of a full update.
         steps: batches learned so far.
-        pause: called after every batch.
     """
 
     def __init__(self, drafter: SpecBlockModel, config: AdaptationConfig | None = None) -> None:
@@ -100,7 +99,6 @@ class Updater:
         self.learner = SpecBlockLearner(drafter, self.config.recipe)
         self.origin = copy.deepcopy(drafter).requires_grad_(False) if self.config.anchor else None
         self.steps = 0
-        self.pause: Callable[[], None] = lambda: None
         self.forget()
 
     def forget(self) -> None:
@@ -119,10 +117,7 @@ class Updater:
         rate = self.rate * (self.config.heads_times if action is Action.HEADS else 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        losses = []
-        for train_batch in train_batches:
-            losses.append(self._learn(train_batch, learning))
-            self.pause()
+        losses = [self._learn(train_batch, learning) for train_batch in train_batches]
         learned = tuple(loss for loss in losses if loss is not None)
         self.steps += len(learned)
         return UpdateReport(learned, len(losses) - len(learned), time.perf_counter() - began)

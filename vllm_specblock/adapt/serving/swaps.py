@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 import numpy as np
 
 from vllm_specblock.adapt.link.folder_link import FolderVersions
-from vllm_specblock.adapt.link.staged import READS, StagedVersion
+from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.adapt.serving.in_engine import EngineTrainer
 from vllm_specblock.adapt.serving.refresh import Refresh
 from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.drafters.specblock.refresh import RefreshError
@@ -29,6 +27,9 @@ logger = logging.getLogger("vllm.specblock")
 EVERY = 64
 """Turns from one agreement to the next: it costs a message to and from every rank."""
 
+READS = 3
+"""Reads of the current version at a start, should another one be chosen meanwhile."""
+
 
 class Swaps:
     """Gives a drafter the weights that its trainer offers.
@@ -40,23 +41,19 @@ class Swaps:
 
     def __init__(
         self,
-        link: FolderVersions | EngineTrainer,
+        link: FolderVersions,
         refresh: Refresh,
         ranks: Ranks | None = None,
-        trainer: TrainerProcess | EngineTrainer | None = None,
+        trainer: TrainerProcess | None = None,
     ) -> None:
         self.link, self.refresh, self.ranks, self.trainer = link, refresh, ranks, trainer
         self._coming: StagedVersion | None = None
         self._turns = 0
 
-    def start(self, current: Callable[[], StagedVersion | None]) -> None:
-        """Let what is current serve from the first step on, at load, on all ranks.
-
-        Args:
-            current: returns it, if it was not returned before.
-        """
+    def start(self) -> None:
+        """Let what is current serve from the first step on, at load, on all ranks."""
         for _ in range(READS):
-            self._begin(current())
+            self._begin(self.link.current())
             while self._coming is not None and not self.refresh.ready:
                 self._advance()
                 time.sleep(1e-3)
@@ -72,8 +69,6 @@ class Swaps:
         self._turns += 1
         if self.ranks is not None and self._turns % EVERY == 0:
             self._agree(self.ranks)
-        if isinstance(self.trainer, EngineTrainer):
-            self.trainer.slice()
 
     def counts(self) -> Counts:
         """Metrics of the trainer and of swaps."""
@@ -129,7 +124,3 @@ class FollowingRank(StepObserver):
 
     def between_steps(self, slots: np.ndarray) -> None:
         self.swaps.turn()
-
-    def counts(self) -> Counts:
-        """Of this rank; the metrics are the first one's."""
-        return self.swaps.counts()

@@ -1,4 +1,4 @@
-"""The trainer: in a process of an engine, in `specblock adapt run`, or inside an engine.
+"""The trainer: in a process of an engine, or in `specblock adapt run`.
 
 It never imports vLLM.
 """
@@ -14,7 +14,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -22,7 +21,6 @@ from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
 from vllm_specblock.adapt.learning.update import AdaptationConfig, recipe
-from vllm_specblock.adapt.link.finished import Finished
 from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
 from vllm_specblock.adapt.policy.interface import EVERY, Action
 from vllm_specblock.adapt.policy.registry import make_policy
@@ -53,10 +51,11 @@ class TrainerConfig:
         actions: the largest update: `heads`, or `all`.
         lr, every, memory: see `AdaptConfig`.
         num_blocks: M that serving drafts.
-        out: folder for versions; None: versions go to the link's folder, if there is one, and the
-            last one alone is kept.
+        out: folder for versions; None: versions go to the link's folder, and the last one alone is
+            kept.
         seconds: least time between two versions in `out`.
-        device: `cpu`, or `cuda:N`, which no other process computes on.
+        device: `cpu`, or `cuda:N`.
+        shares_gpu: the engine serves on it, and waits for updates.
         link: folder shared with the engine that started the trainer; None: there is none.
     """
 
@@ -71,6 +70,7 @@ class TrainerConfig:
     out: str | None = None
     seconds: float = 0.0
     device: str = "cpu"
+    shares_gpu: bool = False
     threads: int = 1
     seed: int = 0
     link: str | None = None
@@ -83,18 +83,6 @@ class TrainerConfig:
         return cls(**json.loads(text))
 
 
-class Source(Protocol):
-    """Where finished requests come from: `FolderSource`, or the engine itself."""
-
-    def next(self) -> Finished | None: ...
-
-    def count(self, name: str, by: int = 1) -> None: ...
-
-    def tell(self) -> None: ...
-
-    def swap_seconds(self, action: Action) -> float: ...
-
-
 class Trainer:
     """Learns from the requests of a source, and writes the version that is to serve to a folder.
 
@@ -103,16 +91,14 @@ class Trainer:
         CheckpointError: as `checkpoint.load`.
     """
 
-    def __init__(self, config: TrainerConfig, source: Source) -> None:
-        self.source = source
+    def __init__(self, config: TrainerConfig, source: FolderSource) -> None:
+        self.source, self._shares_gpu = source, config.shares_gpu
         if config.actions not in LARGEST:
             raise TrainError(f"actions is {config.actions!r}, but must be heads or all.")
         policy = make_policy(config.policy, config.seed, LARGEST[config.actions], config.every)
-        paths, out = (Path(config.drafter), Path(config.target)), config.out
-        if out is None and config.link is not None:
-            out = f"{config.link}/{VERSIONS}"
-        folder = None if out is None else VersionFolder(Path(out), *paths)
-        if folder is not None and config.link is None:  # else the engine holds the lock
+        paths = Path(config.drafter), Path(config.target)
+        folder = VersionFolder(Path(config.out or f"{config.link}/{VERSIONS}"), *paths)
+        if config.link is None:  # else the engine holds the lock
             folder.lock()
         drafter = checkpoint.load(config.drafter, torch.float32, config.device)
         self._columns = drafter.config.target_hidden_size
@@ -134,13 +120,11 @@ class Trainer:
                 seed=config.seed,
             ),
             source.count,
-            source.swap_seconds,
+            self._seconds_lost,
         )
-        self.writer: VersionWriter | None = None
-        if folder is not None:
-            keep = KEPT if config.out is not None else 1
-            self.writer = VersionWriter(folder, drafter, self.adaptation, config.seconds, keep)
-            self.writer.exchange()
+        keep = KEPT if config.out is not None else 1
+        self.writer = VersionWriter(folder, drafter, self.adaptation, config.seconds, keep)
+        self.writer.exchange()
         source.tell()
 
     def step(self) -> bool:
@@ -151,17 +135,18 @@ class Trainer:
                 self.adaptation.finish(message.record, message.request)
             else:
                 self.source.count("dropped_records", 1)
-        if self.writer is not None:
-            self.writer.exchange()
+        self.writer.exchange()
         if message is not None:
             self.source.tell()
         return message is not None
 
     def close(self) -> None:
         """Write what was not written yet."""
-        if self.writer is not None:
-            self.writer.write(now=True)
-            self.writer.folder.unlock()
+        self.writer.write(now=True)
+        self.writer.folder.unlock()
+
+    def _seconds_lost(self, action: Action, seconds: float) -> float:
+        return self.source.swap_seconds(action) + seconds * self._shares_gpu
 
     def _fits(self, record: Record) -> bool:
         columns = (record.states.shape[1], record.last.shape[1])
