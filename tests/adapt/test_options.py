@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_specblock.adapt.check import check_adapt
-from vllm_specblock.adapt.options import AdaptConfig, parse_adapt
+from vllm_specblock.adapt.options import AdaptConfig, check_adapt, parse_adapt
 from vllm_specblock.config import OptionError
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -165,7 +165,7 @@ class Late:
     """A future that is done after some turns."""
 
     def __init__(self, call: Callable[[], Any], turns: int) -> None:
-        self.result, self.turns = call, turns
+        self.result, self.turns = cache(call), turns
 
     def done(self) -> bool:
         self.turns -= 1
