@@ -77,14 +77,18 @@ class VersionFolder:
             os.close(self._lock)
             self._lock = None
 
-    def write(self, drafter: SpecBlockModel, facts: dict[str, Any]) -> str:
+    def write(
+        self, drafter: SpecBlockModel, facts: dict[str, Any], number: int | None = None
+    ) -> str:
         """Write a version beside the others, whole or not at all, and return its name.
 
         Args:
             drafter: in the dtype in which it is to be stored.
             facts: `parent` (a version's name, or None), `action`, `rows`, `gain`; maybe `trunk`.
+            number: None: the next.
         """
-        name = f"{PREFIX}{max(map(number_of, self.names()), default=0) + 1:05d}"
+        name = name_of(number or max(map(number_of, self.names()), default=0) + 1)
+        assert name is not None
         aside = self.out / f".{name}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(mode=0o700)
@@ -204,6 +208,11 @@ class VersionFolder:
         if checksum is None or checksum != facts.get("checksum"):
             raise TrainError(f"The weights in {folder} are not those that were written there.")
         return folder
+
+
+def name_of(number: int) -> str | None:
+    """A version's name; None: the drafter as delivered, number 0."""
+    return f"{PREFIX}{number:05d}" if number else None
 
 
 def number_of(name: str | None) -> int:

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.files import lock_folder, private_folder, read_json, write_json
 from vllm_specblock.adapt.link.finished import Finished
-from vllm_specblock.adapt.link.staged import DELIVERED, StagedVersion, SwapCounts, current_version
+from vllm_specblock.adapt.link.staged import DELIVERED, StagedVersion, current_version
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.train.config import TrainError
@@ -90,16 +90,19 @@ def make_shared_folder(token: int, size: int) -> int:
     return lock
 
 
-class FolderVersions(SwapCounts):
+class FolderVersions:
     """The versions that a folder offers, for one rank of an engine: a thread looks for them.
 
     Args:
         versions: its current version is there for `staged` at once.
+
+    Attributes:
+        tally: what this end counts, by a metric's name without `adapt_`
+            (`engine/metrics/exporter.py`).
     """
 
     def __init__(self, versions: VersionFolder) -> None:
-        super().__init__()
-        self.versions = versions
+        self.versions, self.tally = versions, Counter[str]()
         self._found: deque[StagedVersion] = deque(maxlen=1)
         self._seen, self._read, self._trunk = 0, 0, DELIVERED
         self._ends, self._looking = threading.Event(), threading.Lock()
@@ -121,8 +124,19 @@ class FolderVersions(SwapCounts):
         return self.staged()
 
     def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
-        super().took(version, seconds)
+        """Note that a version serves, and the seconds that the swap took from serving."""
         self._trunk = version.trunk
+        self.tally["swaps"] += 1
+        self.tally["swap_microseconds"] += round(1e6 * seconds)
+
+    def refuse(self, version: StagedVersion) -> None:
+        """Note that a version's weights are not finite."""
+        self.tally["versions_refused_not_finite"] += 1
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Of both ends, as `tally`."""
+        return self.tally
 
     def close(self) -> None:
         self._ends.set()
@@ -284,10 +298,9 @@ class FolderSource:
         self.folder, self.tally = folder, Counter[str]()
         with suppress(OSError, ValueError, TypeError):  # of the trainer before
             self.tally.update(read_json(folder / _COUNTS))
-        self._names: list[str] = []
 
     def count(self, name: str, by: int = 1) -> None:
-        """Add to a count, see `SwapCounts`."""
+        """Add to a count, see `FolderVersions.tally`."""
         self.tally[name] += by
 
     def tell(self) -> None:
@@ -297,11 +310,7 @@ class FolderSource:
 
     def next(self) -> Finished | None:
         """Return the oldest request, whose file is gone then; None: no request waits."""
-        if not self._names:
-            names = (path.name for path in self.folder.glob(f"{_STEM}*{_END}"))
-            self._names = sorted(names, reverse=True)
-        while self._names:
-            path = self.folder / self._names.pop()
+        for path in sorted(self.folder.glob(f"{_STEM}*{_END}")):
             try:
                 return Finished.load(path)
             except FileNotFoundError:

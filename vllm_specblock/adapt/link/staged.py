@@ -1,8 +1,7 @@
-"""Versions as a serving drafter takes them, and counts of that."""
+"""Versions as a serving drafter takes them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -36,31 +35,6 @@ class StagedVersion:
     tensors: Mapping[str, Tensor] = field(repr=False)
     key: int = 1
     trunk: str = DELIVERED
-
-
-class SwapCounts:
-    """What an engine counts of a link: swaps, and versions that it refused.
-
-    Attributes:
-        tally: by a metric's name, without `adapt_` (`engine/metrics/exporter.py`).
-    """
-
-    def __init__(self) -> None:
-        self.tally = Counter[str]()
-
-    def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
-        """Note that a version serves, and the seconds that the swap took from serving."""
-        self.tally["swaps"] += 1
-        self.tally["swap_microseconds"] += round(1e6 * seconds)
-
-    def refuse(self, version: StagedVersion) -> None:
-        """Note that a version's weights are not finite."""
-        self.tally["versions_refused_not_finite"] += 1
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Of both ends, as `tally`."""
-        return self.tally
 
 
 def current_version(versions: VersionFolder, trunk: str) -> StagedVersion:

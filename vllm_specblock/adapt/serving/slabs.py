@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -39,20 +38,6 @@ class Part:
     prompt: int
     stops: frozenset[int]
     began: float
-
-
-class Arrival(NamedTuple):
-    """A part of a request that has left its slab.
-
-    Attributes:
-        record: its rows, copied; None: there is no row to learn from.
-        finished: with the last part; None: nothing was drafted for the request.
-        last: it is the request's last part.
-    """
-
-    record: Record | None
-    finished: FinishedRequest | None
-    last: bool
 
 
 class Slabs:
@@ -156,12 +141,17 @@ class Slabs:
         self.tensors.of_slot[slot].fill_(-1)
         return True
 
-    def arrived(self) -> Iterator[Arrival]:
-        """Yield the parts that reached host memory, in order; each frees its slab."""
+    def arrived(self) -> Iterator[tuple[Record | None, FinishedRequest | None, bool]]:
+        """Yield the parts of requests that reached host memory, in order; each frees its slab.
+
+        Yields:
+            A part's rows, copied, None where there is no row to learn from; with the last part the
+            request, None where nothing was drafted for it; whether it is the last part.
+        """
         while self._leaving and self.copies.is_here(self._leaving[0][0].slab):
             part, ended = self._leaving.popleft()
             finished = self._finished(part, ended)
-            yield Arrival(self._read(part, finished), finished, ended is not None)
+            yield self._read(part, finished), finished, ended is not None
 
     def _leave(self, slot: int, part: Part, ended: float | None) -> None:
         self.copies.send(part.slab, slot)
@@ -188,16 +178,10 @@ class Slabs:
             tokens, labels = tokens[:within], labels[:within]
         if not labels.any():  # a host tensor
             return None
-        rows = len(tokens)
-        sums = () if finished is None else (finished.misses, finished.steps, finished.tokens)
-        return Record(
-            part.request,
-            kept.states[slab, :rows].clone(),
-            kept.last[slab, :rows].clone(),
-            tokens,
-            labels,
-            *sums,
-        )
+        rows = slice(len(tokens))
+        states, last = kept.states[slab, rows].clone(), kept.last[slab, rows].clone()
+        tau = 0.0 if finished is None else finished.tau
+        return Record(part.request, states, last, tokens, labels, tau)
 
     def _give(self, slot: int, part: Part) -> None:
         self.tensors.of_slot[slot].fill_(part.slab)
