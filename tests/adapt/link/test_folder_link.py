@@ -136,8 +136,10 @@ def test_both_ends_tell_each_other_what_they_count(pair):
     link = pair.link()
     source = FolderSource(link.folder)
     source.count("updates_full", 3)
+    source.count("judged_gain_millitokens", -5)
     source.tell()
     assert wait(lambda: link.counts["updates_full"]) == 3
+    assert link.counts["judged_gain_millitokens"] == -5
     link.took(folder_link.StagedVersion(1, 0, Action.HEADS, {}), 0.25)
     assert source.swap_seconds(Action.HEADS) == 0.25
     assert source.swap_seconds(Action.FULL) == 0.0

@@ -230,7 +230,9 @@ class FolderLink(FolderVersions):
 
     @property
     def counts(self) -> Counter[str]:
-        return self.tally + self._learned
+        counts = self._learned.copy()
+        counts.update(self.tally)  # `+` would drop a gain below 0
+        return counts
 
     def close(self) -> None:
         """Write what waits, and leave the folder to others, or remove it."""
