@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -14,7 +15,7 @@ def main() -> int:
     os.setpriority(os.PRIO_PROCESS, 0, 19)
     from vllm_specblock.adapt.trainer.trainer import TrainerConfig, serve
 
-    config, engine = TrainerConfig.from_json(sys.argv[1]), int(sys.argv[2])
+    config, engine = TrainerConfig(**json.loads(sys.argv[1])), int(sys.argv[2])
     assert config.link is not None
     threading.Thread(target=_end_with, args=(engine, config.link), daemon=True).start()
     return serve(config)

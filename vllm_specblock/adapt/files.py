@@ -17,11 +17,8 @@ _DYING = 1.0
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder of mode 0700 where it is missing.
-
-    Raises:
-        TrainError: it cannot be made, or is another user's.
-    """
+    """Make a folder of mode 0700 where it is missing; raises TrainError where it cannot be made, or
+    is another user's."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)

@@ -38,17 +38,11 @@ KEPT = 8
 
 
 class VersionFolder:
-    """The versions of one drafter for one target.
+    """The versions of one drafter for one target; raises TrainError where these cannot be read.
 
     Args:
-        out: its folder, which need not exist yet.
+        out: the folder, which need not exist yet.
         drafter, target: folders, as delivered; None: any version fits.
-
-    Attributes:
-        fingerprints: of drafter and target, of those that are given.
-
-    Raises:
-        TrainError: the drafter or the target cannot be read.
     """
 
     def __init__(self, out: Path, drafter: Path | None = None, target: Path | None = None) -> None:
@@ -61,11 +55,8 @@ class VersionFolder:
         self._lock: int | None = None
 
     def lock(self) -> None:
-        """Become the writer, and remove what another one left half-written.
-
-        Raises:
-            TrainError: there is another writer, or the folder cannot be made.
-        """
+        """Become the writer, and remove what another one left half-written; raises TrainError where
+        there is another writer, or the folder cannot be made."""
         if self._lock is None:
             private_folder(self.out)
             self._lock = lock_folder(self.out)
@@ -106,21 +97,14 @@ class VersionFolder:
         return name
 
     def use(self, name: str | None) -> None:
-        """Make a version current; None: the drafter as delivered.
-
-        Raises:
-            TrainError: there is no such version, or it cannot be used; nothing changes.
-        """
+        """Make a version current; None: the drafter as delivered. Raises TrainError as `read`."""
         if name is not None:
             self.read(name)
         write_json(self.out / CURRENT, {"version": name})
 
     def current(self) -> str | None:
-        """Return the name of the version that is to serve; None: the drafter as delivered.
-
-        Raises:
-            TrainError: current.json cannot be read.
-        """
+        """Return the name of the version that is to serve; None: the drafter as delivered. Raises
+        TrainError where current.json cannot be read."""
         try:
             name = read_json(self.out / CURRENT)["version"]
         except FileNotFoundError:
@@ -178,11 +162,7 @@ class VersionFolder:
         return found
 
     def prune(self, keep: int = KEPT) -> None:
-        """Remove all but the newest versions and the current one.
-
-        Raises:
-            TrainError: as `current`.
-        """
+        """Remove all but the newest versions and the current one; raises as `current`."""
         current = self.current()
         for name in self.names()[:-keep]:
             if name != current:
@@ -221,11 +201,7 @@ def number_of(name: str | None) -> int:
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """Return the facts that `write` stored with a version.
-
-    Raises:
-        TrainError: they cannot be read.
-    """
+    """Return what `write` stored with a version; raises TrainError where it cannot be read."""
     try:
         facts = read_json(folder / provenance.FILE)["adaptation"]
         if isinstance(facts, dict):
@@ -236,11 +212,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint(drafter: Path) -> str:
-    """Return a digest of a drafter's config and weights.
-
-    Raises:
-        TrainError: there is no such drafter.
-    """
+    """Return a digest of a drafter's config and weights; raises TrainError where there is none."""
     try:
         return _digest(drafter / checkpoint.CONFIG)[:16] + _digest(drafter / checkpoint.WEIGHTS)
     except OSError as error:

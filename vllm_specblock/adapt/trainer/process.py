@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from vllm_specblock.adapt.link.folder_link import FolderLink
 from vllm_specblock.adapt.trainer.trainer import CANNOT_START, TrainerConfig
@@ -93,8 +94,9 @@ class TrainerProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         if self.config.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        config = json.dumps(asdict(self.config))
         # -P: nothing is imported from the folder in which the engine was started.
-        command = [sys.executable, "-P", "-m", "vllm_specblock.adapt", self.config.to_json()]
+        command = [sys.executable, "-P", "-m", "vllm_specblock.adapt", config]
         self._process = subprocess.Popen(
             [*command, str(os.getpid())], env=environment, stdin=subprocess.DEVNULL
         )

@@ -5,8 +5,6 @@ It never imports vLLM.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import signal
 import sys
@@ -74,13 +72,6 @@ class TrainerConfig:
     threads: int = 1
     seed: int = 0
     link: str | None = None
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> TrainerConfig:
-        return cls(**json.loads(text))
 
 
 class Trainer:
