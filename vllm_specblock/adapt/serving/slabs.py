@@ -161,7 +161,7 @@ class Slabs:
         missed, steps, committed = (total[part.slab] for total in self.copies.sums)
         if ended is None or ended <= part.began or not steps:  # a host tensor
             return None
-        sums = missed.item(), int(steps), int(committed)  # host tensors
+        sums = missed.item(), int(steps), int(committed)  # a host tensor each
         return FinishedRequest(*sums, ended - part.began)
 
     def _read(self, part: Part, finished: FinishedRequest | None) -> Record | None:
