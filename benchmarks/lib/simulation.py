@@ -154,7 +154,7 @@ class Simulation:
     def _record(self, sequence: EvalSequence, request: FinishedRequest) -> Record:
         self.count += 1
         name = f"request {self.count}"
-        return record_of(name, sequence, request.misses, request.steps, request.tokens)
+        return record_of(name, sequence, request.tau)
 
     def _note(self, name: str, by: int) -> None:
         """What the adaptation counts; an earlier version that comes back is a swap."""
@@ -162,7 +162,7 @@ class Simulation:
         if name == "rollbacks":
             self.stall += self._swap()
 
-    def _seconds_lost(self, action: Action) -> float:
+    def _seconds_lost(self, action: Action, _: float) -> float:
         lost = self.config.cost.update[action == Action.FULL]
         if self.pool.current is not self.served:
             lost += self._swap()
@@ -219,16 +219,14 @@ def _shape(drafter: SpecBlockModel, nodes: int) -> TreeShape:
     return serving_shape(drafter, nodes=nodes) if nodes else serving_shape(drafter)
 
 
-def record_of(
-    request: str, sequence: EvalSequence, misses: float = 0.0, steps: int = 0, committed: int = 0
-) -> Record:
+def record_of(request: str, sequence: EvalSequence, tau: float = 0.0) -> Record:
     """The record that serving would leave of a text: up to `PROMPT_ROWS` of its prompt's end, then
     its answer, `ROWS` in all.
 
     Args:
         request: id.
         sequence: of at least two tokens.
-        misses, steps, committed: see `Record`.
+        tau: see `Record`.
     """
     begin = max(0, sequence.prompt - PROMPT_ROWS)
     end = min(begin + ROWS, len(sequence.tokens) - 1)
@@ -239,7 +237,5 @@ def record_of(
         sequence.last[begin:end],
         sequence.tokens[begin + 1 : end + 1],
         number >= sequence.prompt,
-        misses,
-        steps,
-        committed,
+        tau,
     )

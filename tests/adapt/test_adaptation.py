@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from statistics import fmean, stdev
 
 import pytest
+import torch
 from lib.policies import Fixed
 from support.adapting import Pair
 
@@ -39,7 +41,7 @@ def adapting(pair: Pair) -> Adaptation:
         pair.teacher,
         Weighs(),
         AdaptationConfig(lr=3e-3, every=EVERY),
-        seconds_lost=lambda action: 0.25,
+        seconds_lost=lambda *_: 0.25,
     )
 
 
@@ -109,6 +111,40 @@ def test_behind_an_alarm_training_begins_anew_from_what_serves(pair, monkeypatch
     assert adaptation._weighed is None and told[2] == 0.25, "its price is known, its gain is moot"
 
 
+def test_weights_that_are_not_finite_are_never_offered(pair, monkeypatch):
+    """Training goes on from before."""
+    adaptation, counts = adapting(pair), Counter()
+    monkeypatch.setattr(adaptation, "count", lambda name, by: counts.update({name: by}))
+    monkeypatch.setattr(adaptation.judge, "is_better", lambda *_: True)
+    update = adaptation.updater.update
+
+    def breaks(action, train_batches):
+        report = update(action, train_batches)
+        if not counts["versions_refused_weights"]:
+            adaptation.updater.drafter.norm.weight.data[1] = float("nan")
+        return report
+
+    monkeypatch.setattr(adaptation.updater, "update", breaks)
+    for number in range(3 * EVERY):
+        adaptation.finish(*pair.request(number))
+    assert counts["versions_refused_weights"] == 1
+    assert counts["updates_full"] == 3 == counts["versions_offered"] + 1
+    assert all(torch.isfinite(each).all() for each in adaptation.training.tensors.values())
+
+
+def test_a_fall_of_tau_brings_the_last_good_version_back(pair, monkeypatch):
+    adaptation = adapting(pair)
+    monkeypatch.setattr(adaptation.judge, "is_better", lambda *_: True)
+    for number in range(4 * EVERY):
+        adaptation.finish(*pair.request(number))
+    adaptation.pool.good = adaptation.pool.origin
+    assert adaptation.pool.current.number > 0
+    _, request = pair.request(100)
+    while adaptation.pool.current.number:
+        adaptation.finish(None, replace(request, tokens=11))
+        assert adaptation.requests < 6 * EVERY
+
+
 def test_versions_are_counted_from_the_start_or_an_alarm_on(pair, monkeypatch):
     """Whether they came to serve or not."""
     adaptation, counts = adapting(pair), []
@@ -173,7 +209,7 @@ def test_osd_learns_from_rejected_positions_of_new_records_alone(pair, monkeypat
     )
     for number in range(2 * EVERY):
         record, request = pair.request(number)
-        adaptation.finish(replace(record, steps=1, committed=1 + number % 3), request)
+        adaptation.finish(replace(record, tau=1 + number % 3), request)
     names = [each.request for records in given for each in records]
     judged = {each.request for each in adaptation.book.recent.records}
     expected = [pair.record(number).request for number in range(2 * EVERY)]

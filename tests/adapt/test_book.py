@@ -128,12 +128,12 @@ def test_a_batch_is_half_new_and_half_rehearsed():
 
 
 def known(name: str, tau: int) -> Record:
-    return replace(random_record(name), steps=10, committed=10 * tau)
+    return replace(random_record(name), tau=tau)
 
 
 def test_a_record_weighs_what_a_token_of_depth_saves():
     assert (known("one", 1).weight, known("two", 2).weight) == (1.0, 0.25)
-    assert replace(random_record("of no step"), steps=0, committed=0).weight == 1.0
+    assert replace(random_record("of no step"), tau=0.0).weight == 1.0
 
 
 def test_records_are_drawn_by_their_weight():

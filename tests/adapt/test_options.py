@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_specblock.adapt.check import check_adapt
-from vllm_specblock.adapt.options import AdaptConfig, parse_adapt
+from vllm_specblock.adapt.options import AdaptConfig, check_adapt, parse_adapt
 from vllm_specblock.config import OptionError
 
 
@@ -50,7 +49,6 @@ def test_given():
         ({"policy": "watch", "rule": "paper"}, ["rule 'paper'", "policy is 'watch'"]),
         ({"trainer": "cuda"}, ["trainer is 'cuda'", "cuda:1"]),
         ({"trainer": ""}, ["trainer is empty"]),
-        ({"trainer": "engine", "actions": "all"}, ["'engine'", "heads only"]),
         ({"trainer": "a/folder", "lr": 1e-4}, ["the folder 'a/folder'", "'lr'", "adapt run"]),
         ({"trainer": "a/folder", "policy": "watch"}, ["takes 'policy'", "drop the key"]),
         ({"actions": "full"}, ["'adapt.actions' is 'full'", "'all'"]),
@@ -90,9 +88,10 @@ def test_where_a_trainer_is(trainer, folder, beside):
 @pytest.mark.parametrize(
     ("trainer", "serving", "parts"),
     [
-        ("cuda:1", (0, 1), ["'cuda:1'", "vLLM serves on that GPU", "name another"]),
+        ("cuda:1", (0, 1), ["'cuda:1'", "a rank of vLLM serves on that GPU", "name another"]),
         ("cuda:2", (0, 1), ["PyTorch finds 2 GPUs here"]),
         ("cuda:0", (), None),
+        ("cuda:0", (0,), None),  # one GPU for both
         ("cuda:1", (0,), None),
         ("cpu", (0, 1), None),
         ("a/folder", (0, 1), None),

@@ -17,6 +17,7 @@ from support.records import small_drafter
 from vllm_specblock.adapt.files import lock_folder
 from vllm_specblock.adapt.versions import KEPT, VersionFolder
 from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.train import provenance
 from vllm_specblock.train.config import TrainError
 
 FACTS = {"parent": None, "action": "heads", "rows": 12, "gain": 0.5}
@@ -74,10 +75,25 @@ def test_nothing_is_made_for_a_look(pair, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_the_drafter_as_delivered_can_be_chosen(folder):
+@pytest.mark.parametrize("place, name", [(provenance, "write"), (Path, "rename"), (Path, "chmod")])
+def test_a_writer_that_is_killed_leaves_no_version_that_is_not_whole(
+    folder, monkeypatch, place, name
+):
     folder.use(folder.write(other_drafter(), FACTS))
-    folder.use(None)
-    assert folder.current() is None
+
+    class Killed(BaseException): ...
+
+    def kill(*_) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(place, name, kill)
+        folder.write(other_drafter(), FACTS)
+    assert folder.names() == ["version-00001"] == [folder.current()]
+    folder.unlock()
+    folder.lock()
+    assert not list(folder.out.glob(".version-*"))
+    assert folder.write(other_drafter(), FACTS) == "version-00002"
 
 
 def half(folder: Path) -> None:

@@ -79,27 +79,3 @@ def test_it_takes_what_its_trainer_offers(learning, reference, request):
     found = counts(learning)
     assert found["adapt_versions_refused_checksum"] == 0
     assert found["adapt_recorded_requests"] > 10 and found["adapt_swap_microseconds"] > 0
-
-
-def test_a_trainer_inside_the_engine_learns_between_steps(reference):
-    """Slices are granted by steps alone, so it is known how many requests it takes."""
-    adapt = {"policy": "always", "every": 2, "lr": 1e-3, "trainer": "engine"}
-    engine = make_engine({"num_speculative_tokens": 10, "adapt": adapt})
-    trainer = engine.speculator.recorder.swaps.trainer
-    requests, texts = params(4, max_tokens=60), PROMPTS[:4]
-    expected = reference("four to learn from", requests, texts)
-    before, began, rounds = weights(engine), time.perf_counter(), 0
-    while counts(engine)["adapt_swaps"] < 2:
-        assert time.perf_counter() - began < LIMIT and trainer.slices.error is None
-        check(engine, requests, expected, texts)
-        rounds += 1
-    after, seconds = weights(engine), time.perf_counter() - began
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed and all(name.startswith(HEADS) for name in changed)
-    found = counts(engine)
-    assert found.keys() == exporter.LEARNING.keys()
-    assert found["adapt_updates_heads"] >= 2 and not found["adapt_updates_full"]
-    assert found["adapt_recorded_requests"] >= 4
-    # One slice may be longer than what was saved up for it, and is paid for afterwards.
-    assert 0 < trainer.slices.seconds < 0.03 * seconds + 1.0
-    trainer.close()

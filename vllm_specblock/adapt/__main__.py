@@ -11,14 +11,14 @@ import time
 
 
 def main() -> int:
-    """Arguments: the config as JSON, the descriptor of a lock, and the engine's process id."""
-    config, lock, engine = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    """Arguments: the config as JSON, and the engine's process id."""
     os.setpriority(os.PRIO_PROCESS, 0, 19)
-    link = json.loads(config)["link"]
-    threading.Thread(target=_end_with, args=(engine, link), daemon=True).start()
     from vllm_specblock.adapt.trainer.trainer import TrainerConfig, serve
 
-    return serve(TrainerConfig.from_json(config), lock)
+    config, engine = TrainerConfig(**json.loads(sys.argv[1])), int(sys.argv[2])
+    assert config.link is not None
+    threading.Thread(target=_end_with, args=(engine, config.link), daemon=True).start()
+    return serve(config)
 
 
 def _end_with(engine: int, link: str) -> None:

@@ -23,31 +23,8 @@ AGAIN, AGAIN_SURE = 4, 2.0
 """Texts since an update after which a refused version may serve after all, and standard errors by
 which it has to be better on them: it is looked at after each text."""
 
-COUNTS = (
-    # The engine's.
-    "swaps",
-    "swap_microseconds",
-    "versions_refused_checksum",
-    "versions_refused_not_finite",
-    "trainer_restarts",
-    # The trainer's.
-    "updates_heads",
-    "updates_full",
-    "update_microseconds_heads",
-    "update_microseconds_full",
-    "versions_offered",
-    "versions_refused_not_better",
-    "versions_refused_weights",  # training made them NaN or infinite
-    "rollbacks",
-    "judged_requests",
-    "judged_gain_millitokens",
-    # Of both.
-    "dropped_records",
-)
-"""What is counted; metrics are named `adapt_…` (`engine/metrics/exporter.py`)."""
-
 Count = Callable[[str, int], None]
-"""Adds to one of `COUNTS`."""
+"""Adds to a metric, named without `adapt_` (`engine/metrics/exporter.py`)."""
 
 
 class Adaptation:
@@ -55,7 +32,7 @@ class Adaptation:
 
     Args:
         drafter: θ_0, float32; it is copied.
-        seconds_lost: seconds that an update of an action takes from serving.
+        seconds_lost: seconds that an update of an action, which took so many, cost serving.
 
     Attributes:
         pool: `pool.current` is what is to serve.
@@ -74,7 +51,7 @@ class Adaptation:
         policy: Policy,
         config: AdaptationConfig | None = None,
         count: Count = lambda name, by: None,
-        seconds_lost: Callable[[Action], float] = lambda action: 0.0,
+        seconds_lost: Callable[[Action, float], float] = lambda action, seconds: 0.0,
     ) -> None:
         self.policy, self.teacher = policy, teacher
         self.config = _learned_by(policy, config or AdaptationConfig())
@@ -196,7 +173,7 @@ class Adaptation:
         self.count(f"updates_{action}", 1)
         self.count(f"update_microseconds_{action}", round(1e6 * report.seconds))
         self._offer(action, report, before)
-        seconds = self.seconds_lost(action)
+        seconds = self.seconds_lost(action, report.seconds)
         if self.policy.gated:
             current = self.pool.current
             self._weighed = Weighed(action, before, self.training, current, seconds)

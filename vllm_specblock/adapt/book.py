@@ -31,7 +31,7 @@ class Record:
         last: [W, Ht], what the target's LM head reads at x_p.
         tokens: [W] int64, x_{p+1}.
         labels: [W] bool, x_{p+1} is the target's own: a token to learn. A prompt's rows come first.
-        misses, steps, committed: see `FinishedRequest`.
+        tau: tokens per step of its request; 0: unknown.
     """
 
     request: str
@@ -39,9 +39,7 @@ class Record:
     last: Tensor
     tokens: Tensor
     labels: Tensor
-    misses: float = 0.0
-    steps: int = 0
-    committed: int = 0
+    tau: float = 0.0
 
     def __post_init__(self) -> None:
         lengths = [len(part) for part in self._tensors]
@@ -57,8 +55,8 @@ class Record:
 
     @property
     def weight(self) -> float:
-        """1 / τ²: the steps per token that a token of τ more would save. 1 where it had no step."""
-        return (self.steps / self.committed) ** 2 if self.steps and self.committed else 1.0
+        """1 / τ²: the steps per token that a token of τ more would save. 1 where τ is unknown."""
+        return self.tau**-2 if self.tau else 1.0
 
     @property
     def size(self) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import torch
 from pydantic import Field, field_validator, model_validator
 
 from vllm_specblock.adapt.policy.interface import EVERY
@@ -13,9 +16,14 @@ from vllm_specblock.config import OptionError, Options, parse_options
 from vllm_specblock.drafters.registry import drafter_kind, kinds_that
 from vllm_specblock.engine.step_observer import ADAPT
 
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig
+
+    from vllm_specblock.engine.config.resolved_config import ResolvedConfig
+
 Requests = Literal["all", "marked"]
 
-DEVICE = re.compile(r"cuda:\d+")
+_DEVICE = re.compile(r"cuda:\d+")
 _TOLD_ELSEWHERE = ("policy", "rule", "actions", "lr", "every")
 """With a folder as trainer, these are options of `specblock adapt run`."""
 
@@ -31,11 +39,11 @@ class AdaptConfig(Options):
     """Of the bandit: judged gains against measured seconds, or the paper's Algorithm 1."""
 
     trainer: str = "cpu"
-    """Where updates are computed: `cpu`, `cuda:N`, `engine` (heads only, in slices between its
-    steps), or a folder to which requests are written, for `specblock adapt run`."""
+    """Where updates are computed: `cpu`, `cuda:N`, or a folder to which requests are written, for
+    `specblock adapt run`."""
 
     actions: Literal["heads", "all"] | None = None
-    """The largest update. None: `heads`, and `all` on a GPU of the trainer's own."""
+    """The largest update. None: `heads`, and `all` on a GPU."""
 
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Constant rate of an update; heads take three times it. None: by the drafter's width."""
@@ -55,12 +63,12 @@ class AdaptConfig(Options):
     @field_validator("trainer")
     @classmethod
     def _known(cls, trainer: str) -> str:
-        if trainer.startswith("cuda") and not DEVICE.fullmatch(trainer):
+        if trainer.startswith("cuda") and not _DEVICE.fullmatch(trainer):
             raise ValueError(
                 f"trainer is {trainer!r}, but a GPU is named by its number, such as 'cuda:1'"
             )
         if not trainer:
-            raise ValueError("trainer is empty, but must be cpu, cuda:N, engine or a folder")
+            raise ValueError("trainer is empty, but must be cpu, cuda:N or a folder")
         return trainer
 
     @model_validator(mode="after")
@@ -72,11 +80,6 @@ class AdaptConfig(Options):
             )
         if self.policy == "watch" and self.out is not None:
             raise ValueError("policy 'watch' makes no versions, but out is given: drop one of them")
-        if self.trainer == "engine" and self.actions == "all":
-            raise ValueError(
-                "trainer 'engine' trains heads only, but actions is 'all': take 'heads' or "
-                "another trainer"
-            )
         defaults = type(self).model_fields
         for key in _TOLD_ELSEWHERE if self.folder is not None else ():
             if getattr(self, key) != defaults[key].default:
@@ -89,12 +92,12 @@ class AdaptConfig(Options):
     @property
     def folder(self) -> Path | None:
         """Where requests are written for a trainer elsewhere; None: the engine has one."""
-        process = self.trainer in ("cpu", "engine") or DEVICE.fullmatch(self.trainer)
+        process = self.trainer == "cpu" or _DEVICE.fullmatch(self.trainer)
         return None if process else Path(self.trainer)
 
     @property
     def trains_beside(self) -> bool:
-        """Whether the engine has a trainer."""
+        """Whether the engine starts a trainer."""
         return self.folder is None and self.policy != "watch"
 
     @property
@@ -128,3 +131,54 @@ def parse_adapt(given: Any, kind: str, where: str = "") -> AdaptConfig | None:
         )
     keys = {} if given is True else {key.replace("-", "_"): each for key, each in given.items()}
     return parse_options(AdaptConfig, keys, f"{name}.", f" under '{name}'")
+
+
+def check_adapt(
+    resolved: ResolvedConfig,
+    parallel: ParallelConfig,
+    target: ModelConfig,
+    gpus: Collection[int],
+) -> None:
+    """Refuse `adapt` where it cannot run.
+
+    Args:
+        resolved: with a drafter that adapts.
+        gpus: numbers of those that the engine computes on.
+    """
+    assert resolved.adapting is not None
+    options, key = resolved.adapting.adapt, "speculative_config key 'adapt'"
+    assert isinstance(options, AdaptConfig)
+    if sum(drafter.adapt is not None for drafter in resolved.drafters) > 1:
+        raise OptionError(
+            f"{key} is given to both drafters, but only one can adapt: drop it from one."
+        )
+    _check_trainer(options, gpus)
+    one_machine = parallel.distributed_executor_backend == "mp" and parallel.nnodes == 1
+    if parallel.tensor_parallel_size > 1 and not one_machine:
+        raise OptionError(
+            f"{key} is given and tensor_parallel_size is {parallel.tensor_parallel_size}, but "
+            "ranks must share one machine (distributed_executor_backend 'mp', nnodes 1): drop "
+            "one of them."
+        )
+    if (options.folder is not None or options.trains_beside) and not os.path.isdir(target.model):
+        raise OptionError(
+            f"{key} is given, but the trainer reads the target's files, and {target.model!r} is "
+            "not a folder: use one, or drop the key."
+        )
+
+
+def _check_trainer(options: AdaptConfig, gpus: Collection[int]) -> None:
+    """Refuse a trainer's GPU that serves among others, or that does not exist."""
+    if not _DEVICE.fullmatch(options.trainer):
+        return
+    number = int(options.trainer.removeprefix("cuda:"))
+    if number in gpus and len(gpus) > 1:  # the other ranks would wait for its steps
+        raise OptionError(
+            f"speculative_config key 'adapt.trainer' is {options.trainer!r}, but a rank of vLLM "
+            "serves on that GPU: name another, or take 'cpu'."
+        )
+    if number >= torch.cuda.device_count():
+        raise OptionError(
+            f"speculative_config key 'adapt.trainer' is {options.trainer!r}, but PyTorch finds "
+            f"{torch.cuda.device_count()} GPUs here: name one of them, or take 'cpu'."
+        )

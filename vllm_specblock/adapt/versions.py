@@ -11,6 +11,7 @@ They never hold text or tokens.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import time
@@ -22,14 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_specblock.adapt.files import (
-    digest,
-    lock_folder,
-    private_folder,
-    read_json,
-    sync,
-    write_json,
-)
+from vllm_specblock.adapt.files import lock_folder, private_folder, read_json, write_json
 from vllm_specblock.drafters.common.checkpoint_files import MAPPING_NAMES
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -44,17 +38,11 @@ KEPT = 8
 
 
 class VersionFolder:
-    """The versions of one drafter for one target.
+    """The versions of one drafter for one target; raises TrainError where these cannot be read.
 
     Args:
-        out: its folder, which need not exist yet.
+        out: the folder, which need not exist yet.
         drafter, target: folders, as delivered; None: any version fits.
-
-    Attributes:
-        fingerprints: of drafter and target, of those that are given.
-
-    Raises:
-        TrainError: the drafter or the target cannot be read.
     """
 
     def __init__(self, out: Path, drafter: Path | None = None, target: Path | None = None) -> None:
@@ -66,36 +54,32 @@ class VersionFolder:
             self.fingerprints["target"] = target_rows.fingerprint(target)
         self._lock: int | None = None
 
-    def lock(self, inherited: int | None = None) -> None:
-        """Become the writer, and remove what another one left half-written.
-
-        Args:
-            inherited: descriptor of the lock, where the parent process holds it.
-
-        Raises:
-            TrainError: there is another writer, or the folder cannot be made.
-        """
+    def lock(self) -> None:
+        """Become the writer, and remove what another one left half-written; raises TrainError where
+        there is another writer, or the folder cannot be made."""
         if self._lock is None:
             private_folder(self.out)
-            self._lock = lock_folder(self.out) if inherited is None else inherited
+            self._lock = lock_folder(self.out)
             for left in self.out.glob(f".{PREFIX}*"):
                 shutil.rmtree(left, ignore_errors=True)
-            for left in self.out.glob(".*.part"):
-                left.unlink(missing_ok=True)
 
     def unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def write(self, drafter: SpecBlockModel, facts: dict[str, Any]) -> str:
+    def write(
+        self, drafter: SpecBlockModel, facts: dict[str, Any], number: int | None = None
+    ) -> str:
         """Write a version beside the others, whole or not at all, and return its name.
 
         Args:
             drafter: in the dtype in which it is to be stored.
             facts: `parent` (a version's name, or None), `action`, `rows`, `gain`; maybe `trunk`.
+            number: None: the next.
         """
-        name = f"{PREFIX}{max(map(number_of, self.names()), default=0) + 1:05d}"
+        name = name_of(number or max(map(number_of, self.names()), default=0) + 1)
+        assert name is not None
         aside = self.out / f".{name}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(mode=0o700)
@@ -103,34 +87,24 @@ class VersionFolder:
         facts = {
             **facts,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "checksum": digest(aside / checkpoint.WEIGHTS),
+            "checksum": _digest(aside / checkpoint.WEIGHTS),
             "fingerprints": self.fingerprints,
         }
         provenance.write(aside, {"adaptation": facts, **_origin()})
         for path in aside.iterdir():
             path.chmod(0o600)
-            sync(path)
-        sync(aside)
         aside.rename(self.out / name)
-        sync(self.out)
         return name
 
     def use(self, name: str | None) -> None:
-        """Make a version current; None: the drafter as delivered.
-
-        Raises:
-            TrainError: there is no such version, or it cannot be used; nothing changes.
-        """
+        """Make a version current; None: the drafter as delivered. Raises TrainError as `read`."""
         if name is not None:
             self.read(name)
         write_json(self.out / CURRENT, {"version": name})
 
     def current(self) -> str | None:
-        """Return the name of the version that is to serve; None: the drafter as delivered.
-
-        Raises:
-            TrainError: current.json cannot be read.
-        """
+        """Return the name of the version that is to serve; None: the drafter as delivered. Raises
+        TrainError where current.json cannot be read."""
         try:
             name = read_json(self.out / CURRENT)["version"]
         except FileNotFoundError:
@@ -188,11 +162,7 @@ class VersionFolder:
         return found
 
     def prune(self, keep: int = KEPT) -> None:
-        """Remove all but the newest versions and the current one.
-
-        Raises:
-            TrainError: as `current`.
-        """
+        """Remove all but the newest versions and the current one; raises as `current`."""
         current = self.current()
         for name in self.names()[:-keep]:
             if name != current:
@@ -212,12 +182,17 @@ class VersionFolder:
             if facts.get("fingerprints", {}).get(what) != mine:
                 raise TrainError(f"The version {folder} was made for another {what}.")
         try:
-            checksum = digest(folder / checkpoint.WEIGHTS)
+            checksum = _digest(folder / checkpoint.WEIGHTS)
         except OSError:
             checksum = None
         if checksum is None or checksum != facts.get("checksum"):
             raise TrainError(f"The weights in {folder} are not those that were written there.")
         return folder
+
+
+def name_of(number: int) -> str | None:
+    """A version's name; None: the drafter as delivered, number 0."""
+    return f"{PREFIX}{number:05d}" if number else None
 
 
 def number_of(name: str | None) -> int:
@@ -226,11 +201,7 @@ def number_of(name: str | None) -> int:
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """Return the facts that `write` stored with a version.
-
-    Raises:
-        TrainError: they cannot be read.
-    """
+    """Return what `write` stored with a version; raises TrainError where it cannot be read."""
     try:
         facts = read_json(folder / provenance.FILE)["adaptation"]
         if isinstance(facts, dict):
@@ -241,14 +212,15 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint(drafter: Path) -> str:
-    """Return a digest of a drafter's config and weights.
-
-    Raises:
-        TrainError: there is no such drafter.
-    """
+    """Return a digest of a drafter's config and weights; raises TrainError where there is none."""
     try:
-        return digest(drafter / checkpoint.CONFIG)[:16] + digest(drafter / checkpoint.WEIGHTS)
+        return _digest(drafter / checkpoint.CONFIG)[:16] + _digest(drafter / checkpoint.WEIGHTS)
     except OSError as error:
         raise TrainError(
             f"The drafter's {error.filename} cannot be read: {error.strerror}."
         ) from None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]

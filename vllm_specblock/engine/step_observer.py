@@ -59,5 +59,5 @@ class StepObserver:
 
 
 def adaptation(module: str) -> Any:
-    """Return a module of `adapt/`: `options`, `check` or `serving.observer`."""
+    """Return a module of `adapt/`: `options` or `serving.observer`."""
     return import_module(f"vllm_specblock.adapt.{module}")

@@ -1,69 +1,34 @@
-"""The judged depth against a plain count, and that it is paired and computed once."""
+"""The judged depth, paired and computed once, and when a version is better by more than chance."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.records import random_record, small_drafter, small_teacher
 
 from vllm_specblock.adapt.book import Book
+from vllm_specblock.adapt.learning import judge as judge_module
 from vllm_specblock.adapt.learning.judge import Judge, depth_along, is_sure
 from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.policy.actions import held
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.train.eval.dense_cache import DenseCache
-from vllm_specblock.train.losses import RANK_BUCKETS
 
 
-@torch.no_grad()
-def counted_depth(drafter, sequence) -> float:
-    """Row by row, from a fresh cache each."""
-    K, depths = drafter.config.block_size, []
-    for root in range(sequence.prompt, len(sequence.tokens) - 1):
-        cache = DenseCache(drafter.config)
-        rows = torch.arange(root)
-        hidden = drafter(
-            drafter.condition(sequence.hidden[rows]),
-            sequence.embed(sequence.tokens[rows + 1]),
-            rows + 1,
-            cache.append(),
-        )[-1:]
-        states = [hidden]
-        if root + K < len(sequence.tokens):
-            start = torch.tensor([root + K])
-            states.append(
-                drafter(
-                    hidden[:, -1],
-                    sequence.embed(sequence.tokens[start]),
-                    torch.tensor([root]),
-                    cache.grow().starts(torch.tensor([0]), torch.tensor([K - 1])),
-                )
-            )
-        depth = 0
-        for k, state in enumerate(torch.cat(states, 1)[0]):
-            place = root + 1 + k
-            if place >= len(sequence.tokens):
-                break
-            ranked = drafter.target_ids(drafter.heads(state)[0].argsort(descending=True)).tolist()
-            token = int(sequence.tokens[place])
-            rank = ranked.index(token) + 1 if token in ranked else math.inf
-            depth += rank <= RANK_BUCKETS[1]
-            if rank > 1:
-                break
-        depths.append(depth)
-    return sum(depths) / len(depths)
-
-
-def test_depth_is_the_plain_count():
-    drafter, teacher = small_drafter(), small_teacher()
-    found = []
-    for seed in range(6):
-        sequence = teacher.sequence(random_record("r", rows=24, prompt=5, seed=seed))
-        found.append(depth_along(drafter, sequence, 2))
-        assert found[-1] == pytest.approx(counted_depth(drafter, sequence))
-    assert len(set(found)) > 3 and max(found) > 0.2
+def test_depth_counts_the_chain_and_a_sibling_where_the_text_leaves_it(monkeypatch):
+    rows = [  # of each position: on the chain, followed, bucket of the token's rank
+        [(1, 1, 0), (1, 1, 0), (1, 0, 1), (0, 0, 1)],  # two, then a sibling
+        [(1, 0, 2), (0, 0, 0), (0, 1, 0), (0, 0, 0)],
+        [(1, 1, 0), (1, 1, 0), (1, 1, 0), (1, 1, 0)],
+        [(1, 1, 0), (1, 0, 2), (0, 0, 1), (0, 0, 0)],
+    ]
+    on_chain, hit, rank = torch.tensor(rows).unbind(-1)
+    chain = SimpleNamespace(on_chain=on_chain.bool(), hit=hit.bool(), rank=rank)
+    monkeypatch.setattr(judge_module, "chain_along", lambda *_: chain)
+    sequence = small_teacher().sequence(random_record("r"))
+    assert depth_along(small_drafter(), sequence, 2) == (3 + 0 + 4 + 1) / 4
 
 
 def versions() -> tuple[Version, Version]:
@@ -140,10 +105,7 @@ def test_better_is_who_takes_fewer_steps(monkeypatch):
 def test_a_pair_is_computed_once(monkeypatch):
     calls = []
     real = depth_along
-    monkeypatch.setattr(
-        "vllm_specblock.adapt.learning.judge.depth_along",
-        lambda *given: calls.append(1) or real(*given),
-    )
+    monkeypatch.setattr(judge_module, "depth_along", lambda *given: calls.append(1) or real(*given))
     book, (one, other) = book_of(range(40)), versions()
     judge = Judge(small_drafter(), small_teacher(), 2)
     first = judge.difference(one, other, book)

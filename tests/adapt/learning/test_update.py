@@ -36,7 +36,7 @@ def test_updates_lower_the_loss_on_their_own_rows(action, train_batch):
     updater = Updater(small_drafter(), AdaptationConfig(lr=1e-3))
     report = updater.update(action, [train_batch] * 20)
     assert report.losses[-1] < report.losses[0] - 0.1
-    assert (len(report.losses), report.refused, updater.steps) == (20, 0, 20)
+    assert len(report.losses) == updater.steps == 20
     assert report.seconds > 0
 
 
@@ -77,8 +77,7 @@ def test_a_batch_that_is_not_finite_changes_nothing(train_batch):
         train_batch, target_outputs=train_batch.target_outputs._replace(hidden=hidden)
     )
     for action in (Action.HEADS, Action.FULL):
-        report = updater.update(action, [poisoned])
-        assert (report.losses, report.refused) == ((), 1)
+        assert updater.update(action, [poisoned]).losses == ()
     after = state_of(updater)
     assert not changed(before[0], after[0])
     assert str(before[1]) == str(after[1])  # moments and counts
@@ -90,7 +89,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(train_batch):
     updater = Updater(small_drafter())
     updater.drafter.input_layer.fuse.weight.register_hook(lambda grad: grad * float("inf"))
     before = state_of(updater)
-    assert updater.update(Action.FULL, [train_batch]).refused == 1
+    assert updater.update(Action.FULL, [train_batch]).losses == ()
     assert not changed(before[0], state_of(updater)[0])
 
 

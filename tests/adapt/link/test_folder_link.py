@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import signal
 import stat
 import time
 from dataclasses import replace
@@ -18,12 +16,10 @@ from support.records import random_record, small_drafter
 
 from vllm_specblock.adapt import versions as versions_module
 from vllm_specblock.adapt.link import folder_link
-from vllm_specblock.adapt.link import staged as staged_versions
 from vllm_specblock.adapt.link.finished import Finished
 from vllm_specblock.adapt.link.folder_link import FolderLink, FolderSource, make_shared_folder
-from vllm_specblock.adapt.link.staged import stored_version
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
-from vllm_specblock.adapt.versions import VersionFolder, number_of
+from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
 
@@ -49,18 +45,17 @@ def files(folder: Path) -> list[Path]:
 
 
 def same(record, other) -> bool:
-    numbers = ("request", "misses", "steps", "committed")
     pairs = [(getattr(record, n), getattr(other, n)) for n in ("states", "last", "tokens")]
     pairs.append((record.labels, other.labels))
     return all(one.dtype == two.dtype and torch.equal(one, two) for one, two in pairs) and all(
-        getattr(record, name) == getattr(other, name) for name in numbers
+        getattr(record, name) == getattr(other, name) for name in ("request", "tau")
     )
 
 
 # ---- requests ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_requests_come_out_as_they_went_in_and_their_files_are_gone(pair, folder, caplog, dtype):
     link = link_of(pair, folder)
     assert "text can be read" in caplog.text
@@ -141,10 +136,12 @@ def test_both_ends_tell_each_other_what_they_count(pair):
     link = pair.link()
     source = FolderSource(link.folder)
     source.count("updates_full", 3)
+    source.count("judged_gain_millitokens", -5)
     source.tell()
     assert wait(lambda: link.counts["updates_full"]) == 3
+    assert link.counts["judged_gain_millitokens"] == -5
     link.took(folder_link.StagedVersion(1, 0, Action.HEADS, {}), 0.25)
-    assert wait(lambda: source.swap_seconds(Action.HEADS)) == 0.25
+    assert source.swap_seconds(Action.HEADS) == 0.25
     assert source.swap_seconds(Action.FULL) == 0.0
     assert FolderSource(link.folder).tally["updates_full"] == 3, "a later trainer counts on"
     link.close()
@@ -243,22 +240,13 @@ def test_a_version_that_cannot_serve_is_reported_once(pair, folder, caplog):
     link.close()
 
 
-@pytest.mark.parametrize(
-    "place, name",
-    [
-        (staged_versions, "facts_of"),
-        (versions_module, "digest"),
-        (checkpoint, "opened"),
-        (torch.UntypedStorage, "from_file"),
-    ],
-    ids=["before its facts", "before its weights", "checked", "while it is opened"],
-)
+@pytest.mark.parametrize("place, name", [(versions_module, "_digest"), (checkpoint, "opened")])
 def test_a_version_pruned_while_it_is_read_gives_way_to_the_newest(
     pair, folder, monkeypatch, place, name
 ):
     versions = pair.versions(folder / "versions")
     versions.lock()
-    versions.use(versions.write(small_drafter(1, vocab=VOCAB), {"parent": None}))
+    link = link_of(pair, folder)
     real = getattr(place, name)
 
     def late(*args, **more):
@@ -267,48 +255,10 @@ def test_a_version_pruned_while_it_is_read_gives_way_to_the_newest(
         versions.prune(1)
         return real(*args, **more)
 
-    monkeypatch.setattr(place, name, late)
-    assert stored_version(versions).number == 2
-    assert versions.names() == ["version-00002"]
-
-
-def test_a_writer_killed_at_any_moment_leaves_no_version_that_is_not_whole(pair):
-    """A child that offers as fast as it can; every version is of one number throughout."""
-    draw, seen, drafter = random.Random(5), 0, small_drafter(vocab=VOCAB)
-    link = pair.link()
-
-    def offer(versions: VersionFolder) -> None:
-        number = max(map(number_of, versions.names()), default=0) + 1
-        for value in drafter.parameters():
-            value.data.fill_(float(number))
-        versions.use(versions.write(drafter, {"parent": None}))
-        versions.prune(1)
-
-    for _ in range(4):
-        child = os.fork()
-        if not child:
-            try:
-                versions = pair.versions(link.versions.out)
-                versions.lock()
-                while True:
-                    offer(versions)
-            finally:
-                os._exit(1)
-        seen += whole(wait(link.staged))
-        until = time.monotonic() + 0.3 * draw.random()
-        while time.monotonic() < until:
-            seen += whole(staged(link))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        seen += whole(staged(link))
-        assert link.counts["versions_refused_checksum"] == 0
-    assert seen > 4
+    first = versions.write(small_drafter(1, vocab=VOCAB), {"parent": None})
+    with link._looking:  # its thread waits
+        versions.use(first)
+        monkeypatch.setattr(place, name, late)
+    assert wait(link.current).number == 2 and versions.names() == ["version-00002"]
+    assert link.counts["versions_refused_checksum"] == 0
     link.close()
-
-
-def whole(found) -> int:
-    if found is None:
-        return 0
-    values = {float(value) for tensor in found.tensors.values() for value in tensor.unique()}
-    assert values == {float(found.number)}
-    return 1

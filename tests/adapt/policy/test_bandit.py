@@ -1,11 +1,11 @@
-"""The bandit as printed: Algorithm 1 against traces worked by hand."""
+"""The bandit as printed, against traces of Algorithm 1 worked by hand, and `always`."""
 
 from __future__ import annotations
 
 import pytest
 
 from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
-from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
+from vllm_specblock.adapt.policy.interface import Action, Always, FinishedRequest
 
 SKIP, HEADS, FULL = Action.SKIP, Action.HEADS, Action.FULL
 GREEDY = {"epsilon": (0.0, 0.0), "explore_every": 10**9}
@@ -98,3 +98,16 @@ def test_the_cold_start_tries_both_arms():
 def test_without_heads_there_is_one_arm():
     bandit = PaperBandit(Schedule(least=FULL))
     assert set(updates(feed(bandit, 200))) == {FULL} and list(bandit.values) == [FULL]
+
+
+def test_always_updates_everything_every_eight_requests_without_a_gate():
+    assert [n for n, each in enumerate(feed(Always(), 25), 1) if each.update] == [8, 16, 24]
+    assert updates(feed(Always(), 8)) == [FULL] and not Always().gated
+    assert updates(feed(Always(HEADS, 3), 10)) == [HEADS] * 3
+
+
+def test_rates_of_a_request():
+    found = request(tokens=30, misses=3.0, steps=12)
+    assert (found.miss_rate, found.tau) == (0.25, 2.5)
+    with pytest.raises(ValueError, match="has a step"):
+        request(steps=0)

@@ -61,7 +61,7 @@ def test_who_had_a_slab_before_does_not_fill_it(monkeypatch):
     device.own([*vars(slabs.tensors).values(), *vars(slabs.copies.rows).values()])
 
     def step(finishes: bool) -> list[int]:
-        slabs.before_step()
+        slabs.copies.before_step()
         if finishes:
             device.finish()
         return slabs.crowded([0], 5)

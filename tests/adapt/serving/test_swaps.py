@@ -8,22 +8,16 @@ from pathlib import Path
 import pytest
 from support.adapting import VOCAB, Pair
 from support.rank_pair import (
-    RankPair,
     digest_of,
     linked,
+    on_both_ranks,
     scripted,
     starting,
 )
 from support.records import small_drafter
 
 from vllm_specblock.adapt.serving.swaps import EVERY
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    pair = RankPair(tmp_path_factory.mktemp("ranks"))
-    yield pair
-    pair.close()
+from vllm_specblock.adapt.trainer.process import TrainerProcess
 
 
 def changes(seen: list[str], begins: str | None = None) -> dict[int, str]:
@@ -34,38 +28,38 @@ def changes(seen: list[str], begins: str | None = None) -> dict[int, str]:
     }
 
 
-def test_a_version_serves_in_the_turn_in_which_all_have_it(ranks, tmp_path):
+def test_a_version_serves_in_the_turn_in_which_all_have_it(tmp_path):
     """One rank sees it much later; the next one both see between two agreements."""
     late = [{3: 1, 2 * EVERY + 20: 2}, {EVERY + 6: 1, 3 * EVERY: 2}]
-    first, second = ranks.run(scripted, late, 4 * EVERY)
+    first, second = on_both_ranks(scripted, late, 4 * EVERY)
     assert first.seen == second.seen
     assert changes(first.seen) == {2 * EVERY: digest_of(1), 3 * EVERY: digest_of(2)}
     assert first.taken == second.taken == [(2 * EVERY, 1), (3 * EVERY, 2)]
 
 
-def test_versions_that_one_rank_has_and_another_has_not_serve_on_none(ranks):
+def test_versions_that_one_rank_has_and_another_has_not_serve_on_none():
     """The first rank reads 1, replaced before the second looked; then both come to 3."""
     arrivals = [{1: 1, EVERY + 1: 3}, {1: 2, 2 * EVERY + 1: 3}]
-    first, second = ranks.run(scripted, arrivals, 3 * EVERY)
+    first, second = on_both_ranks(scripted, arrivals, 3 * EVERY)
     assert first.seen == second.seen and changes(first.seen) == {3 * EVERY: digest_of(3)}
 
 
-def test_what_one_rank_refuses_serves_on_none(ranks):
-    first, second = ranks.run(scripted, [{2: 1, 90: 2}, {2: -1, 90: 2}], 2 * EVERY)
+def test_what_one_rank_refuses_serves_on_none():
+    first, second = on_both_ranks(scripted, [{2: 1, 90: 2}, {2: -1, 90: 2}], 2 * EVERY)
     assert first.seen == second.seen and changes(first.seen) == {2 * EVERY: digest_of(2)}
     assert (first.refused, second.refused) == ([], [1])
 
 
-def test_a_version_that_one_rank_has_not_prepared_serves_on_none(ranks):
+def test_a_version_that_one_rank_has_not_prepared_serves_on_none():
     """Both ranks have read it before the first agreement; one takes longer than that."""
-    first, second = ranks.run(scripted, [{3: 1}, {3: 1}], 4 * EVERY, (0, 2 * EVERY))
+    first, second = on_both_ranks(scripted, [{3: 1}, {3: 1}], 4 * EVERY, (0, 2 * EVERY))
     assert first.seen == second.seen
     (moment,) = changes(first.seen)
     assert moment in (2 * EVERY, 3 * EVERY) and first.seen[-1] == digest_of(1)
 
 
 @pytest.mark.parametrize(("seed", "late"), [(0, (0, 0)), (1, (9, 90)), (2, (9, 90))])
-def test_random_arrivals(ranks, seed, late):
+def test_random_arrivals(seed, late):
     """Each rank misses some versions, refuses some, and sees the others up to 300 turns late."""
     draw, turns = random.Random(seed), 40 * EVERY
     arrivals: list[dict[int, int]] = [{}, {}]
@@ -76,7 +70,7 @@ def test_random_arrivals(ranks, seed, late):
                 each[staged + draw.choice([1, 30, 60, 300])] = (
                     -number if draw.random() < 0.1 else number
                 )
-    first, second = ranks.run(scripted, arrivals, turns, late)
+    first, second = on_both_ranks(scripted, arrivals, turns, late)
     assert first.seen == second.seen and len(first.seen) == turns
     moments = changes(first.seen)
     assert len(moments) >= 2 and all(turn % EVERY == 0 for turn in moments)
@@ -91,32 +85,32 @@ def current(pair: Pair, out: Path) -> None:
     versions.unlock()
 
 
-def test_a_trainer_that_replaces_what_it_offered(ranks, tmp_path):
+def test_a_trainer_that_replaces_what_it_offered(tmp_path, monkeypatch):
     """Both ranks begin with what `out` says, and read one folder that changes all the time."""
+    monkeypatch.setattr(TrainerProcess, "start", lambda self: None)
     (tmp_path / "pair").mkdir()
     current(Pair.make(tmp_path / "pair"), tmp_path / "out")
-    first, second = ranks.run(linked, tmp_path, {"out": str(tmp_path / "out")}, 10, 4)
+    first, second = on_both_ranks(linked, tmp_path, {"out": str(tmp_path / "out")}, 10, 4)
     assert first.seen == second.seen and first.seen[0] == digest_of(1)
     moments = changes(first.seen[1:], digest_of(1))
     assert len(moments) >= 2 and all(turn % EVERY == 0 for turn in moments)
     assert first.counts["swaps"] == second.counts["swaps"] == 1 + len(moments)
-    assert (first.started, second.started) == (["trainer"], [])
-    assert (first.sink, second.sink) == ("FolderLink", "NoneType")
+    assert first.trainer and not second.trainer and first.sink and second.sink is None
 
 
-def test_a_folder(ranks, tmp_path):
+def test_a_folder(tmp_path):
     (tmp_path / "pair").mkdir()
     current(Pair.make(tmp_path / "pair"), tmp_path / "requests/versions")
-    first, second = ranks.run(linked, tmp_path, {"trainer": str(tmp_path / "requests")}, 0, 12)
+    first, second = on_both_ranks(linked, tmp_path, {"trainer": str(tmp_path / "requests")}, 0, 12)
     assert first.seen == second.seen and first.seen[0] == digest_of(1)
     assert first.seen[-1] == digest_of(3), "the delivered drafter was chosen meanwhile"
-    assert not first.started and (first.sink, second.sink) == ("FolderLink", "NoneType")
+    assert not first.trainer and first.sink and second.sink is None
     assert first.counts["swaps"] == second.counts["swaps"] == 2
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_start(ranks, bad):
+def test_a_start(bad):
     """The choice changes while ranks read, or the second one cannot read it: then none serves."""
-    first, second = ranks.run(starting, bad)
+    first, second = on_both_ranks(starting, bad)
     assert first.seen == second.seen == digest_of(0 if bad else 7)
     assert first.reads == second.reads == (3 if bad else 2)

@@ -83,7 +83,6 @@ PROFILED = {
     "max_num_seqs": 1,
 }
 ADAPTIVE = {"enable_adaptive_verification": True}
-LEARNING = {"policy": "always", "every": 2, "lr": 1e-3}
 MERGED = {"second_drafter": NGRAM, "draft_policy": "merge"}
 CROWDED = {"num_gpu_blocks_override": 12}
 BOTH = ["float32", "bfloat16"]
@@ -117,7 +116,6 @@ ENGINES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         GRAPHS | CROWDED,
     ),
     "adapt watch": (BOTH[:1], {"adapt": {"policy": "watch"}}, GRAPHS),
-    "adapt in the engine": (BOTH[:1], {"adapt": LEARNING | {"trainer": "engine"}}, GRAPHS),
     "adapt in a folder": (BOTH[:1], {"adapt": {"trainer": "folder"}}, GRAPHS),
 }
 """By name: dtypes, keys of `speculative_config`, and arguments of the engine."""

@@ -83,14 +83,12 @@ class Pair:
             6 * head[tokens[1:]] + noise,
             tokens[1:],
             torch.arange(rows) >= prompt,
-            misses=4.0,
-            steps=10,
-            committed=rows - prompt,
+            (rows - prompt) / 10,
         )
 
     def request(self, number: int) -> tuple[Record, FinishedRequest]:
         record = self.record(number)
-        return record, FinishedRequest(record.misses, record.steps, record.committed, 0.5)
+        return record, FinishedRequest(4.0, 10, int(record.labels.sum()), 0.5)
 
 
 def staged(link: FolderVersions) -> StagedVersion | None:

@@ -1,25 +1,21 @@
-"""Two processes that stand for an engine's ranks, and what their drafters serve turn by turn."""
+"""Two threads that stand for an engine's ranks, and what their drafters serve turn by turn."""
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import threading
 import time
-import traceback
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from hashlib import sha256
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from support.adapting import VOCAB, Pair
 from support.records import HIDDEN, small_drafter
-from torch import distributed
 
 from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.options import AdaptConfig
@@ -31,73 +27,57 @@ from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.refresh import held, prepare
-from vllm_specblock.engine.ranks import Ranks
-
-SIZE = 2
 
 
-class RankPair:
-    """Both processes, for one script after another: they take seconds to come up.
+class TwoRanks:
+    """`Ranks` of two threads, which wait for each other."""
 
-    Args:
-        folder: in which they meet.
-    """
+    def __init__(self, number: int, said: list[Any], barrier: threading.Barrier) -> None:
+        self.first = number == 0
+        self._number, self._said, self._barrier = number, said, barrier
 
-    def __init__(self, folder: Path) -> None:
-        # A fork of this process would lack the threads that its tensors are computed by.
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(SIZE)]
-        self._pipes = [ours for ours, _ in pipes]
-        self._processes = [
-            context.Process(target=_rank, args=(number, folder, theirs), daemon=True)
-            for number, (_, theirs) in enumerate(pipes)
+    def _exchange(self, value: Any) -> list[Any]:
+        self._barrier.wait(60)
+        self._said[self._number] = value
+        self._barrier.wait(60)
+        return list(self._said)
+
+    def alike(self, number: int) -> bool:
+        return len(set(self._exchange(number))) == 1
+
+    def from_first(self, numbers: Sequence[int]) -> list[int]:
+        return self._exchange(numbers)[0]
+
+
+def on_both_ranks(script: Callable[..., Any], *args: Any) -> list[Any]:
+    """What a script returns on each rank; it is given the ranks, its number and the arguments."""
+    said, barrier = [None, None], threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [
+            pool.submit(script, TwoRanks(number, said, barrier), number, *args)
+            for number in range(2)
         ]
-        for process in self._processes:
-            process.start()
-
-    def run(self, script: Callable[..., Any], *args: Any) -> list[Any]:
-        """What a script returns on each rank; it is given `Ranks`, its number and the arguments.
-
-        Raises:
-            AssertionError: a rank failed, or took more than two minutes.
-        """
-        for pipe in self._pipes:
-            pipe.send((script, args))
-        for pipe in self._pipes:
-            assert pipe.poll(120), "a rank takes too long"
-        found = [pipe.recv() for pipe in self._pipes]
-        assert not any(isinstance(each, str) for each in found), found
-        return found
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-
-def _rank(number: int, folder: Path, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    store = distributed.FileStore(str(folder / "store"), SIZE)
-    distributed.init_process_group("gloo", store=store, rank=number, world_size=SIZE)
-    ranks = Ranks(distributed.group.WORLD)
-    while True:
-        script, args = pipe.recv()
-        try:
-            pipe.send(script(ranks, number, *args))
-        except Exception:
-            pipe.send(traceback.format_exc())
+        return [each.result() for each in futures]
 
 
 # ---- drafters and versions ----
 
 
+_SEEDING = threading.Lock()
+
+
+def drafter_of(seed: int) -> SpecBlockModel:
+    with _SEEDING:  # torch has one seed for all threads
+        return small_drafter(seed, vocab=VOCAB)
+
+
 def weights(seed: int) -> dict[str, torch.Tensor]:
-    made = small_drafter(seed, vocab=VOCAB)
+    made = drafter_of(seed)
     return {name: value.detach() for name, value in made.named_parameters()}
 
 
 def served(seed: int) -> SpecBlockModel:
-    return process_after_loading(small_drafter(seed, vocab=VOCAB).eval(), None)
+    return process_after_loading(drafter_of(seed).eval(), None)
 
 
 def digest(drafter: SpecBlockModel) -> str:
@@ -165,7 +145,7 @@ class Late:
     """A future that is done after some turns."""
 
     def __init__(self, call: Callable[[], Any], turns: int) -> None:
-        self.result, self.turns = call, turns
+        self.result, self.turns = cache(call), turns
 
     def done(self) -> bool:
         self.turns -= 1
@@ -173,7 +153,7 @@ class Late:
 
 
 def scripted(
-    ranks: Ranks,
+    ranks: TwoRanks,
     number: int,
     arrivals: list[dict[int, int]],
     turns: int,
@@ -188,7 +168,7 @@ def scripted(
     return SimpleNamespace(seen=seen, taken=link.taken, refused=link.refused)
 
 
-def starting(ranks: Ranks, number: int, bad: bool) -> SimpleNamespace:
+def starting(ranks: TwoRanks, number: int, bad: bool) -> SimpleNamespace:
     """A start whose choice changes before the second rank reads it.
 
     Args:
@@ -204,12 +184,14 @@ def starting(ranks: Ranks, number: int, bad: bool) -> SimpleNamespace:
         seed = 7 if number or reads > 1 else 6
         return StagedVersion(seed, 0, Action.FULL, weights(seed), seed)
 
-    Swaps(Script({}), Refresh(model), ranks).start(current)
+    link = Script({})
+    link.current = current
+    Swaps(link, Refresh(model), ranks).start()
     return SimpleNamespace(seen=digest(model), reads=reads)
 
 
 def linked(
-    ranks: Ranks, number: int, folder: Path, options: dict[str, Any], chosen: int, turns: int
+    ranks: TwoRanks, number: int, folder: Path, options: dict[str, Any], chosen: int, turns: int
 ) -> SimpleNamespace:
     """A start with a version that is current, and others that come while it serves.
 
@@ -217,17 +199,13 @@ def linked(
         options: of `adapt`; with a folder as trainer a person chooses the delivered drafter.
         chosen: seeds of the versions that a trainer offers meanwhile, in shared memory.
     """
-    torch.manual_seed(number)
     model, pair, draw = served(3), Pair.at(folder / "pair"), random.Random(number)
     drafter: Any = SimpleNamespace(model=model)
     target: Any = SimpleNamespace(
         model=str(pair.target), get_hidden_size=lambda: HIDDEN, dtype=torch.float32
     )
     resolved: Any = SimpleNamespace(folder=str(pair.drafter), options=SpecBlockConfig(num_blocks=1))
-    started: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observer.TrainerProcess, "start", lambda self: started.append("trainer"))
-        swaps, sink = observer.link_up(target, resolved, AdaptConfig(**options), drafter, ranks)
+    swaps, sink = observer.link_up(target, resolved, AdaptConfig(**options), drafter, ranks)
     seen, kept = [digest(model)], swaps.link.versions
     ends = threading.Event()
 
@@ -235,7 +213,7 @@ def linked(
         """As a trainer does, at any moment."""
         kept.lock()
         for seed in range(2, chosen + 2):  # 1 serves already
-            kept.use(kept.write(small_drafter(seed, vocab=VOCAB), {"parent": None}))
+            kept.use(kept.write(drafter_of(seed), {"parent": None}))
             kept.prune(1)
             time.sleep(draw.choice([0.0, 0.05, 0.5]))
         ends.set()
@@ -253,6 +231,7 @@ def linked(
             time.sleep(draw.choice([0, 1e-3, 5e-3]))
         # Ranks turn alike, so the first one says when to end.
         left -= ranks.from_first([ends.is_set()])[0]
+    swaps.link.close()
     return SimpleNamespace(
-        seen=seen, started=started, sink=type(sink).__name__, counts=swaps.link.counts
+        seen=seen, trainer=swaps.trainer is not None, sink=sink, counts=swaps.link.counts
     )

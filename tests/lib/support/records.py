@@ -59,7 +59,5 @@ def random_record(request: str, rows: int = 12, prompt: int = 4, seed: int | Non
         torch.randn(rows, HIDDEN, generator=draw),
         torch.randint(VOCAB, (rows,), generator=draw),
         torch.arange(rows) >= prompt,
-        misses=1.0,
-        steps=3,
-        committed=rows - prompt,
+        (rows - prompt) / 3,
     )

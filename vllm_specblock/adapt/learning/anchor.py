@@ -11,39 +11,32 @@ from vllm_specblock.train.learner import TrainBatch
 
 
 def anchor(drafter: SpecBlockModel, origin: SpecBlockModel, train_batch: TrainBatch) -> Tensor:
-    """KL(p_θ ‖ p_θ0) of block 1's K positions, a mean over the rows that serving drafts from.
+    """KL(p_θ ‖ p_θ0) of block 1's K positions, a mean over rows whose root the target drew itself.
 
     Args:
         drafter: θ. origin: θ_0, of the same config.
 
     Returns:
-        [] fp32, nats, with a gradient for θ; 0 where no row counts.
+        [] fp32, nats, with a gradient for θ; 0 where there is no such row.
     """
-    live = _live(train_batch)
+    batch = train_batch.batch
+    row = torch.arange(batch.tokens.shape[1] - 1, device=batch.tokens.device)
+    row = row.expand(len(batch.tokens), -1)
+    live = batch.at(batch.loss_mask, row, row + 1, False).flatten()
     if not live.any():
         return torch.zeros((), device=live.device)
-    own = _log_probs(drafter, train_batch, live)
+
+    def log_probs(model: SpecBlockModel) -> Tensor:
+        """[live rows, K, Vd] fp32."""
+        hidden = model(
+            model.condition(train_batch.target_outputs.hidden[:, :-1].flatten(0, 1)),
+            train_batch.embed(batch.tokens[:, 1:].clamp(min=0).flatten()),
+            (batch.position[:, :-1] + 1).flatten(),
+            FirstBlock(batch, model.config.block_size),
+        )
+        return model.lm_head(model.norm(hidden[live])).float().log_softmax(-1)
+
+    own = log_probs(drafter)
     with torch.no_grad():
-        before = _log_probs(origin, train_batch, live)
+        before = log_probs(origin)
     return (own.exp() * (own - before)).sum(-1).mean()
-
-
-def _live(train_batch: TrainBatch) -> Tensor:
-    """[B, L − 1] bool, rows whose root the target drew itself."""
-    batch = train_batch.batch
-    windows, length = batch.tokens.shape
-    row = torch.arange(length - 1, device=batch.tokens.device).expand(windows, -1)
-    return batch.at(batch.loss_mask, row, row + 1, False)
-
-
-def _log_probs(drafter: SpecBlockModel, train_batch: TrainBatch, live: Tensor) -> Tensor:
-    """Of block 1 at the n live rows, [n, K, Vd] fp32."""
-    batch = train_batch.batch
-    hidden = drafter(
-        drafter.condition(train_batch.target_outputs.hidden[:, :-1].flatten(0, 1)),
-        train_batch.embed(batch.tokens[:, 1:].clamp(min=0).flatten()),
-        (batch.position[:, :-1] + 1).flatten(),
-        FirstBlock(batch, drafter.config.block_size),
-    )
-    normed = drafter.norm(hidden[live.flatten()])
-    return drafter.lm_head(normed).float().log_softmax(-1)

@@ -53,9 +53,6 @@ class Judge:
     Args:
         blocks: M of the chains.
         most: records of each part of the book that an offer is judged by, the newest.
-
-    Attributes:
-        pause: called after every record.
     """
 
     def __init__(
@@ -63,7 +60,6 @@ class Judge:
     ) -> None:
         self.drafter = copy.deepcopy(drafter).requires_grad_(False)
         self.teacher, self.blocks, self.most = teacher, blocks, most
-        self.pause: Callable[[], None] = lambda: None
         self._holds: Version | None = None
         self._known: WeakKeyDictionary[Record, dict[int, float]] = WeakKeyDictionary()
 
@@ -77,7 +73,6 @@ class Judge:
                 self._holds = version
             text = self.teacher.sequence(record)
             known[version.number] = depth_along(self.drafter, text, self.blocks)
-            self.pause()
         return known[version.number]
 
     def depths(self, versions: Iterable[Version], record: Record) -> dict[int, float]:

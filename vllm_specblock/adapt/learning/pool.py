@@ -7,6 +7,7 @@ takes more evidence to leave a version than to call it good.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -71,7 +72,7 @@ class Pool:
         self.earlier: Version | None = None
         self.returns: list[int] = []
         self._switch = switch
-        self._tenure: dict[int, int] = {}  # judged texts through which a version was the good one
+        self._tenure = Counter[int]()  # judged texts through which a version was the good one
         self._against: dict[int, BettingEvidence] = {}
         self._gain = BettingEvidence(good)
         self._usual = SlowMean(USUAL)  # steps per token of what served
@@ -100,29 +101,24 @@ class Pool:
         if math.isnan(mine):
             return None
         self._usual.add(mine)
-        self._tenure[self.good.number] = self._tenure.get(self.good.number, 0) + 1
+        self._tenure[self.good.number] += 1
         for other in self.kept[1:]:
             evidence = self._against.setdefault(other.number, BettingEvidence(self._switch))
             evidence.add((steps[other.number] - mine) / self._usual.value)
         gained = (mine - steps[self.good.number]) / self._usual.value
         if self.good is not self.current and self._gain.add(gained):
             self.call_good()
-        better = [
-            other for other in self.kept[1:] if self._against[other.number].wealth >= self._switch
-        ]
-        if not better:
+        if len(self.kept) == 1:
             return None
-        return self._go_back(max(better, key=lambda other: self._against[other.number].wealth))
+        best = max(self.kept[1:], key=lambda other: self._against[other.number].wealth)
+        enough = self._against[best.number].wealth >= self._switch
+        return self._go_back(best) if enough else None
 
     def call_good(self) -> None:
         """Make the current version the one to return to."""
         before, self.good = self.good, self.current
-        if before is not self.good and before is not self.origin:
-            earlier = self.earlier
-            free = earlier is None or earlier is self.good
-            long = -1 if earlier is None or free else self._tenure.get(earlier.number, 0)
-            if self._tenure.get(before.number, 0) > long:
-                self.earlier = before
+        found = [v for v in (self.earlier, before) if v and v not in (self.good, self.origin)]
+        self.earlier = max(found, key=lambda v: self._tenure[v.number], default=None)
         self._gain.reset()
         self._forget_others()
 
@@ -138,7 +134,6 @@ class Pool:
         return version
 
     def _forget_others(self) -> None:
-        numbers = {version.number for version in self.kept}
-        for known in (self._against, self._tenure):
-            for number in [number for number in known if number not in numbers]:
-                del known[number]
+        kept = {version.number for version in self.kept}
+        self._against = {n: each for n, each in self._against.items() if n in kept}
+        self._tenure = Counter({n: count for n, count in self._tenure.items() if n in kept})

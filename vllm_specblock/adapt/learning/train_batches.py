@@ -28,18 +28,15 @@ class RecordTeacher:
     Args:
         embedding: [V, Ht], the target's.
         head: [Vd, Ht], the LM head's rows of the draft vocabulary.
-        device, dtype: of the batches; probabilities are fp32.
+        device: of the batches, which are fp32.
     """
 
-    def __init__(
-        self,
-        embedding: Tensor,
-        head: Tensor,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.device, self.dtype = torch.device(device), dtype
-        self.embedding, self.head = embedding.to(self.device, dtype), head.to(self.device, dtype)
+    def __init__(self, embedding: Tensor, head: Tensor, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.embedding, self.head = self._rows(embedding), self._rows(head)
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        return rows.to(self.device, torch.float32)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Target ids [...] int64 -> the target's own embeddings [..., Ht]."""
@@ -64,7 +61,7 @@ class RecordTeacher:
             tokens[window, 1 : rows + 1] = record.tokens
             loss_mask[window, 1 : rows + 1] = record.labels
             hidden[window, :rows], last[window, :rows] = record.states, record.last
-        hidden, last = (rows.to(self.device, self.dtype) for rows in (hidden, last))
+        hidden, last = self._rows(hidden), self._rows(last)
         batch = Batch.of(tokens, loss_mask).to(self.device)
         target_outputs = TargetOutputs(hidden, last, target_probs_of(last, self.head))
         return TrainBatch(batch, target_outputs, self.embed, step, seed)
@@ -73,7 +70,7 @@ class RecordTeacher:
         """Return a record as a text to draft along; its prompt ends before the first label."""
         tokens = torch.cat([record.tokens.new_tensor([UNKNOWN]), record.tokens])
         prompt = 1 + int(record.labels.byte().argmax())
-        states, last = (rows.to(self.device, self.dtype) for rows in (record.states, record.last))
+        states, last = self._rows(record.states), self._rows(record.last)
         return EvalSequence(tokens.to(self.device), prompt, states, last, self.embed)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vllm_specblock.adapt.learning.anchor import anchor
 from vllm_specblock.adapt.policy.actions import parameters
@@ -26,6 +26,12 @@ depth within 64 requests, two steps of eight 0.73, in as much time."""
 RATE = 0.0576
 """Rate of an update times the drafter's width: 3e-4 at 192, 1e-4 at 576. AdamW's step is as large
 in a wide matrix as in a narrow one, and adds up over its inputs."""
+
+HEADS_RATE = 3.0
+"""Rate of heads, as a multiple of it."""
+
+CLIP = 0.5
+"""Bound of the gradient's norm."""
 
 
 def recipe(num_blocks: int = 2) -> Recipe:
@@ -48,9 +54,7 @@ class AdaptationConfig:
 
     Attributes:
         lr: constant rate of a full update; None: `rate_for` the drafter.
-        heads_times: the rate of heads, as a multiple of it.
         anchor: λ of the KL to θ_0; the paper's is 0.01, where here rehearsal guards against drift.
-        clip: bound of the gradient's norm.
         recipe: of the objective; the rank loss is on from the first update. Versions are judged by
             its M.
         memory: of the book, MiB.
@@ -61,9 +65,7 @@ class AdaptationConfig:
     """
 
     lr: float | None = None
-    heads_times: float = 3.0
     anchor: float = 0.0
-    clip: float = 0.5
     recipe: Recipe = field(default_factory=recipe)
     memory: float = 512
     batch: int = BATCH
@@ -74,11 +76,10 @@ class AdaptationConfig:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Losses [nats] of the batches that were learned, each before its step; batches refused, as
-    their loss or gradient was not finite; and the update's seconds."""
+    """Losses [nats] of the batches that were learned, each before its step, and the update's time
+    [seconds]. A batch whose loss or gradient is not finite is not learned."""
 
     losses: tuple[float, ...]
-    refused: int
     seconds: float
 
 
@@ -91,7 +92,6 @@ class Updater:
         drafter: θ_train, float32.
         rate: of a full update.
         steps: batches learned so far.
-        pause: called after every batch.
     """
 
     def __init__(self, drafter: SpecBlockModel, config: AdaptationConfig | None = None) -> None:
@@ -100,7 +100,6 @@ class Updater:
         self.learner = SpecBlockLearner(drafter, self.config.recipe)
         self.origin = copy.deepcopy(drafter).requires_grad_(False) if self.config.anchor else None
         self.steps = 0
-        self.pause: Callable[[], None] = lambda: None
         self.forget()
 
     def forget(self) -> None:
@@ -116,33 +115,24 @@ class Updater:
         self.drafter.requires_grad_(False)  # heads spare the trunk's backward
         for value in learning:
             value.requires_grad_(True)
-        rate = self.rate * (self.config.heads_times if action is Action.HEADS else 1.0)
+        rate = self.rate * (HEADS_RATE if action is Action.HEADS else 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        losses = []
-        for train_batch in train_batches:
-            losses.append(self._learn(train_batch, learning))
-            self.pause()
+        losses = [self._learn(train_batch, learning) for train_batch in train_batches]
         learned = tuple(loss for loss in losses if loss is not None)
         self.steps += len(learned)
-        return UpdateReport(learned, len(losses) - len(learned), time.perf_counter() - began)
+        return UpdateReport(learned, time.perf_counter() - began)
 
     def _learn(self, train_batch: TrainBatch, learning: list[nn.Parameter]) -> float | None:
         """The batch's loss; None: it or its gradient was not finite, and nothing changed."""
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.enable_grad():
-            loss = self._loss(train_batch)
-        if not loss.requires_grad or not torch.isfinite(loss):
-            return None
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(learning, self.config.clip)
-        if torch.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach()) if torch.isfinite(norm) else None
-
-    def _loss(self, train_batch: TrainBatch) -> Tensor:
         loss = self.learner(train_batch).loss
         if self.origin is not None:
             loss = loss + self.config.anchor * anchor(self.drafter, self.origin, train_batch)
-        return loss
+        if not loss.requires_grad or not torch.isfinite(loss):
+            return None
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(learning, CLIP)
+        if torch.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach()) if torch.isfinite(norm) else None

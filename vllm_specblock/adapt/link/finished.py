@@ -13,7 +13,6 @@ from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.policy.interface import FinishedRequest
 
 _TENSORS = ("states", "last", "tokens", "labels")
-_NUMBERS = ("request", "misses", "steps", "committed")
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Finished:
         tensors, facts = {}, {}
         if self.record is not None:
             tensors = {name: getattr(self.record, name).contiguous() for name in _TENSORS}
-            facts["record"] = {name: getattr(self.record, name) for name in _NUMBERS}
+            facts["record"] = {"request": self.record.request, "tau": self.record.tau}
         if self.request is not None:
             facts["request"] = asdict(self.request)
         save_file(tensors, path, {"facts": json.dumps(facts)})

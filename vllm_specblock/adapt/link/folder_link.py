@@ -24,11 +24,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from vllm_specblock.adapt.adaptation import COUNTS
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.files import lock_folder, private_folder, read_json, write_json
 from vllm_specblock.adapt.link.finished import Finished
-from vllm_specblock.adapt.link.staged import DELIVERED, StagedVersion, SwapCounts, stored_version
+from vllm_specblock.adapt.link.staged import DELIVERED, StagedVersion, current_version
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.train.config import TrainError
@@ -91,16 +90,19 @@ def make_shared_folder(token: int, size: int) -> int:
     return lock
 
 
-class FolderVersions(SwapCounts):
+class FolderVersions:
     """The versions that a folder offers, for one rank of an engine: a thread looks for them.
 
     Args:
         versions: its current version is there for `staged` at once.
+
+    Attributes:
+        tally: what this end counts, by a metric's name without `adapt_`
+            (`engine/metrics/exporter.py`).
     """
 
     def __init__(self, versions: VersionFolder) -> None:
-        super().__init__()
-        self.versions = versions
+        self.versions, self.tally = versions, Counter[str]()
         self._found: deque[StagedVersion] = deque(maxlen=1)
         self._seen, self._read, self._trunk = 0, 0, DELIVERED
         self._ends, self._looking = threading.Event(), threading.Lock()
@@ -122,8 +124,19 @@ class FolderVersions(SwapCounts):
         return self.staged()
 
     def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
-        super().took(version, seconds)
+        """Note that a version serves, and the seconds that the swap took from serving."""
         self._trunk = version.trunk
+        self.tally["swaps"] += 1
+        self.tally["swap_microseconds"] += round(1e6 * seconds)
+
+    def refuse(self, version: StagedVersion) -> None:
+        """Note that a version's weights are not finite."""
+        self.tally["versions_refused_not_finite"] += 1
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Of both ends, as `tally`."""
+        return self.tally
 
     def close(self) -> None:
         self._ends.set()
@@ -134,20 +147,22 @@ class FolderVersions(SwapCounts):
 
     def _look(self) -> None:
         with self._looking:
-            self._read_current()
-
-    def _read_current(self) -> None:
-        stamp = self.versions.stamp()
-        if stamp == self._seen:
-            return
-        try:
-            found = stored_version(self.versions, self._trunk)
-        except TrainError as error:
-            self._seen = stamp
-            self.tally["versions_refused_checksum"] += 1
-            logger.warning("SpecBlock adaptation: %s", error)
-            return
-        if found is not None:  # else another one was chosen: the next look finds it
+            stamp = self.versions.stamp()
+            if stamp == self._seen:
+                return
+            try:
+                found = current_version(self.versions, self._trunk)
+            except TrainError as error:
+                if self.versions.stamp() == stamp:  # else it was replaced: the next look reads it
+                    self._seen = stamp
+                    self.tally["versions_refused_checksum"] += 1
+                    logger.warning(
+                        "SpecBlock adaptation: the current version in %s cannot be used, and what "
+                        "serves stays: %s",
+                        self.versions.out,
+                        error,
+                    )
+                return
             self._seen = stamp
             if found.key != self._read:
                 self._read = found.key
@@ -189,9 +204,8 @@ class FolderLink(FolderVersions):
         (folder / _COUNTS).unlink(missing_ok=True)
         self._waiting: queue.Queue[Finished | None] = queue.Queue(slots)
         self._full, self._largest, self._written = False, 0, 0
-        self._held = 0  # bytes of requests in the folder, counted at the last look
         self._swaps: dict[str, float] = {}
-        self._learned: dict[str, int] = {}
+        self._learned: Counter[str] = Counter()
         super().__init__(versions)
 
     def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool:
@@ -210,20 +224,22 @@ class FolderLink(FolderVersions):
 
     def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
         super().took(version, seconds)
-        self._swaps = {**self._swaps, str(version.action): seconds}
+        self._swaps[str(version.action)] = seconds
+        with suppress(OSError):
+            write_json(self.folder / _SWAPS, self._swaps)
 
     @property
-    def counts(self) -> dict[str, int]:
-        """By `COUNTS`, of both ends."""
-        return {name: self.tally[name] + self._learned.get(name, 0) for name in COUNTS}
+    def counts(self) -> Counter[str]:
+        counts = self._learned.copy()
+        counts.update(self.tally)  # `+` would drop a gain below 0
+        return counts
 
     def close(self) -> None:
         """Write what waits, and leave the folder to others, or remove it."""
         if self._lock < 0:
             return
-        super().close()
         with suppress(queue.Full):
-            self._waiting.put_nowait(None)  # wakes the thread
+            self._waiting.put(None, timeout=10)
         self._thread.join(timeout=10)
         if self.private:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -231,48 +247,37 @@ class FolderLink(FolderVersions):
         self._lock = -1
 
     def _run(self) -> None:
-        looked, told = 0.0, self._swaps
         while True:
-            message = None
             with suppress(queue.Empty):
                 message = self._waiting.get(timeout=LOOK)
-            try:
-                if message is not None:
-                    self._write(message)
-                if told is not self._swaps:
-                    told = self._swaps
-                    write_json(self.folder / _SWAPS, told)
-            except (OSError, SafetensorError) as error:
-                self.tally["dropped_records"] += message is not None
-                logger.debug("The folder %s cannot be written to: %s", self.folder, error)
-            if self._ends.is_set():
-                if self._waiting.empty():
+                if message is None:
                     return
-            elif time.monotonic() - looked >= LOOK:
-                looked = time.monotonic()
-                self._held = self._size()
-                self._full = self._held + self._largest > self.room
-                with suppress(OSError, ValueError, TypeError):
-                    self._learned = dict(read_json(self.folder / _COUNTS))
-                self._look()
+                self._write(message)
+            self._full = self._held() + self._largest > self.room
+            with suppress(OSError, ValueError, TypeError):
+                self._learned = Counter(read_json(self.folder / _COUNTS))
+            self._look()
 
     def _write(self, message: Finished) -> None:
         self._written += 1
         name = f"{_STEM}{time.time_ns():020d}-{os.getpid()}-{self._written}{_END}"
         aside = self.folder / f".{name}"
-        message.save(aside)
-        size = aside.stat().st_size
-        self._largest = max(self._largest, size)
-        self._held += size
-        if self._held > self.room:  # it filled up while the request waited
-            self._full = True
-            self.tally["dropped_records"] += 1
+        try:
+            message.save(aside)
+            aside.chmod(0o600)
+            size = aside.stat().st_size
+            self._largest = max(self._largest, size)
+            if self._held() + size <= self.room:  # else it filled up while the request waited
+                aside.rename(self.folder / name)
+                return
+        except (OSError, SafetensorError) as error:
+            logger.debug("The folder %s cannot be written to: %s", self.folder, error)
+        self.tally["dropped_records"] += 1
+        with suppress(OSError):
             aside.unlink()
-            return
-        aside.chmod(0o600)
-        aside.rename(self.folder / name)
 
-    def _size(self) -> int:
+    def _held(self) -> int:
+        """Bytes of requests in the folder."""
         size = 0
         for path in self.folder.glob(f"{_STEM}*{_END}"):
             with suppress(FileNotFoundError):  # read meanwhile
@@ -295,10 +300,9 @@ class FolderSource:
         self.folder, self.tally = folder, Counter[str]()
         with suppress(OSError, ValueError, TypeError):  # of the trainer before
             self.tally.update(read_json(folder / _COUNTS))
-        self._names: list[str] = []
 
     def count(self, name: str, by: int = 1) -> None:
-        """Add to one of `COUNTS`."""
+        """Add to a count, see `FolderVersions.tally`."""
         self.tally[name] += by
 
     def tell(self) -> None:
@@ -308,11 +312,7 @@ class FolderSource:
 
     def next(self) -> Finished | None:
         """Return the oldest request, whose file is gone then; None: no request waits."""
-        if not self._names:
-            names = (path.name for path in self.folder.glob(f"{_STEM}*{_END}"))
-            self._names = sorted(names, reverse=True)
-        while self._names:
-            path = self.folder / self._names.pop()
+        for path in sorted(self.folder.glob(f"{_STEM}*{_END}")):
             try:
                 return Finished.load(path)
             except FileNotFoundError:

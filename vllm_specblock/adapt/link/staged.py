@@ -1,24 +1,18 @@
-"""Versions as a serving drafter takes them, and counts of that."""
+"""Versions as a serving drafter takes them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from vllm_specblock.adapt.adaptation import COUNTS
 from vllm_specblock.adapt.policy.actions import trains
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.versions import VersionFolder, facts_of, number_of
-from vllm_specblock.train.config import TrainError
 
 DELIVERED = "delivered"
 """Trunk of the drafter as delivered, and of versions that differ from it in their heads alone."""
-
-READS = 3
-"""Reads of the current version, should another one be chosen meanwhile."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,57 +37,15 @@ class StagedVersion:
     trunk: str = DELIVERED
 
 
-class SwapCounts:
-    """What an engine counts of a link: swaps, and versions that it refused."""
-
-    def __init__(self) -> None:
-        self.tally = Counter[str]()
-
-    def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
-        """Note that a version serves, and the seconds that the swap took from serving."""
-        self.tally["swaps"] += 1
-        self.tally["swap_microseconds"] += round(1e6 * seconds)
-
-    def refuse(self, version: StagedVersion) -> None:
-        """Note that a version's weights are not finite."""
-        self.tally["versions_refused_not_finite"] += 1
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """By `COUNTS`."""
-        return {name: self.tally[name] for name in COUNTS}
-
-
-def stored_version(versions: VersionFolder, trunk: str = "") -> StagedVersion | None:
+def current_version(versions: VersionFolder, trunk: str) -> StagedVersion:
     """Read the version that current.json names.
-
-    The writer may replace and prune it meanwhile; then the newer one is read.
 
     Args:
         trunk: of the version that serves: of one with the same trunk only the heads are read.
 
-    Returns:
-        None where none was chosen, or each one was replaced while it was read.
-
     Raises:
-        TrainError: the version cannot be used.
+        TrainError: the version cannot be used, or was replaced and removed meanwhile.
     """
-    for _ in range(READS):
-        stamp = versions.stamp()
-        if not stamp:
-            break
-        try:
-            return _read_current(versions, trunk)
-        except TrainError as error:
-            if versions.stamp() == stamp:
-                raise TrainError(
-                    f"The current version in {versions.out} cannot be used, and what serves "
-                    f"stays: {error}"
-                ) from None
-    return None
-
-
-def _read_current(versions: VersionFolder, trunk: str) -> StagedVersion:
     name = versions.current()
     facts = {} if name is None else facts_of(versions.out / name)
     its = facts.get("trunk") or facts.get("checksum") or DELIVERED

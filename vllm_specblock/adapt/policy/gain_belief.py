@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from vllm_specblock.adapt.policy.interface import Action
 
 SPREAD = 0.05
@@ -32,22 +34,24 @@ class GainBelief:
 
     def __init__(self, arms: Sequence[Action]) -> None:
         self.arms = tuple(arms)
+        sizes = SPREAD * np.array([SIZE[arm] for arm in self.arms])
+        alike = TOGETHER + (1 - TOGETHER) * np.eye(len(self.arms))
+        self._prior = np.outer(sizes, sizes) * alike
         self.reset()
 
     def reset(self) -> None:
         self.mean = dict.fromkeys(self.arms, 0.0)
-        self._covariance = {(a, b): _prior(a, b) for a in self.arms for b in self.arms}
+        self._covariance = self._prior.copy()
 
     def spread(self, arm: Action) -> float:
         """Standard deviation of v."""
-        return math.sqrt(self._covariance[arm, arm])
+        index = self.arms.index(arm)
+        return math.sqrt(self._covariance[index, index])
 
     def forget(self, share: float) -> None:
         """Move the belief towards the prior by a share."""
-        for arm in self.arms:
-            self.mean[arm] -= share * self.mean[arm]
-        for pair, value in self._covariance.items():
-            self._covariance[pair] = value + share * (_prior(*pair) - value)
+        self.mean = {arm: (1 - share) * mean for arm, mean in self.mean.items()}
+        self._covariance += share * (self._prior - self._covariance)
 
     def learn(self, arm: Action, gain: float, error: float) -> None:
         """Add one observation of an arm.
@@ -56,16 +60,10 @@ class GainBelief:
             gain: per missed step.
             error: its standard error; NaN: unknown.
         """
-        before = dict(self._covariance)
-        noise = LUCK**2 + (_prior(arm, arm) if math.isnan(error) else error**2)
-        weight = {a: before[a, arm] / (before[arm, arm] + noise) for a in self.arms}
+        index = self.arms.index(arm)
+        noise = LUCK**2 + (self._prior[index, index] if math.isnan(error) else error**2)
+        with_arm = self._covariance[index]
+        weight = with_arm / (with_arm[index] + noise)
         surprise = gain - self.mean[arm]
-        for a in self.arms:
-            self.mean[a] += weight[a] * surprise
-        for a, b in before:
-            self._covariance[a, b] = before[a, b] - weight[a] * before[arm, b]
-
-
-def _prior(one: Action, other: Action) -> float:
-    """Covariance."""
-    return SPREAD**2 * SIZE[one] * SIZE[other] * (1.0 if one is other else TOGETHER)
+        self.mean = {a: self.mean[a] + float(w) * surprise for a, w in zip(self.arms, weight)}
+        self._covariance = self._covariance - np.outer(weight, with_arm)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
 from vllm_specblock.adapt.policy.gain_bandit import GainBandit
 from vllm_specblock.adapt.policy.interface import EVERY, Action, Always, Policy
@@ -23,11 +21,11 @@ def make_policy(
         TrainError: there is none of that name.
     """
     schedule = Schedule(buffer=every, largest=largest)
-    made: dict[str, Callable[[], Policy]] = {
-        "gain": lambda: GainBandit(schedule),
-        "paper": lambda: PaperBandit(schedule, seed),
-        "always": lambda: Always(largest, every),
-    }
-    if name not in made:
-        raise TrainError(f"There is no policy {name!r}: choose one of {', '.join(made)}.")
-    return made[name]()
+    match name:
+        case "gain":
+            return GainBandit(schedule)
+        case "paper":
+            return PaperBandit(schedule, seed)
+        case "always":
+            return Always(largest, every)
+    raise TrainError(f"There is no policy {name!r}: choose one of gain, paper, always.")

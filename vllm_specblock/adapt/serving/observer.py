@@ -21,7 +21,6 @@ from vllm_specblock.adapt.link.folder_link import (
     shared_folder,
 )
 from vllm_specblock.adapt.options import AdaptConfig
-from vllm_specblock.adapt.serving.in_engine import EngineTrainer
 from vllm_specblock.adapt.serving.recorder import Recorder
 from vllm_specblock.adapt.serving.refresh import Refresh
 from vllm_specblock.adapt.serving.slabs import Slabs
@@ -39,9 +38,6 @@ from vllm_specblock.engine.step_observer import StepObserver
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-
-SECONDS_INSIDE = 600.0
-"""Least time between two versions that an engine writes to `out` itself: a step waits for it."""
 
 
 def make_observer(
@@ -87,7 +83,7 @@ def link_up(
     options: AdaptConfig,
     drafter: SpecBlockDrafter,
     ranks: Ranks | None = None,
-) -> tuple[Swaps, FolderLink | EngineTrainer | None]:
+) -> tuple[Swaps, FolderLink | None]:
     """Link a drafter to its trainer, start the trainer unless it is elsewhere, and serve the
     current version.
 
@@ -100,16 +96,6 @@ def link_up(
     assert resolved.folder is not None
     assert isinstance(resolved.options, SpecBlockConfig)  # no other kind adapts
     paths = Path(resolved.folder), Path(model.model)
-    weights = drafter.model.norm.weight
-    refresh = Refresh(drafter.model)
-    config = trainer_config(options, str(paths[0]), str(paths[1]), resolved.options.num_blocks)
-    if options.trainer == "engine":
-        config = replace(config, device=str(weights.device), seconds=SECONDS_INSIDE)
-        inside = EngineTrainer(config)
-        atexit.register(inside.close)
-        swaps = Swaps(inside, refresh, trainer=inside)
-        swaps.start(inside.staged)
-        return swaps, inside
     folder, memory, lock = options.folder, round(options.memory * (1 << 20)), None
     first = ranks is None or ranks.first
     if folder is None:
@@ -123,10 +109,14 @@ def link_up(
     versions = VersionFolder(Path(options.out) if options.out else folder / VERSIONS, *paths)
     sink = FolderLink(folder, versions, memory, lock=lock) if first else None
     link = sink or FolderVersions(versions)
-    atexit.register(link.close)
-    trainer = TrainerProcess(config, sink) if sink and options.folder is None else None
-    swaps = Swaps(link, refresh, ranks, trainer)
-    swaps.start(link.current)
+    trainer = None
+    if sink is not None and options.folder is None:
+        config = trainer_config(options, *map(str, paths), resolved.options.num_blocks)
+        shares_gpu = options.trainer == str(drafter.model.norm.weight.device)
+        trainer = TrainerProcess(replace(config, shares_gpu=shares_gpu), sink)
+    atexit.register(link.close if trainer is None else trainer.stop)
+    swaps = Swaps(link, Refresh(drafter.model), ranks, trainer)
+    swaps.start()
     if trainer is not None:
         trainer.start()
     return swaps, sink

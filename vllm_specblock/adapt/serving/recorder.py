@@ -11,7 +11,6 @@ import torch
 
 from vllm_specblock.adapt.link.folder_link import FolderLink
 from vllm_specblock.adapt.options import Requests
-from vllm_specblock.adapt.serving.in_engine import EngineTrainer
 from vllm_specblock.adapt.serving.slabs import Slabs
 from vllm_specblock.adapt.serving.swaps import Swaps
 from vllm_specblock.drafters.interface import CommittedTokens
@@ -61,7 +60,7 @@ class Recorder(StepObserver):
         parent: torch.Tensor,
         reach: int,
         requests: Requests,
-        sink: FolderLink | EngineTrainer | None,
+        sink: FolderLink | None,
         swaps: Swaps | None = None,
     ) -> None:
         self.slabs, self.columns, self.parent, self.reach = slabs, columns, parent, reach
@@ -107,7 +106,7 @@ class Recorder(StepObserver):
         if self.swaps is not None:
             self.swaps.turn()
         self._now = time.perf_counter()
-        self.slabs.before_step()
+        self.slabs.copies.before_step()
         self._hand_on()
         for slot in self.slabs.crowded(slots.tolist(), self.reach):  # a host array
             if self.slabs.move_on(slot):

@@ -24,9 +24,7 @@ class Refresh:
         self._drafter = drafter
         on_gpu = drafter.norm.weight.is_cuda
         self._pool = ThreadPoolExecutor(1, "specblock-refresh") if on_gpu else None
-        self._tensors: Mapping[str, Tensor] | None = None
         self._coming: Future[nn.Module] | None = None
-        self._fresh: nn.Module | None = None
         self._seconds = 0.0
         self.ready = self._held = False
 
@@ -37,14 +35,21 @@ class Refresh:
             tensors: as for `prepare`, on the host; not to be changed any more.
             hold: do not swap them in before `release`.
         """
-        self.ready, self._held, self._fresh, self._seconds = False, hold, None, 0.0
-        self._tensors = tensors
+        began = time.perf_counter()
+        self.ready, self._held = False, hold
         if self._pool is not None:
             self._coming = self._pool.submit(_prepare_pinned, self._drafter, tensors)
+        else:
+            self._coming = Future()
+            try:
+                self._coming.set_result(prepare(self._drafter, tensors))
+            except RefreshError as error:
+                self._coming.set_exception(error)
+        self._seconds = time.perf_counter() - began
 
     def release(self) -> None:
         """Let what is held serve from the next `turn` on."""
-        self._held = False
+        self.ready = self._held = False
 
     def turn(self) -> float | None:
         """Continue between two steps, on their stream; return the seconds taken once it serves.
@@ -52,25 +57,20 @@ class Refresh:
         Raises:
             RefreshError: the weights cannot serve; nothing was written.
         """
-        if self._tensors is None or (self._coming is not None and not self._coming.done()):
+        if self._coming is None or not self._coming.done():
             return None
         began = time.perf_counter()
         try:
-            if self._fresh is None and self._coming is not None:
-                self._fresh = self._coming.result()
-            elif self._fresh is None:
-                self._fresh = prepare(self._drafter, self._tensors)
+            fresh = self._coming.result()
         except RefreshError:
-            self._tensors = self._coming = None
+            self._coming = None
             raise
         self.ready = self._held
-        if not self._held:
-            swap_in(self._drafter, self._fresh)
-        self._seconds += time.perf_counter() - began
         if self._held:
             return None
-        self._tensors = self._coming = self._fresh = None
-        return self._seconds
+        swap_in(self._drafter, fresh)
+        self._coming = None
+        return self._seconds + time.perf_counter() - began
 
 
 def _prepare_pinned(drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> nn.Module:

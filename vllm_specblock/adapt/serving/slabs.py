@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -41,32 +40,6 @@ class Part:
     began: float
 
 
-class Arrival(NamedTuple):
-    """A part of a request that has left its slab.
-
-    Attributes:
-        record: its rows, copied; None: there is no row to learn from.
-        finished: with the last part; None: nothing was drafted for the request.
-        last: it is the request's last part.
-    """
-
-    record: Record | None
-    finished: FinishedRequest | None
-    last: bool
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """A part whose slab was sent to the host.
-
-    Attributes:
-        ended: time of the request's last step, seconds; None: it goes on in another slab.
-    """
-
-    part: Part
-    ended: float | None
-
-
 class Slabs:
     """The slabs of an engine, on its device.
 
@@ -78,6 +51,8 @@ class Slabs:
 
     Attributes:
         parts: that are recorded, by request slot.
+        free: unused slabs.
+        copies: how slabs come to the host; steps call its `before_step`.
     """
 
     def __init__(
@@ -94,13 +69,9 @@ class Slabs:
         self.copies = make(self.tensors)
         self.rows = rows
         self.parts: dict[int, Part] = {}
-        self._free = list(range(slabs))
-        self._leaving: deque[Leaving] = deque()
-
-    @property
-    def free(self) -> int:
-        """Unused slabs."""
-        return len(self._free)
+        self.free = list(range(slabs))
+        # With the time of the request's last step; None: it goes on in another slab.
+        self._leaving: deque[tuple[Part, float | None]] = deque()
 
     def begin(
         self,
@@ -122,19 +93,15 @@ class Slabs:
         Returns:
             Whether there was a slab.
         """
-        if not self._free:
+        if not self.free:
             return False
-        part = Part(request, self._free.pop(0), prompt, frozenset(stops), now)
+        part = Part(request, self.free.pop(0), prompt, frozenset(stops), now)
         for total in (self.tensors.missed, self.tensors.steps, self.tensors.committed):
             total[slot].fill_(0)
         for position in (self.tensors.begin, self.tensors.end):
             position[part.slab].fill_(max(computed, prompt - PROMPT_ROWS))
         self._give(slot, part)
         return True
-
-    def before_step(self) -> None:
-        """Called before a step, and before `crowded`."""
-        self.copies.before_step()
 
     def crowded(self, slots: Iterable[int], reach: int) -> list[int]:
         """Return the slots whose slabs may have less room than a step may need, `reach` rows."""
@@ -149,11 +116,11 @@ class Slabs:
 
     def move_on(self, slot: int) -> bool:
         """Let a request go on in another slab; return whether there was one."""
-        if not self._free:
+        if not self.free:
             return False
         left = self.parts[slot]
-        part = replace(left, slab=self._free.pop(0))
-        self._leave(slot, Leaving(left, None))
+        part = replace(left, slab=self.free.pop(0))
+        self._leave(slot, left, None)
         # Only the device knows where it ended.
         newest = self.tensors.end[left.slab]
         for position in (self.tensors.begin, self.tensors.end):
@@ -170,38 +137,37 @@ class Slabs:
         part = self.parts.pop(slot, None)
         if part is None:
             return False
-        self._leave(slot, Leaving(part, now))
+        self._leave(slot, part, now)
         self.tensors.of_slot[slot].fill_(-1)
         return True
 
-    def arrived(self) -> Iterator[Arrival]:
-        """Yield the parts that reached host memory, in order; each frees its slab."""
-        while self._leaving and self.copies.is_here(self._leaving[0].part.slab):
-            leaving = self._leaving.popleft()
-            finished = self._finished(leaving)
-            yield Arrival(self._read(leaving.part, finished), finished, leaving.ended is not None)
+    def arrived(self) -> Iterator[tuple[Record | None, FinishedRequest | None, bool]]:
+        """Yield the parts of requests that reached host memory, in order; each frees its slab.
 
-    def _leave(self, slot: int, leaving: Leaving) -> None:
-        self.copies.send(leaving.part.slab, slot)
-        self._leaving.append(leaving)
+        Yields:
+            A part's rows, copied, None where there is no row to learn from; with the last part the
+            request, None where nothing was drafted for it; whether it is the last part.
+        """
+        while self._leaving and self.copies.is_here(self._leaving[0][0].slab):
+            part, ended = self._leaving.popleft()
+            finished = self._finished(part, ended)
+            yield self._read(part, finished), finished, ended is not None
 
-    def _finished(self, leaving: Leaving) -> FinishedRequest | None:
-        part, ended = leaving.part, leaving.ended
+    def _leave(self, slot: int, part: Part, ended: float | None) -> None:
+        self.copies.send(part.slab, slot)
+        self._leaving.append((part, ended))
+
+    def _finished(self, part: Part, ended: float | None) -> FinishedRequest | None:
         missed, steps, committed = (total[part.slab] for total in self.copies.sums)
         if ended is None or ended <= part.began or not steps:  # a host tensor
             return None
-        seconds = ended - part.began
-        return FinishedRequest(
-            missed.item(),  # a host tensor
-            int(steps),  # a host tensor
-            int(committed),  # a host tensor
-            seconds,
-        )
+        sums = missed.item(), int(steps), int(committed)  # a host tensor each
+        return FinishedRequest(*sums, ended - part.began)
 
     def _read(self, part: Part, finished: FinishedRequest | None) -> Record | None:
         """Copy a part's rows, and free its slab; None: there is no row to learn from."""
         slab, kept = part.slab, self.copies.rows
-        self._free.append(slab)
+        self.free.append(slab)
         begin, end = int(kept.begin[slab]), int(kept.end[slab])  # a host number each
         tokens = kept.token[slab, : end - begin].long()
         labels = torch.arange(begin + 1, end + 1) >= part.prompt
@@ -212,16 +178,10 @@ class Slabs:
             tokens, labels = tokens[:within], labels[:within]
         if not labels.any():  # a host tensor
             return None
-        rows = len(tokens)
-        sums = () if finished is None else (finished.misses, finished.steps, finished.tokens)
-        return Record(
-            part.request,
-            kept.states[slab, :rows].clone(),
-            kept.last[slab, :rows].clone(),
-            tokens,
-            labels,
-            *sums,
-        )
+        rows = slice(len(tokens))
+        states, last = kept.states[slab, rows].clone(), kept.last[slab, rows].clone()
+        tau = 0.0 if finished is None else finished.tau
+        return Record(part.request, states, last, tokens, labels, tau)
 
     def _give(self, slot: int, part: Part) -> None:
         self.tensors.of_slot[slot].fill_(part.slab)

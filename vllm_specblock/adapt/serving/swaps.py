@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 import numpy as np
 
 from vllm_specblock.adapt.link.folder_link import FolderVersions
-from vllm_specblock.adapt.link.staged import READS, StagedVersion
+from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.adapt.serving.in_engine import EngineTrainer
 from vllm_specblock.adapt.serving.refresh import Refresh
 from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.drafters.specblock.refresh import RefreshError
 from vllm_specblock.engine.metrics.counters import Counts
-from vllm_specblock.engine.metrics.exporter import HELP
+from vllm_specblock.engine.metrics.exporter import LEARNING
 from vllm_specblock.engine.ranks import Ranks
 from vllm_specblock.engine.step_observer import StepObserver
 
@@ -28,6 +26,9 @@ logger = logging.getLogger("vllm.specblock")
 
 EVERY = 64
 """Turns from one agreement to the next: it costs a message to and from every rank."""
+
+READS = 3
+"""Reads of the current version at a start, should another one be chosen meanwhile."""
 
 
 class Swaps:
@@ -40,23 +41,19 @@ class Swaps:
 
     def __init__(
         self,
-        link: FolderVersions | EngineTrainer,
+        link: FolderVersions,
         refresh: Refresh,
         ranks: Ranks | None = None,
-        trainer: TrainerProcess | EngineTrainer | None = None,
+        trainer: TrainerProcess | None = None,
     ) -> None:
         self.link, self.refresh, self.ranks, self.trainer = link, refresh, ranks, trainer
         self._coming: StagedVersion | None = None
         self._turns = 0
 
-    def start(self, current: Callable[[], StagedVersion | None]) -> None:
-        """Let what is current serve from the first step on, at load, on all ranks.
-
-        Args:
-            current: returns it, if it was not returned before.
-        """
+    def start(self) -> None:
+        """Let what is current serve from the first step on, at load, on all ranks."""
         for _ in range(READS):
-            self._begin(current())
+            self._begin(self.link.current())
             while self._coming is not None and not self.refresh.ready:
                 self._advance()
                 time.sleep(1e-3)
@@ -72,13 +69,11 @@ class Swaps:
         self._turns += 1
         if self.ranks is not None and self._turns % EVERY == 0:
             self._agree(self.ranks)
-        if isinstance(self.trainer, EngineTrainer):
-            self.trainer.slice()
 
     def counts(self) -> Counts:
         """Metrics of the trainer and of swaps."""
-        named = {f"adapt_{name}": count for name, count in self.link.counts.items()}
-        return {(name, 0): count for name, count in named.items() if name in HELP}
+        counts = self.link.counts
+        return {(name, 0): counts.get(name.removeprefix("adapt_"), 0) for name in LEARNING}
 
     def _begin(self, version: StagedVersion | None) -> None:
         if version is not None:
@@ -129,7 +124,3 @@ class FollowingRank(StepObserver):
 
     def between_steps(self, slots: np.ndarray) -> None:
         self.swaps.turn()
-
-    def counts(self) -> Counts:
-        """Of this rank; the metrics are the first one's."""
-        return self.swaps.counts()

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
+import json
 import logging
 import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 
-from vllm_specblock.adapt.files import lock_folder, private_folder
 from vllm_specblock.adapt.link.folder_link import FolderLink
-from vllm_specblock.adapt.trainer.trainer import TrainerConfig
+from vllm_specblock.adapt.trainer.trainer import CANNOT_START, TrainerConfig
 
 logger = logging.getLogger("vllm.specblock")
 
 WAITS = (1.0, 10.0, 100.0)
 """Seconds before each restart; after the last one the trainer is not started again."""
-
-HEALTHY = 3600.0
-"""Seconds of life after which earlier deaths do not count."""
-
-_HOPELESS = 2
-"""Exit status of a trainer that cannot follow its config."""
 
 
 class TrainerProcess:
@@ -35,15 +26,17 @@ class TrainerProcess:
     Args:
         config: its link is set here.
         link: the engine's end, in shared memory.
+
+    Attributes:
+        gave_up: the trainer is not started again.
     """
 
     def __init__(
         self, config: TrainerConfig, link: FolderLink, waits: Sequence[float] = WAITS
     ) -> None:
         self.config = replace(config, link=str(link.folder))
-        self.link, self.waits = link, tuple(waits)
+        self.link, self.waits = link, waits
         self.gave_up = False
-        self._lock = -1
         self._process: subprocess.Popen[bytes] | None = None
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="specblock-trainer")
@@ -54,15 +47,11 @@ class TrainerProcess:
         Raises:
             TrainError: another engine or trainer has the folder, or it cannot be made.
         """
-        if self.config.out is not None:
-            private_folder(Path(self.config.out))
-            self._lock = lock_folder(Path(self.config.out))
-        atexit.register(self.stop)
+        self.link.versions.lock()
         self._thread.start()
 
     def stop(self, seconds: float = 10.0) -> None:
         """End the process, which may write what it learned within so many seconds."""
-        atexit.unregister(self.stop)
         self._ends.set()
         process = self._process
         if process is not None:
@@ -74,9 +63,7 @@ class TrainerProcess:
         if self._thread.is_alive():
             self._thread.join(seconds)
         self.link.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self.link.versions.unlock()
 
     @property
     def pid(self) -> int | None:
@@ -85,24 +72,21 @@ class TrainerProcess:
         return process.pid if process is not None and process.poll() is None else None
 
     def _watch(self) -> None:
-        deaths = 0
-        while True:
-            began = time.monotonic()
+        for wait in (*self.waits, None):
             status = self._run()
             if self._ends.is_set():
                 return
-            deaths = 1 if time.monotonic() - began > HEALTHY else deaths + 1
-            if status == _HOPELESS or deaths > len(self.waits):
-                self.gave_up = True
-                logger.warning(
-                    "SpecBlock adaptation: the trainer ended %s, so nothing more is learned; "
-                    "serving goes on with the version that it has.",
-                    "because it cannot start" if status == _HOPELESS else f"{deaths} times",
-                )
-                return
-            if self._ends.wait(self.waits[deaths - 1]):
+            if status == CANNOT_START or wait is None:
+                break
+            if self._ends.wait(wait):
                 return
             self.link.tally["trainer_restarts"] += 1
+        self.gave_up = True
+        logger.warning(
+            "SpecBlock adaptation: the trainer ended with status %d and is not started again; "
+            "serving goes on with the version that it has.",
+            status,
+        )
 
     def _run(self) -> int:
         """Start a trainer and return its exit status."""
@@ -110,13 +94,11 @@ class TrainerProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         if self.config.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        config = json.dumps(asdict(self.config))
         # -P: nothing is imported from the folder in which the engine was started.
-        command = [sys.executable, "-P", "-m", "vllm_specblock.adapt", self.config.to_json()]
+        command = [sys.executable, "-P", "-m", "vllm_specblock.adapt", config]
         self._process = subprocess.Popen(
-            [*command, str(self._lock), str(os.getpid())],
-            env=environment,
-            pass_fds=[self._lock] if self._lock >= 0 else [],
-            stdin=subprocess.DEVNULL,
+            [*command, str(os.getpid())], env=environment, stdin=subprocess.DEVNULL
         )
         if self._ends.is_set():  # it was stopped meanwhile
             self._process.terminate()

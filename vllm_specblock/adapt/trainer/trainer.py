@@ -1,21 +1,17 @@
-"""The trainer: in a process of an engine, in `specblock adapt run`, or inside an engine.
+"""The trainer: in a process of an engine, or in `specblock adapt run`.
 
 It never imports vLLM.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -23,7 +19,6 @@ from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
 from vllm_specblock.adapt.learning.update import AdaptationConfig, recipe
-from vllm_specblock.adapt.link.finished import Finished
 from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
 from vllm_specblock.adapt.policy.interface import EVERY, Action
 from vllm_specblock.adapt.policy.registry import make_policy
@@ -38,6 +33,9 @@ logger = logging.getLogger("vllm.specblock")
 POLL = 0.02
 """Seconds between two looks for a request."""
 
+CANNOT_START = 2
+"""Exit status of a trainer that cannot follow its config, so that a restart is of no use."""
+
 LARGEST = {"heads": Action.HEADS, "all": Action.FULL}
 
 
@@ -51,10 +49,11 @@ class TrainerConfig:
         actions: the largest update: `heads`, or `all`.
         lr, every, memory: see `AdaptConfig`.
         num_blocks: M that serving drafts.
-        out: folder for versions; None: versions go to the link's folder, if there is one, and the
-            last one alone is kept.
+        out: folder for versions; None: versions go to the link's folder, and the last one alone is
+            kept.
         seconds: least time between two versions in `out`.
-        device: `cpu`, or `cuda:N`, which no other process computes on.
+        device: `cpu`, or `cuda:N`.
+        shares_gpu: the engine serves on it, and waits for updates.
         link: folder shared with the engine that started the trainer; None: there is none.
     """
 
@@ -69,52 +68,29 @@ class TrainerConfig:
     out: str | None = None
     seconds: float = 0.0
     device: str = "cpu"
+    shares_gpu: bool = False
     threads: int = 1
     seed: int = 0
     link: str | None = None
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> TrainerConfig:
-        return cls(**json.loads(text))
-
-
-class Source(Protocol):
-    """Where finished requests come from: `FolderSource`, or the engine itself."""
-
-    def next(self) -> Finished | None: ...
-
-    def count(self, name: str, by: int = 1) -> None: ...
-
-    def tell(self) -> None: ...
-
-    def swap_seconds(self, action: Action) -> float: ...
-
 
 class Trainer:
     """Learns from the requests of a source, and writes the version that is to serve to a folder.
-
-    Args:
-        lock: inherited descriptor of the lock of `out`.
 
     Raises:
         TrainError: the drafter, the target, the policy or `out` cannot be used.
         CheckpointError: as `checkpoint.load`.
     """
 
-    def __init__(self, config: TrainerConfig, source: Source, lock: int | None = None) -> None:
-        self.source = source
+    def __init__(self, config: TrainerConfig, source: FolderSource) -> None:
+        self.source, self._shares_gpu = source, config.shares_gpu
         if config.actions not in LARGEST:
             raise TrainError(f"actions is {config.actions!r}, but must be heads or all.")
         policy = make_policy(config.policy, config.seed, LARGEST[config.actions], config.every)
-        paths, out = (Path(config.drafter), Path(config.target)), config.out
-        if out is None and config.link is not None:
-            out = f"{config.link}/{VERSIONS}"
-        folder = None if out is None else VersionFolder(Path(out), *paths)
-        if folder is not None:
-            folder.lock(lock)
+        paths = Path(config.drafter), Path(config.target)
+        folder = VersionFolder(Path(config.out or f"{config.link}/{VERSIONS}"), *paths)
+        if config.link is None:  # else the engine holds the lock
+            folder.lock()
         drafter = checkpoint.load(config.drafter, torch.float32, config.device)
         self._columns = drafter.config.target_hidden_size
         ids = torch.arange(drafter.config.draft_vocab_size, device=config.device)
@@ -135,14 +111,11 @@ class Trainer:
                 seed=config.seed,
             ),
             source.count,
-            source.swap_seconds,
+            self._seconds_lost,
         )
-        self.writer: VersionWriter | None = None
-        if folder is not None:
-            keep = KEPT if config.out is not None else 1
-            self.writer = VersionWriter(folder, drafter, self.adaptation, config.seconds, keep)
-            self._choose()
-            self.writer.write()
+        keep = KEPT if config.out is not None else 1
+        self.writer = VersionWriter(folder, drafter, self.adaptation, config.seconds, keep)
+        self.writer.exchange()
         source.tell()
 
     def step(self) -> bool:
@@ -153,45 +126,29 @@ class Trainer:
                 self.adaptation.finish(message.record, message.request)
             else:
                 self.source.count("dropped_records", 1)
-        if self.writer is not None:
-            self._choose()
-            self.writer.write()
+        self.writer.exchange()
         if message is not None:
             self.source.tell()
         return message is not None
 
-    def run(self, ends: Callable[[], bool]) -> None:
-        """Learn until `ends`, then write what was learned."""
-        while not ends():
-            if not self.step():
-                time.sleep(POLL)
-        self.close()
-
     def close(self) -> None:
         """Write what was not written yet."""
-        if self.writer is not None:
-            self.writer.write(now=True)
-            self.writer.folder.unlock()
+        self.writer.write(now=True)
+        self.writer.folder.unlock()
 
-    def _choose(self) -> None:
-        """Take up what current.json says, where the writer did not write that."""
-        if self.writer is not None and (version := self.writer.chosen()):
-            self.adaptation.adopt(version)
+    def _seconds_lost(self, action: Action, seconds: float) -> float:
+        return self.source.swap_seconds(action) + seconds * self._shares_gpu
 
     def _fits(self, record: Record) -> bool:
         columns = (record.states.shape[1], record.last.shape[1])
         return columns == (3 * self._columns, self._columns)
 
 
-def serve(config: TrainerConfig, lock: int) -> int:
-    """Learn until the engine ends the process.
+def serve(config: TrainerConfig) -> int:
+    """Learn until the engine ends the process; return the exit status.
 
     Args:
         config: with a link.
-        lock: descriptor of the lock of `out`; −1: none.
-
-    Returns:
-        The exit status: 2 where the config cannot be followed, so that a restart is of no use.
     """
     assert config.link is not None
     torch.set_num_threads(config.threads)
@@ -199,10 +156,12 @@ def serve(config: TrainerConfig, lock: int) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: told.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine's business
     try:
-        source = FolderSource(Path(config.link))
-        trainer = Trainer(config, source, None if lock < 0 else lock)
+        trainer = Trainer(config, FolderSource(Path(config.link)))
     except (TrainError, checkpoint.CheckpointError) as error:
         print(f"SpecBlock adaptation: {error}", file=sys.stderr)
-        return 2
-    trainer.run(told.is_set)
+        return CANNOT_START
+    while not told.is_set():
+        if not trainer.step():
+            time.sleep(POLL)
+    trainer.close()
     return 0

@@ -13,7 +13,7 @@ from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.link.staged import DELIVERED
 from vllm_specblock.adapt.policy.actions import action_between, put
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.adapt.versions import VersionFolder, facts_of
+from vllm_specblock.adapt.versions import VersionFolder, facts_of, name_of, number_of
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.config import TrainError
@@ -44,12 +44,17 @@ class VersionWriter:
         with checkpoint.opened(folder.drafter / checkpoint.WEIGHTS) as file:
             dtype = file.get_tensor("lm_head.weight").dtype
         self._drafter = copy.deepcopy(drafter).to("cpu", dtype)
-        self._names: dict[int, str | None] = {0: None}
+        adaptation.number = max(map(number_of, folder.names()), default=0)
         # The version that the folder says is current; None: unknown.
         self._written: Version | None = adaptation.pool.origin
         self._trunk = DELIVERED
         self._last = float("-inf")
         self._known = 0  # stamp of the last choice that was seen, or made here
+
+    def exchange(self) -> None:
+        """Adopt the version that another process chose, and write the one that is to serve."""
+        self._adopt_chosen()
+        self.write()
 
     def write(self, now: bool = False) -> None:
         """Write and choose the version that is to serve, if it is another than the last.
@@ -70,15 +75,14 @@ class VersionWriter:
                 error,
             )
 
-    def chosen(self) -> Version | None:
-        """Return the version in current.json, once, if another process put it there."""
+    def _adopt_chosen(self) -> None:
         stamp = self.folder.stamp()
         if stamp == self._known:
-            return None
+            return
         self._known = stamp
         try:
             name = self.folder.current()
-            tensors = None if name is None else self.folder.read(name)
+            tensors = {} if name is None else self.folder.read(name)
         except TrainError as error:
             if self.folder.stamp() == stamp:  # else another one was chosen: the next call takes it
                 self._written = None
@@ -88,37 +92,32 @@ class VersionWriter:
                     self.folder.out,
                     error,
                 )
-            return None
-        if tensors is None:
-            self._written, self._trunk = self.adaptation.pool.origin, DELIVERED
-            return self._written
-        self.adaptation.number += 1
-        weights = {name: each.float() for name, each in tensors.items()}
-        version = Version(self.adaptation.number, weights, Action.FULL)
-        self._names[version.number], self._written, self._trunk = name, version, ""
-        return version
+            return
+        if name is None:
+            version, self._trunk = self.adaptation.pool.origin, DELIVERED
+        else:
+            weights = {name: each.float() for name, each in tensors.items()}
+            version, self._trunk = Version(number_of(name), weights, Action.FULL), ""
+        self._written = version
+        self.adaptation.adopt(version)
 
     def _publish(self, version: Version, before: Version | None) -> None:
-        name = self._names.get(version.number, "")
-        if name == "" or not (name is None or (self.folder.out / name).is_dir()):
+        name = name_of(version.number)
+        if name is not None and name not in self.folder.names():
             put(self._drafter, version.tensors)
             gain = self.adaptation.gain_over_origin(version)
             held = {} if before is None else before.tensors
             same = self._trunk and action_between(held, version.tensors) is Action.HEADS
             facts = {
-                "parent": self._parent(version),
+                "parent": name_of(version.parent or 0),
                 "action": str(version.action),
                 "rows": self.adaptation.rows,
                 "gain": None if gain != gain else round(gain, 4),
                 **({"trunk": self._trunk} if same else {}),
             }
-            name = self._names[version.number] = self.folder.write(self._drafter, facts)
+            self.folder.write(self._drafter, facts, version.number)
         self.folder.use(name)
         self._known = self.folder.stamp()
         stored = {"checksum": DELIVERED} if name is None else facts_of(self.folder.out / name)
         self._trunk = stored.get("trunk") or stored["checksum"]
         self.folder.prune(self._keep)
-
-    def _parent(self, version: Version) -> str | None:
-        earlier = [number for number in self._names if number < version.number]
-        return self._names[max(earlier)] if earlier else None

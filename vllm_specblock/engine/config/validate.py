@@ -229,8 +229,8 @@ def check_acceptance(given: dict[str, Any]) -> None:
 
 
 def check_adapt(resolved: ResolvedConfig, parallel: ParallelConfig, target: ModelConfig) -> None:
-    """Refuse `adapt` where it cannot run; see `adapt/check.py`."""
+    """Refuse `adapt` where it cannot run; see `adapt/options.py`."""
     if resolved.adapting is not None:
         count = parallel.world_size * parallel.data_parallel_size_local
         gpus = range(0 if current_platform.is_cpu() else count)
-        adaptation("check").check_adapt(resolved, parallel, target, gpus)
+        adaptation("options").check_adapt(resolved, parallel, target, gpus)

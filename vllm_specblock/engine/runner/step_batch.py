@@ -9,7 +9,6 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.commit.accepted_paths import read_accepted
 from vllm_specblock.commit.committed_tokens import committed_tokens
 from vllm_specblock.drafters.common.backlog import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
@@ -115,15 +114,11 @@ class StepBatch:
 
     def read_accepted(self, slot: torch.Tensor) -> None:
         """Load the accepted paths of the slots [R] int64; a request without a root has none."""
-        path, accepted, query_start, self.drafts = read_accepted(
-            slot,
-            self.goes_on,
-            self.batch.query_start_loc[: len(slot) + 1],
-            self.base,
-            self.tree_states.path,
-            self.tree_states.accepted,
-        )
-        self.accepted_rows = AcceptedRows(query_start, self.base, path, accepted)
+        start, end = self.batch.query_start_loc[: len(slot)], self.batch.query_start_loc[1:]
+        # [R], nodes that the target ran on; the host knows only how many were scheduled.
+        self.drafts = (end[: len(slot)] - start - self.base) * self.goes_on
+        path, accepted = self.tree_states.path[slot], self.tree_states.accepted[slot]
+        self.accepted_rows = AcceptedRows(start, self.base, path, accepted)
 
     def verified(self, temperature: torch.Tensor) -> VerifiedTrees:
         """Return the verified trees; `temperature` [slots] fp32."""
