@@ -49,21 +49,13 @@ def _tau(results: Results) -> Table:
 
 def _alpha(results: Results) -> Table:
     """A row per position of the chain."""
-    table = _table(
-        "first choices that are right, given that those before were: all of the chain (the paper's "
-        "α_m,j), those of the block, or none",
-        "k = m,j",
-    )
+    table = _table("first choices that are right, given that all before were", "k = m,j")
     for result in results:
-        for column in (f"α_m,j at T = {result['temperature']:g}", "of the block", "any"):
-            table.add_column(column, justify="right")
-    for k in range(len(results[0]["chain"]["alpha"])):
-        cells: list[str] = []
-        for chain in (result["chain"] for result in results):
-            m, j = divmod(k, len(chain["accuracy"][0]))
-            kinds = (chain["alpha"][k], chain["alpha_blocks"][m][j], chain["accuracy"][m][j])
-            cells += map(_percent, kinds)
-        table.add_row(f"{k + 1} = {m + 1},{j + 1}", *cells)
+        table.add_column(f"α_m,j at T = {result['temperature']:g}", justify="right")
+    chains = [result["chain"] for result in results]
+    for k, shares in enumerate(zip(*(chain["alpha"] for chain in chains))):
+        m, j = divmod(k, chains[0]["block_size"])
+        table.add_row(f"{k + 1} = {m + 1},{j + 1}", *map(_percent, shares))
     return table
 
 

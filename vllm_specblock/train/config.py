@@ -148,9 +148,6 @@ class TrainConfig(RunConfig):
     mask_restart: bool = Field(
         default=False, description="The valid-prefix mask starts anew in each block."
     )
-    kernel: Literal["auto", "sdpa", "flex"] = Field(
-        default="auto", description="Attention of the block masks; auto: flex on a GPU."
-    )
     recompute: bool = Field(
         default=False, description="Activation checkpointing: less memory, a third more work."
     )
@@ -175,7 +172,6 @@ _FREE = {
     "micro_batch",
     "device",
     "parallel",
-    "kernel",
     "recompute",
     "save_every",
     "log_every",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.distributed import BatchCounts, mean_over_ranks
-from vllm_specblock.train.target.features import TargetOutputs
+from vllm_specblock.train.target.features import TargetOutputs, Teacher
 from vllm_specblock.tree import DraftTree
 
 IGNORE_INDEX = -1
@@ -81,6 +81,12 @@ class EvalSequence:
     hidden: Tensor
     last: Tensor
     embed: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, teacher: Teacher, batch: Batch, prompt: int) -> EvalSequence:
+        """The text of a batch of one window."""
+        outputs = teacher.teach(batch)
+        return cls(batch.tokens[0], prompt, outputs.hidden[0], outputs.last[0], teacher.embed)
 
 
 Draft = Callable[[int], DraftTree]

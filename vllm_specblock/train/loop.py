@@ -24,12 +24,11 @@ from vllm_specblock.train.data.packed_dataset import PackedDataset
 from vllm_specblock.train.data.shards import replace
 from vllm_specblock.train.distributed import BatchCounts, sum_over_ranks, world
 from vllm_specblock.train.eval import model_card
-from vllm_specblock.train.eval.replay import mean_tau
+from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import EvalSequence, Learner, TrainBatch
-from vllm_specblock.train.metrics_log import describe
 from vllm_specblock.train.optimizers import learning_rate
 from vllm_specblock.train.target.features import Teacher
-from vllm_specblock.train.train_state import TrainState, read_state
+from vllm_specblock.train.train_state import TrainState, describe, read_state
 
 STATE_DIR = "training"
 BEST_DIR = "best"
@@ -197,7 +196,7 @@ class Trainer:
         for name, train_state in self.train_states.items():
             learner = train_state.whole()
             if self.rank == 0:
-                tau, _ = mean_tau(learner.draft_along, self.sequences, JUDGED_DEPTH)
+                tau = replay(learner.draft_along, self.sequences, JUDGED_DEPTH).tau
                 found[name] = {"step": self.step, "tau": round(tau, 4)}
                 train_state.metrics_log.entries.append(found[name])
                 if tau > train_state.best_tau:
@@ -214,7 +213,7 @@ class Trainer:
     def save(self) -> None:
         """Write the drafters, then the state; a kill leaves the last whole one."""
         self.keep()
-        students = {name: train_state.state() for name, train_state in self.train_states.items()}
+        learners = {name: train_state.state() for name, train_state in self.train_states.items()}
         if self.rank != 0:
             return
         self._state_file.parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +225,7 @@ class Trainer:
             "data": self.windows.fingerprint,
             "step": self.step,
             "seconds": self._elapsed(),
-            "students": students,
+            "learners": learners,
         }
         replace(self._state_file, lambda aside: torch.save(state, aside))
 
@@ -255,7 +254,7 @@ class Trainer:
             return
         state = read_state(path, self.config, self.windows.fingerprint, self.train_states)
         for name, train_state in self.train_states.items():
-            train_state.load_state(state["students"][name], self.device)
+            train_state.load_state(state["learners"][name], self.device)
         self.step, self.seconds = state["step"], state["seconds"]
         self._began = time.monotonic()
 

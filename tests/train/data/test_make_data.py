@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.chat import (
     BOS,
     CHATML,
@@ -21,7 +20,7 @@ from support.chat import (
 
 from vllm_specblock.train.config import TrainError, parse
 from vllm_specblock.train.data import shards
-from vllm_specblock.train.data.make_data import coverage, make_data
+from vllm_specblock.train.data.make_data import make_data
 from vllm_specblock.train.data.options import DataOptions
 
 
@@ -110,7 +109,6 @@ def test_every_user_turn_is_answered_anew(run, capsys):
     assert index == made.index
     loss_mask = torch.cat([text.tokens[text.loss_mask] for text in texts]).tolist()
     assert [loss_mask.count(i) for i in range(len(TOKENS))] == made.counts.tolist()
-    assert load_file(run.folder / "out" / "vocab.safetensors")["counts"].equal(made.counts)
     assert (index["sequences"], index["skipped"], index["cut"], index["shards"]) == (10, 2, 0, 4)
     assert index["counted"] == len(loss_mask)
     assert index["tokens"] == sum(len(text.tokens) for text in texts)
@@ -165,22 +163,6 @@ def test_a_template_that_forgets_ends_the_conversation(run):
     assert second == first.replace("\na<", "\nc<")
 
 
-def test_keeping_needs_no_target(run, capsys):
-    def never():
-        raise AssertionError("the engine was loaded")
-
-    options = {"answers": "keep", "target": make_target(run.folder / "target", CHATML)}
-    run.source.write_text("\n".join(json.dumps(each) for each in LINES[:3]) + "\n")
-    made = make_data(
-        parse(DataOptions, input=(run.source,), out=run.folder / "out", **options), never
-    )
-    chat, document = shards.read(run.folder / "out")
-    assert text_of(chat.tokens[chat.loss_mask].tolist()) == ("old" + END) * 3
-    assert text_of(document.tokens.tolist()) == BOS + LINES[1]["text"] + END
-    assert f"{run.source}:3: it is a prompt without an answer" in capsys.readouterr().err
-    assert made.index["skipped"] == 1
-
-
 def test_raw_prompts(run):
     lines = [{"prompt": "go "}, {"text": "t"}]
     answer = text_of(answer_to(ids_of("<s>go "), 0.0, 8, 0))
@@ -196,7 +178,7 @@ def test_a_folder_of_another_run_is_refused(run):
     for changes, said in (
         ({"max_length": 199}, "was begun with max_length = 200, not 199"),
         ({"temperature": (1.0,)}, r"was begun with temperature = \[0.0\], not \[1.0\]"),
-        ({"lines": LINES[:-1]}, "was begun with other input files"),
+        ({"lines": LINES[:-1]}, "was begun with different input"),
     ):
         with pytest.raises(TrainError, match=said) as caught:
             run(**changes)
@@ -227,8 +209,3 @@ def test_errors_are_one_sentence_and_come_before_any_weight(run, changes, said):
     with pytest.raises(TrainError, match=said) as caught:
         run(**changes)
     assert "\n" not in str(caught.value)
-
-
-def test_coverage():
-    assert coverage(torch.tensor([1, 0, 6, 3]), 2) == 0.9
-    assert coverage(torch.tensor([1, 0, 6, 3]), 4) == 1.0

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
+from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.specblock.config import DrafterConfig
+from vllm_specblock.train.attention import sdpa
 
 
 class DenseCache:
-    """The drafter's cache of ONE sequence.
+    """The drafter's cache of ONE sequence; K = 1 for EAGLE-3.
 
     Attributes:
         key, value: per layer [rows, K, nkv, D]; keys carry their RoPE.
@@ -25,11 +27,12 @@ class DenseCache:
 
     def __init__(
         self,
-        config: DrafterConfig,
+        config: DrafterConfig | Eagle3Shape,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (0, config.block_size, config.num_key_value_heads, config.head_dim)
+        block = config.block_size if isinstance(config, DrafterConfig) else 1
+        shape = (0, block, config.num_key_value_heads, config.head_dim)
         layers = range(config.num_hidden_layers)
         self.key = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
         self.value = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
@@ -68,7 +71,7 @@ class AppendRows:
         # Flat over (row, position), "all earlier rows and my own up to me" is plain causality.
         own = row[:, None] * block + torch.arange(block, device=key.device)
         mask = torch.arange(total * block, device=key.device) <= own.flatten()[:, None]
-        mixed = _attention(
+        mixed = sdpa(
             query.flatten(0, 1),
             cache.key[layer].flatten(0, 1),
             cache.value[layer].flatten(0, 1),
@@ -124,12 +127,5 @@ class LaterBlock:
         keys, values = self.growth.key, self.growth.value
         keys[layer] = torch.cat([keys[layer], key.flatten(0, 1)])
         values[layer] = torch.cat([values[layer], value.flatten(0, 1)])
-        mixed = _attention(query.flatten(0, 1), keys[layer], values[layer], self.sees)
+        mixed = sdpa(query.flatten(0, 1), keys[layer], values[layer], self.sees)
         return mixed.view_as(query)
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """query [n, nh, D], key and value [m, nkv, D], mask [n, m] bool -> [n, nh, D]."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return mixed[0].transpose(0, 1)
