@@ -36,9 +36,8 @@ from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
 from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import Draft, EvalSequence, Learner, TrainBatch
 from vllm_specblock.train.loop import Trainer
-from vllm_specblock.train.objective import Recipe
 from vllm_specblock.train.run import RunContext, folded_head, make_teacher, prepare, sequences_of
-from vllm_specblock.train.specblock import SpecBlockLearner
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
 from vllm_specblock.train.target import target_rows
 from vllm_specblock.train.target.features import load_target, load_tokenizer
 from vllm_specblock.train.untrained import most_frequent

@@ -121,13 +121,27 @@ class Trainer:
         """One optimiser update of every learner."""
         config = self.config
         rounds = config.batch // (self.micro * self.ranks)
-        if rounds > 1:
-            self._learn_in_parts(rounds)
-        else:
-            with self._arithmetic():
-                train_batch = self._train_batch(0)
-                for train_state in self.train_states.values():
-                    train_state.learn(train_batch, None, more_to_come=False)
+        counts = {name: BatchCounts(rounds) for name in self.train_states}
+        train_batches = []
+        with self._arithmetic():
+            for turn in range(rounds):
+                train_batch = self._train_batch(turn)
+                if rounds > 1:
+                    for name, train_state in self.train_states.items():
+                        train_state.count(train_batch, counts[name])
+                    # p* takes more memory than time, and is computed again.
+                    train_batch = _with_probs(train_batch, torch.empty(0))
+                train_batches.append(train_batch)
+        for count in counts.values():
+            count.finish()
+        # A new context: autocast would reuse the weights that it cast without a gradient.
+        with self._arithmetic():
+            for turn, train_batch in enumerate(train_batches, start=1):
+                if rounds > 1:
+                    last = train_batch.target_outputs.last
+                    train_batch = _with_probs(train_batch, self.teacher.target_probs(last))
+                for name, train_state in self.train_states.items():
+                    train_state.learn(train_batch, counts[name], more_to_come=turn < rounds)
         rate = learning_rate(config, self.step, self.steps)
         for name, train_state in self.train_states.items():
             train_state.step(rate, config.clip)
@@ -152,27 +166,6 @@ class Trainer:
             self.step,
             seed=config.seed * 1_000_003 + self.step,  # one cut for the whole batch
         )
-
-    def _learn_in_parts(self, rounds: int) -> None:
-        """Count all micro-batches, then learn from them: see `BatchCounts`. Features are kept in
-        between; p* takes more memory than time, and is computed again."""
-        counts = {name: BatchCounts(rounds) for name in self.train_states}
-        train_batches = []
-        with self._arithmetic():
-            for turn in range(rounds):
-                train_batch = self._train_batch(turn)
-                for name, train_state in self.train_states.items():
-                    train_state.count(train_batch, counts[name])
-                train_batches.append(_with_probs(train_batch, torch.empty(0)))
-        for count in counts.values():
-            count.finish()
-        # A new context: autocast would reuse the weights that it cast without a gradient.
-        with self._arithmetic():
-            for turn, train_batch in enumerate(train_batches):
-                target_probs = self.teacher.target_probs(train_batch.target_outputs.last)
-                whole = _with_probs(train_batch, target_probs)
-                for name, train_state in self.train_states.items():
-                    train_state.learn(whole, counts[name], more_to_come=turn < rounds - 1)
 
     def _arithmetic(self) -> torch.autocast:
         bf16 = self.config.precision == "bf16"

@@ -23,9 +23,8 @@ from vllm_specblock.train.data.shards import Text
 from vllm_specblock.train.distributed import ranks, world
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.loop import STATE_DIR, Trainer
-from vllm_specblock.train.objective import Recipe
 from vllm_specblock.train.optimizers import slow_arithmetic
-from vllm_specblock.train.specblock import SpecBlockLearner
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
 from vllm_specblock.train.target import feature_store, target_rows
 from vllm_specblock.train.target.features import (
     OnlineTeacher,

@@ -51,18 +51,12 @@ class TrainState:
         self._exchange(False)
         self._module(replace(train_batch, counts=counts))
 
-    def learn(
-        self, train_batch: TrainBatch, counts: BatchCounts | None, more_to_come: bool
-    ) -> None:
-        """Add up the gradients of one micro-batch; `counts`: of the whole batch of several."""
-        share = 1.0
-        if counts is not None:
-            share = 1 / counts.rounds
-            train_batch = replace(train_batch, counts=counts)
-            counts.start()
+    def learn(self, train_batch: TrainBatch, counts: BatchCounts, more_to_come: bool) -> None:
+        """Add up the gradients of one micro-batch; `counts`: of the whole batch."""
+        counts.start()
         self._exchange(not more_to_come)
-        outcome = self._module(train_batch)
-        (outcome.loss * share).backward()
+        outcome = self._module(replace(train_batch, counts=counts))
+        (outcome.loss / counts.rounds).backward()
         self.metrics_log.add(outcome)
 
     def _exchange(self, gradients: bool) -> None:
