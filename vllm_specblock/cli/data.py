@@ -48,8 +48,7 @@ def data(
             engine=options.engine,
         )
 
-    made = make_data(options, load)
-    index = made.index
+    index, counts = make_data(options, load)
     typer.echo(
         f"{index['sequences']:,} sequences of {index['tokens']:,} tokens, {index['counted']:,} of "
         f"them counted, are in {options.out}."
@@ -63,5 +62,5 @@ def data(
     size = min(options.draft_vocab_size, index["vocab_size"])
     typer.echo(
         f"draft vocabulary: {size:,} of {index['vocab_size']:,} tokens cover "
-        f"{100 * coverage(made.counts, size):.1f} % of the counted tokens"
+        f"{100 * coverage(counts, size):.1f} % of the counted tokens"
     )

@@ -88,7 +88,7 @@ def expected_dialogue(questions, temperature=0.0, most=200, new=8, seeds=()):
 
 
 def test_every_user_turn_is_answered_anew(run, capsys):
-    made = run()
+    made, counts = run()
     texts = list(shards.read(run.folder / "out"))
     usable = [line for line in LINES if isinstance(line, dict)]
     del usable[usable.index(LINES[LONG])]
@@ -106,9 +106,9 @@ def test_every_user_turn_is_answered_anew(run, capsys):
     assert f"{run.source}:4: it is not JSON" in shown
     assert f"{run.source}:{LONG + 1}: its question has " in shown
     index = shards.read_index(run.folder / "out")
-    assert index == made.index
+    assert index == made
     loss_mask = torch.cat([text.tokens[text.loss_mask] for text in texts]).tolist()
-    assert [loss_mask.count(i) for i in range(len(TOKENS))] == made.counts.tolist()
+    assert [loss_mask.count(i) for i in range(len(TOKENS))] == counts.tolist()
     assert (index["sequences"], index["skipped"], index["cut"], index["shards"]) == (10, 2, 0, 4)
     assert index["counted"] == len(loss_mask)
     assert index["tokens"] == sum(len(text.tokens) for text in texts)
@@ -156,8 +156,9 @@ def test_a_template_that_forgets_ends_the_conversation(run):
         def generate(self, prompts, temperatures, max_tokens, seeds):
             return [ids_of("<t></t>b" + END) for _ in prompts]
 
-    made = run(lines=[chat_line("a", "b"), chat_line("c")], template=FORGETFUL, answerer=Thinking())
-    assert made.index["cut"] == 1
+    lines = [chat_line("a", "b"), chat_line("c")]
+    made, _ = run(lines=lines, template=FORGETFUL, answerer=Thinking())
+    assert made["cut"] == 1
     first, second = (text_of(t.tokens.tolist()) for t in shards.read(run.folder / "out"))
     assert first == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<t></t>b<|im_end|>"
     assert second == first.replace("\na<", "\nc<")

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,19 +42,14 @@ MAKING = "making.json"
 """Options and input of a folder that is being made; written first."""
 
 
-class Made(NamedTuple):
-    """A data folder. index: content of data.json; counts: [V] int64, how often each target id is
-    counted."""
-
-    index: dict[str, Any]  # type: ignore[assignment]  # in place of a tuple's own
-    counts: Tensor
-
-
-def make_data(options: DataOptions, load: Callable[[], Answerer]) -> Made:
+def make_data(options: DataOptions, load: Callable[[], Answerer]) -> tuple[dict[str, Any], Tensor]:
     """Make all missing shards, then the index.
 
     Args:
         load: starts the target; called only when there is something to answer.
+
+    Returns:
+        The content of data.json, and how often each target id is counted, [V] int64.
 
     Raises:
         TrainError: an input or a file of the target is missing, nothing can be used, or the
@@ -181,7 +176,7 @@ def _text(ids: list[int], loss_mask: list[bool] | None = None) -> Text:
 
 def _finish(
     options: DataOptions, making: dict[str, Any], broken: int, paths: list[Path], vocab_size: int
-) -> Made:
+) -> tuple[dict[str, Any], Tensor]:
     """Count what the shards hold, then write the index."""
     facts = [shards.read_facts(path) for path in paths]
     counts = torch.zeros(vocab_size, dtype=torch.int64)
@@ -206,4 +201,4 @@ def _finish(
         "versions": provenance.versions(),
     }
     shards.write_json(options.out / shards.INDEX, index)
-    return Made(index, counts)
+    return index, counts
