@@ -22,7 +22,7 @@ from vllm_specblock.train.data.shards import Text
 from vllm_specblock.train.learner import TrainBatch
 from vllm_specblock.train.loop import Trainer
 from vllm_specblock.train.optimizers import learning_rate
-from vllm_specblock.train.run import build, prepare, prompt_of, train
+from vllm_specblock.train.run import build, prepare, train
 from vllm_specblock.train.target import feature_store, target_rows
 from vllm_specblock.train.target.feature_store import Features, Origin
 from vllm_specblock.train.train_state import TrainState
@@ -296,10 +296,6 @@ class TestHeldOut:
         seen = train(options(data=changed, out=tmp_path / "seen", epochs=1, steps=None))
         all_of_it = train(options(out=tmp_path / "all", epochs=1, steps=None))
         assert not equal(weights(seen), weights(all_of_it))
-
-    def test_prompts_are_what_the_target_did_not_write(self):
-        loss_mask = torch.tensor([0, 0, 0, 1, 1, 0]).bool()
-        assert prompt_of(Text(torch.arange(6), loss_mask)) == 3
 
     def test_the_best_is_kept(self, options, monkeypatch):
         """By a judge who says 1.5, 2.5 and 2: the second drafter stays, also across a kill."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_specblock.cli.from_model import options_of
-from vllm_specblock.train.data.options import DataOptions
+from vllm_specblock.train.config import DataOptions, parse
 
 if TYPE_CHECKING:
     from vllm_specblock.engine.offline.generate import VllmAnswerer
@@ -27,7 +27,6 @@ def data(
     """
     # Imported here to keep `--help` fast.
     from vllm_specblock.drafters.common.hub import target_folder
-    from vllm_specblock.train.config import parse
     from vllm_specblock.train.data.make_data import coverage, make_data
 
     engine: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size}

@@ -18,10 +18,9 @@ from support.chat import (
     text_of,
 )
 
-from vllm_specblock.train.config import TrainError, parse
+from vllm_specblock.train.config import DataOptions, TrainError, parse
 from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.make_data import make_data
-from vllm_specblock.train.data.options import DataOptions
 
 
 def chat_line(*questions):

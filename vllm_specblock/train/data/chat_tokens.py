@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 
-from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.config import DataOptions, TrainError
 from vllm_specblock.train.data.chat import BrokenLine, Message
-from vllm_specblock.train.data.options import DataOptions
 from vllm_specblock.train.target.features import load_tokenizer, loaded
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vllm_specblock.train import provenance
-from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.config import DataOptions, TrainError
 from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.answering import Answerer, Dialogue, answer
 from vllm_specblock.train.data.chat import (
@@ -34,7 +34,6 @@ from vllm_specblock.train.data.chat import (
     report,
 )
 from vllm_specblock.train.data.chat_tokens import ChatTokens, read_chat_tokens
-from vllm_specblock.train.data.options import DataOptions
 from vllm_specblock.train.data.packed_dataset import token_counts
 from vllm_specblock.train.data.shards import Text
 

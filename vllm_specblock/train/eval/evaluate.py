@@ -122,15 +122,12 @@ def evaluate(
     trees = {}
     for name, whole in replays.items():
         whole.check(depth)
-        trees[name] = TreeFigures.of(whole, _beta(learned[name], sampling_temperature))
+        sharpness = learned[name]
+        heat = torch.tensor([sampling_temperature], device=device)
+        beta = 1.0 if sharpness is None else float(sharpness.of(heat))
+        trees[name] = TreeFigures.of(whole, beta)
     chain = ChainFigures.of(chains, drafter.config.block_size)
     return Figures(texts, new_tokens, trees, chain)
-
-
-def _beta(sharpness: DraftCalibration | None, temperature: float) -> float:
-    if sharpness is None:
-        return 1.0
-    return float(sharpness.of(torch.tensor([temperature], device=sharpness.log.device)))
 
 
 def sequences_from(
