@@ -33,12 +33,11 @@ from vllm_specblock.train.data.shards import replace
 from vllm_specblock.train.distributed import ranks
 from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape, uniform_shape
 from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
-from vllm_specblock.train.eval.replay import Replay, check_steps, replay
+from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import Draft, EvalSequence, Learner, TrainBatch
 from vllm_specblock.train.loop import Trainer
-from vllm_specblock.train.objective import Recipe
 from vllm_specblock.train.run import RunContext, folded_head, make_teacher, prepare, sequences_of
-from vllm_specblock.train.specblock import SpecBlockLearner
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
 from vllm_specblock.train.target import target_rows
 from vllm_specblock.train.target.features import load_target, load_tokenizer
 from vllm_specblock.train.untrained import most_frequent
@@ -178,11 +177,7 @@ def judge(
                 print("Time is up: call again to go on.")
                 return
             began = time.monotonic()
-            whole = Replay.join(
-                replay(make_draft(sequence), sequence, config.depth) for sequence in sequences
-            )
-            check_steps(whole, config.depth)
-            reach = TreeFigures.of(whole)
+            reach = TreeFigures.of(replay(make_draft, sequences, config.depth))
             results[key] = {
                 "tau": round(reach.tau, 4),
                 "error": round(reach.error, 4),

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.learner import Learner
-from vllm_specblock.train.objective import Recipe
-from vllm_specblock.train.specblock import SpecBlockLearner
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
 from vllm_specblock.train.target import target_rows
 from vllm_specblock.train.untrained import init
 

@@ -13,6 +13,17 @@ from dataclasses import dataclass
 from vllm_specblock.train.eval.steps import Step
 
 
+def main_path(step: Step) -> list[int]:
+    """Nodes below the root that follow the drafter's greedy token, to the tree's end."""
+    path, here = [], 0
+    # Nodes stand in descending order of score, so a node's first child is its best.
+    for node in range(1, len(step.parent)):
+        if step.parent[node] == here:
+            path.append(node)
+            here = node
+    return path
+
+
 @dataclass(frozen=True)
 class MainPathFigures:
     """Counts over steps, position k of the main path in entry k − 1.
@@ -42,7 +53,7 @@ class MainPathFigures:
         reached, hits, ended = ([0] * depth for _ in range(3))
         forward: list[Counter[int]] = [Counter() for _ in range(depth)]
         for step in steps:
-            right, path = set(step.accepted), step.main_path()
+            right, path = set(step.accepted), main_path(step)
             for k, node in enumerate(path):
                 reached[k] += 1
                 forward[k][step.forward[node]] += 1

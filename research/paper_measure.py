@@ -12,8 +12,7 @@ from main_path import MainPathFigures
 
 from vllm_specblock.train.eval.chain import ChainFigures
 from vllm_specblock.train.eval.loaded import LoadedDrafter
-from vllm_specblock.train.eval.replay import Replay, check_steps
-from vllm_specblock.train.eval.steps import steps_along
+from vllm_specblock.train.eval.steps import Replay, steps_along
 from vllm_specblock.train.learner import EvalSequence
 
 
@@ -91,7 +90,7 @@ def measure(drafter: LoadedDrafter, sequences: Iterable[EvalSequence], depth: in
             roots = torch.tensor([step.root for step in found]) - sequence.prompt
             chains.append(chain.of_roots(roots.to(chain.seen.device)))
     whole = Replay([step.accepted_length for step in steps], [step.nodes for step in steps])
-    check_steps(whole, depth)
+    whole.check(depth)
     return SetFigures(
         whole.tau,
         len(steps),

@@ -9,7 +9,6 @@ neither the example target nor a drafter ever saw.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -30,12 +29,6 @@ def pieces(texts: list[str], every: int = EVERY) -> list[str]:
     return [piece for piece in found if piece.strip()]
 
 
-def write(path: Path, prompts: list[str]) -> None:
-    """One JSON object a line."""
-    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    print(f"{len(prompts):,} prompts in {path}")
-
-
 def main(out: Path) -> None:
     """Write both files."""
     texts = corpus.load()
@@ -44,7 +37,7 @@ def main(out: Path) -> None:
         ("prompts", pieces(texts.train)),
         ("held_out", corpus.prompts(texts.held_out, 24)),
     ):
-        write(out / f"{name}.jsonl", prompts)
+        corpus.write(out / f"{name}.jsonl", prompts)
 
 
 if __name__ == "__main__":

@@ -137,8 +137,7 @@ def build(
 
     def prompts_stage() -> dict:
         prompts = corpus.prompts(text.held_out, held_out_prompts)
-        lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-        (work / "prompts.jsonl").write_text(lines)
+        corpus.write(work / "prompts.jsonl", prompts)
         return {"prompts": len(prompts)}
 
     def drafter_stage() -> dict:

@@ -7,7 +7,9 @@ third-party packages are left out, because distributions disagree on whether the
 from __future__ import annotations
 
 import hashlib
+import json
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,42 +24,41 @@ class Corpus:
     train: list[str]
     held_out: list[str]
 
+    def add(self, name: str, text: str) -> None:
+        """Add the file `name` (its path below the library's root) to its side."""
+        (self.held_out if is_held_out(name) else self.train).append(text)
+
 
 def is_held_out(name: str) -> bool:
-    """Whether the file `name` (path relative to the library's root) is kept from training.
-
-    Decided by a hash of the name, so that a file keeps its side when other files change.
-    """
+    """Decided by a hash of the name, so that a file keeps its side when other files change."""
     return hashlib.sha256(name.encode()).digest()[0] % _HELD_OUT_ONE_IN == 0
 
 
-def source_files(root: Path | None = None) -> list[Path]:
-    """Paths of the corpus below `root` (default: the interpreter's stdlib), sorted."""
-    root = root or Path(sysconfig.get_paths()["stdlib"])
-    return sorted(
-        path
-        for path in root.rglob("*.py")
-        if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1])
-    )
+def sources() -> Iterator[tuple[str, str]]:
+    """Path below the interpreter's stdlib and text of each file of the corpus, sorted."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if _SKIPPED_FOLDERS & set(name.parts[:-1]):
+            continue
+        try:
+            yield name.as_posix(), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a handful of files declare another encoding
 
 
-def load(root: Path | None = None) -> Corpus:
+def load() -> Corpus:
     """Read the corpus.
 
     Raises:
-        FileNotFoundError: there is no Python source below `root`.
+        FileNotFoundError: this Python comes without the sources of its library.
     """
-    root = root or Path(sysconfig.get_paths()["stdlib"])
-    sides: dict[bool, list[str]] = {True: [], False: []}
-    for path in source_files(root):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue  # a handful of files declare another encoding
-        sides[is_held_out(path.relative_to(root).as_posix())].append(text)
-    if not sides[False]:
-        raise FileNotFoundError(f"No Python sources below {root}; is this a full Python install?")
-    return Corpus(train=sides[False], held_out=sides[True])
+    found = Corpus([], [])
+    for name, text in sources():
+        found.add(name, text)
+    if not found.train:
+        raise FileNotFoundError("There are no Python sources; is this a full Python install?")
+    return found
 
 
 def prompts(held_out: list[str], count: int, characters: int = 400) -> list[str]:
@@ -69,3 +70,9 @@ def prompts(held_out: list[str], count: int, characters: int = 400) -> list[str]
     step = max(1, len(long_enough) // count)
     cut = [text[: text.rfind("\n", 0, characters) + 1] for text in long_enough[::step]]
     return [text for text in cut if text][:count]
+
+
+def write(path: Path, prompts: list[str]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    print(f"{len(prompts):,} prompts in {path}")

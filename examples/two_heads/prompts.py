@@ -12,37 +12,29 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiny_pair"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "first_drafter"))
 import corpus
-from prompts import EVERY, pieces, write
+from prompts import EVERY, pieces
 
-TABLES = "encodings"
+TABLES = "encodings/"
 SLICES = {"code": EVERY, "tables": 1000}
 """Characters from one prompt of a file to the next: there are fewer tables than code."""
 LEARNED, HELD_OUT = 1536, 24
 """Prompts of a slice, at most."""
 
 
-def load(root: Path | None = None) -> dict[str, corpus.Corpus]:
-    """The corpus below `root` (default: the interpreter's stdlib) by slice.
+def load() -> dict[str, corpus.Corpus]:
+    """The corpus by slice.
 
-    A file's side goes by its path from `root`, not from the slice's folder: it is the side that
+    A file's side goes by its path in the library, not in the slice's folder: it is the side that
     the example target and its drafter were trained by.
     """
-    root = root or Path(sysconfig.get_paths()["stdlib"])
     texts = {name: corpus.Corpus([], []) for name in SLICES}
-    for path in corpus.source_files(root):
-        name = path.relative_to(root)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue  # as `corpus.load` does
-        side = texts["tables" if name.parts[0] == TABLES else "code"]
-        (side.held_out if corpus.is_held_out(name.as_posix()) else side.train).append(text)
+    for name, text in corpus.sources():
+        texts["tables" if name.startswith(TABLES) else "code"].add(name, text)
     return texts
 
 
@@ -57,8 +49,8 @@ def main(out: Path) -> None:
     """Write all four files."""
     out.mkdir(parents=True, exist_ok=True)
     for name, texts in load().items():
-        write(out / f"{name}.jsonl", drawn(texts.train, SLICES[name], LEARNED))
-        write(out / f"{name}_held_out.jsonl", drawn(texts.held_out, SLICES[name], HELD_OUT))
+        corpus.write(out / f"{name}.jsonl", drawn(texts.train, SLICES[name], LEARNED))
+        corpus.write(out / f"{name}_held_out.jsonl", drawn(texts.held_out, SLICES[name], HELD_OUT))
 
 
 if __name__ == "__main__":

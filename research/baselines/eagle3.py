@@ -22,12 +22,20 @@ from torch import Tensor
 from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
 from baselines.folder import write_folder
-from baselines.groups import Kept, KeyValue, draw_weights, group_attention, seeded, shape_like
+from baselines.groups import (
+    Kept,
+    KeyValue,
+    draw_weights,
+    group_attention,
+    masked_attention,
+    seeded,
+    shape_like,
+)
 from baselines.positions import loss_and_choice
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.train.data.batch import Batch
-from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, masked_attention
+from vllm_specblock.train.eval.drafting import Eagle3Draft
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_specblock.drafters.specblock.config import (
     TargetInfo,
@@ -175,3 +176,13 @@ def earlier_rows(document: Tensor, row: slice, stride: int = 1) -> Tensor:
     distance = column[row, None] - column
     same = document[:, row, None] == document[:, None, : row.stop]
     return same & (distance > 0) & (distance % stride == 0)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """query [B, Q, nh, D], key and value [B, T, nkv, D], mask [B, Q, T] bool -> [B, Q, nh, D]."""
+    # Repeated by hand: fused kernels that take a mask know no groups.
+    group = query.shape[2] // key.shape[2]
+    key, value = (x.repeat_interleave(group, dim=2) for x in (key, value))
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
+    return mixed.transpose(1, 2)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from vllm_specblock.drafters.common.layers import DraftLM
 from vllm_specblock.drafters.dflash.product_trees import ProductTrees
-from vllm_specblock.train.head_loss import head_loss
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,
@@ -23,6 +22,7 @@ from vllm_specblock.train.learner import (
     TrainBatch,
     draft_labels,
 )
+from vllm_specblock.train.losses import head_loss
 from vllm_specblock.tree import DraftTree
 
 

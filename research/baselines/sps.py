@@ -21,7 +21,7 @@ from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
 from baselines.causal_rows import CausalRows
 from baselines.config import SmallShape
 from baselines.folder import write_folder, write_mapping
-from baselines.groups import Kept, draw_weights, seeded
+from baselines.groups import Kept, draw_weights, masked_attention, seeded
 from baselines.options import SpSConfig
 from baselines.positions import loss_and_choice
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
@@ -29,7 +29,6 @@ from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_re
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.config_json import rope_of
-from vllm_specblock.train.eval.eagle3_drafting import masked_attention
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,

@@ -28,8 +28,8 @@ def library(tmp_path):
 
 
 def test_the_same_again_and_never_of_a_held_out_file(prompts, library, tmp_path, monkeypatch):
-    load = prompts.load
-    monkeypatch.setattr(prompts, "load", lambda: load(library))
+    paths = {"stdlib": str(library)}
+    monkeypatch.setattr(prompts.corpus.sysconfig, "get_paths", lambda: paths)
     folders = tmp_path / "a", tmp_path / "b"
     for folder in folders:
         prompts.main(folder)

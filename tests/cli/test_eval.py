@@ -15,7 +15,7 @@ from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
 from vllm_specblock.train.eval.evaluate import sequences_from
-from vllm_specblock.train.eval.replay import mean_tau
+from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.target.features import load_target, load_tokenizer
 
 PAIR = Path(__file__).parents[2] / "examples" / "tiny_pair"
@@ -59,12 +59,10 @@ def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
         assert entry["temperature"] == temperature
         for nodes in (16, 30):
             shape = serving_shape(drafter, SpecBlockConfig(num_blocks=3), nodes)
-            tau, steps = mean_tau(
-                lambda s, shape=shape: SpecBlockDraft(drafter, s, shape), sequences, 12
-            )
+            whole = replay(lambda s, shape=shape: SpecBlockDraft(drafter, s, shape), sequences, 12)
             found = entry["trees"][f"tree of {nodes}"]
-            assert (found["tau"], found["steps"]) == (tau, steps)
-            assert f"{tau:.3f} ± " in result.stdout
+            assert (found["tau"], found["steps"]) == (whole.tau, len(whole.accepted))
+            assert f"{whole.tau:.3f} ± " in result.stdout
         assert len(entry["chain"]["alpha"]) == 12
         assert "chain of 3 blocks" in entry["trees"] and "uniform tree of 16" in entry["trees"]
     assert figures["results"][0]["trees"]["tree of 30"]["tau"] > 2.5  # a trained drafter

@@ -112,7 +112,7 @@ class TestThroughVLLM:
     def test_a_mix_of_options_is_refused(self, folder, data):
         result = CliRunner().invoke(app, arguments(data, folder, {"length": 32}))
         assert result.exit_code == 1
-        assert "pieces of 48 tokens instead of 32" in result.stderr
+        assert "extracted with length = 48, not 32" in result.stderr
         assert result.stderr.count("\n") == 1
 
 

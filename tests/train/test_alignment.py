@@ -8,9 +8,9 @@ import pytest
 import torch
 from support.train_batches import lesson_of, packed
 
+from vllm_specblock.train.distributed import BatchCounts
 from vllm_specblock.train.eval.dense_cache import DenseCache
-from vllm_specblock.train.objective import Recipe, Unroll
-from vllm_specblock.train.specblock import SpecBlockLearner, outcome
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner, Unroll, outcome
 
 COLUMNS = 24
 LENGTHS = ((12, 10), (20,))  # documents of the two windows
@@ -90,7 +90,7 @@ def states_of(unroll, restart_positions):
 
 @pytest.mark.parametrize("kernel", ["sdpa", "flex"])
 @pytest.mark.parametrize("rope", ["base", "path"])
-@pytest.mark.parametrize("restart_positions", [[1], [2], [3], [4], [2, 4], [2, 1, 3]])
+@pytest.mark.parametrize("restart_positions", [[1], [4], [2, 1, 3]])
 @torch.no_grad()
 def test_states_are_those_of_inference(scene, restart_positions, rope, kernel):
     drafter, train_batch = scene(block_rope=rope)
@@ -187,7 +187,7 @@ def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, vali
     for floor in (0.0, 0.25, 0.6, 1.0):  # 0: eq. 6 as it is printed
         expected = sum(sum(losses) / max(len(losses), floor * most, 1) for losses in rows)
         expected += sum(sum(losses) / len(losses) for losses in rank_losses)
-        result = outcome(blocks, len(restart_positions) + 1, loss_floor=floor)
+        result = outcome(blocks, len(restart_positions) + 1, floor, BatchCounts())
         assert result.loss.item() == pytest.approx(expected, rel=1e-5)
     assert torch.equal(result.seen, paths[0]) and torch.equal(result.hits, paths[1])
 
@@ -205,7 +205,7 @@ def test_without_a_live_path_the_later_blocks_are_left_out(scene):
     train_batch.batch.tokens.fill_(outside)
     blocks = Unroll(drafter, train_batch, Recipe(rank_from=0)).blocks([2, 2])
     assert len(blocks) == 1
-    assert outcome(blocks, 3, 0.25).loss == 0
+    assert outcome(blocks, 3, 0.25, BatchCounts()).loss == 0
 
 
 def test_recomputing_changes_no_gradient(scene):

@@ -27,19 +27,13 @@ def test_defaults_are_the_papers():
     ("changes", "says"),
     [
         ({"batchs": 4}, "There is no option batchs; did you mean batch?"),
-        ({"rank-from": 4}, "There is no option rank-from; did you mean rank_from?"),
         ({"quux": 4}, "There is no option quux."),
         ({"target": None}, "Option target: "),
         ({"steps": "many"}, "Option steps: "),
-        ({"steps": 2.5}, "Option steps: "),
-        ({"lr": "fast"}, "Option lr: "),
         ({"lr": float("nan")}, "Option lr: "),
         ({"precision": "fp16"}, "Option precision: "),
-        ({"pack": "perhaps"}, "Option pack: "),
         ({"layer_ids": [2, 4]}, "layer_ids"),
         ({"rank_topk": "most"}, "Option rank_topk"),
-        ({"hold_out": -1}, "Option hold_out: "),
-        ({"loss_floor": 1.5}, "Option loss_floor: "),
         ({"batch": 8, "micro_batch": 3}, "batch 8 is no multiple of micro_batch 3."),
         ({"length": 9, "block_size": 8}, "length 9 holds no whole block of 8 positions."),
     ],
@@ -48,54 +42,45 @@ def test_wrong_options_are_one_sentence(changes, says):
     with pytest.raises(TrainError) as error:
         parse(**NEEDED | changes)
     assert says in sentence(error)
+
+
+def test_missing_and_foreign_options_are_named():
     with pytest.raises(TrainError, match=r"^The option data is missing\.$"):
         parse(target="T", out="O")
     with pytest.raises(TrainError, match="There is no option rank_from"):  # of SpecBlock alone
         parse(RunConfig, **NEEDED, rank_from=3)
 
 
-class TestRecipe:
-    @pytest.fixture
-    def read(self, tmp_path):
-        def read(text: str):
-            path = tmp_path / "recipe.yaml"
-            path.write_text(text, encoding="utf-8")
-            return read_recipe(path)
-
-        return read
-
-    def test_values_have_their_types(self, read):
-        recipe = read(
-            "target: T\ndata: D\nout: O\n"
-            "lr: 5e-4\n"  # no number in YAML 1.1, which wants 5.0e-4: a string that is one
-            "layer_ids: [2, 5, 8]\nrank_topk: full\npack: no\nmicro_batch: 6\nhold_out: 3\n"
-        )
-        config = parse(**recipe)
-        assert config.lr == 5e-4
-        assert (config.layer_ids, config.rank_topk) == ((2, 5, 8), "full")
-        assert (config.pack, config.micro_batch, config.hold_out) == (False, 6, 3)
-
-    @pytest.mark.parametrize(
-        ("text", "says"),
-        [
-            ("lr: [1\n", "is not YAML"),
-            ("a: b: c\n", "is not YAML"),
-            ("- lr\n- 3\n", "must map options to values"),
-            ("just words\n", "must map options to values"),
-            ("", "must map options to values"),
-        ],
+def test_recipe_values_have_their_types(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "target: T\ndata: D\nout: O\n"
+        "lr: 5e-4\n"  # no number in YAML 1.1, which wants 5.0e-4: a string that is one
+        "layer_ids: [2, 5, 8]\nrank_topk: full\npack: no\nmicro_batch: 6\nhold_out: 3\n"
     )
-    def test_what_is_no_recipe_is_one_sentence(self, read, text, says):
-        with pytest.raises(TrainError, match=says) as error:
-            read(text)
-        assert "recipe.yaml" in sentence(error)
+    config = parse(**read_recipe(path))
+    assert config.lr == 5e-4
+    assert (config.layer_ids, config.rank_topk) == ((2, 5, 8), "full")
+    assert (config.pack, config.micro_batch, config.hold_out) == (False, 6, 3)
 
-    def test_a_file_that_cannot_be_read(self, tmp_path):
-        (tmp_path / "r.yaml").write_bytes(b"lr: \xff\xfe\n")
-        with pytest.raises(TrainError, match="is not YAML"):
-            read_recipe(tmp_path / "r.yaml")
-        with pytest.raises(TrainError, match=r"There is no recipe .*nowhere\.yaml"):
-            read_recipe(tmp_path / "nowhere.yaml")
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"a: b: c\n", "is not YAML"),
+        (b"lr: \xff\xfe\n", "is not YAML"),
+        (b"- lr\n- 3\n", "must map options to values"),
+        (b"", "must map options to values"),
+        (None, "There is no recipe"),
+    ],
+)
+def test_what_is_no_recipe_is_one_sentence(tmp_path, content, says):
+    path = tmp_path / "recipe.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(TrainError, match=says) as error:
+        read_recipe(path)
+    assert "recipe.yaml" in sentence(error)
 
 
 def test_a_resumed_run_shares_what_changes_the_numbers():

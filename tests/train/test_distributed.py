@@ -58,7 +58,7 @@ def train_state(tmp_path):
 
     def train_state(name: str):
         path = tmp_path / name / "training" / "state.pt"
-        return torch.load(path, weights_only=True)["students"]["drafter"]
+        return torch.load(path, weights_only=True)["learners"]["drafter"]
 
     return train_state
 
@@ -108,7 +108,7 @@ def test_two_processes_end_where_one_does(command, train_state, tmp_path):
         run(command(parallel, 2, steps=4, parallel=parallel, micro_batch=1))
         two = train_state(parallel)
         close(one, two)
-        mine, other = (json.loads(state["journal"]["entries"]) for state in (one, two))
+        mine, other = (json.loads(state["log"]["entries"]) for state in (one, two))
         assert [entry["step"] for entry in mine] == [entry["step"] for entry in other]
         assert [entry["step"] for entry in mine] == [2, 2, 4, 4]
         for entry, its in zip(mine[::2], other[::2]):
@@ -129,9 +129,9 @@ def test_a_killed_sharded_run_goes_on_in_one_process(command, train_state, folde
     trainer.restore()
     state = trainer.train_states["drafter"].state()
     assert all(torch.equal(saved["model"][name], value) for name, value in state["model"].items())
-    moments = saved["optimizer"]["state"]
-    assert len(moments) > 20 and moments.keys() == state["optimizer"]["state"].keys()
-    for number, of in state["optimizer"]["state"].items():
+    (moments,), (found,) = ([each["state"] for each in of["optimizers"]] for of in (saved, state))
+    assert len(moments) > 20 and moments.keys() == found.keys()
+    for number, of in found.items():
         assert all(torch.equal(moments[number][name], value) for name, value in of.items())
     step = trainer.step
     trainer.update()

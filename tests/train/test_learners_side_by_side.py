@@ -95,28 +95,6 @@ def test_each_has_a_folder_of_its_own(together):
             assert torch.equal(value.float(), state[f"drafter.{key}"].bfloat16().float())
         assert json.loads((out / name / "provenance.json").read_text())["step"] == 6
         assert (out / name / "best" / "model.safetensors").exists()
-    depths = [len(entries(together, name)[0]["alpha"]) for name in RECIPES]
-    assert depths == [2, 2, 3]  # M of each
-
-
-def test_a_killed_run_goes_on_with_all_of_them(make, together, monkeypatch):
-    def update(self, inner=Trainer.update):
-        if self.step == 5:
-            raise KeyboardInterrupt
-        inner(self)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Trainer, "update", update)
-        make(*RECIPES, out="killed").run(progress=False)
-    again = make(*RECIPES, out="killed")
-    again.restore()
-    assert again.step == 4
-    again.run(progress=False)
-    for name in RECIPES:
-        mine, whole = learned(again, name), learned(together, name)
-        assert equal(mine, whole), name
-        assert entries(again, name) == entries(together, name)
-        assert again.train_states[name].best_tau == together.train_states[name].best_tau
 
 
 def test_other_learners_do_not_take_over_a_state(make):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_specblock.train import head_loss
+from vllm_specblock.train import losses
 from vllm_specblock.train.learner import IGNORE_INDEX
 from vllm_specblock.train.losses import block_loss, rank_bucket
 
@@ -49,7 +49,7 @@ def test_rejected_positions_alone(block):
 
 
 def test_gradients_are_those_of_autograd(block, monkeypatch):
-    monkeypatch.setattr(head_loss, "ROWS", 7)
+    monkeypatch.setattr(losses, "ROWS", 7)
     drafter, hidden = block["drafter"], block["hidden"]
     loss = block_loss(**block)
     parameters = [hidden, drafter.lm_head.weight, drafter.norm.weight]

@@ -24,15 +24,11 @@ def repository(tmp_path, monkeypatch):
     return folder
 
 
-def head_of(folder) -> str:
-    return (folder / ".git" / "HEAD").read_text().split()[-1]
-
-
 def test_the_revision_is_the_commits_with_changes(repository):
-    commit = (repository / ".git" / head_of(repository)).read_text().strip()
-    assert provenance.revision(repository) == commit
+    head = (repository / ".git" / "HEAD").read_text().split()[-1]
+    commit = (repository / ".git" / head).read_text().strip()
     (repository / "sub").mkdir()
-    assert provenance.revision(repository / "sub") == commit
+    assert provenance.revision(repository / "sub") == provenance.revision(repository) == commit
     (repository / "sub" / "other").write_text("x")
     assert provenance.revision(repository) == commit + "+changes"
     assert provenance.revision(repository, new_files=False) == commit

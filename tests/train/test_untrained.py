@@ -17,14 +17,14 @@ def target(tmp_path) -> Path:
     return write_target(tmp_path / "target")
 
 
-@pytest.mark.parametrize("layers", range(1, 7))
+@pytest.mark.parametrize("layers", [1, 6])
 def test_shallow_targets_have_no_default_layer_ids(target, layers):
     write_target(target, num_hidden_layers=layers)
     with pytest.raises(CheckpointError, match="--layer-ids"):
         init(target)
 
 
-@pytest.mark.parametrize("ids", [(2, 2, 5), (5, 4, 3), (2, 5, 9), (-1, 3, 5)])
+@pytest.mark.parametrize("ids", [(2, 2, 5), (2, 5, 9), (-1, 3, 5)])
 def test_init_refuses_layer_ids_that_are_not_the_targets(target, ids):
     with pytest.raises(CheckpointError, match="from 0 to 8"):
         init(target, layer_ids=ids)
@@ -43,15 +43,11 @@ def test_init_follows_the_target(target):
     config = init(target, layer_ids=(1, 2, 8)).config
     assert (config.rope_theta, config.rope_scaling) == (5e5, llama3)
     assert (config.head_dim, config.num_key_value_heads, config.intermediate_size) == (32, 2, 96)
+    assert init(target, intermediate_size=24).layers[0].mlp.gate_proj.weight.shape == (24, 64)
     assert config.target.layer_ids == (1, 2, 8)
     assert config.target.name == str(target)
     assert config.draft_vocab_size == 160
     assert not config.qk_norm
-
-
-def test_init_can_make_narrower_mlps_than_the_targets(target):
-    drafter = init(target, intermediate_size=24)
-    assert drafter.layers[0].mlp.gate_proj.weight.shape == (24, drafter.config.hidden_size)
 
 
 def test_init_gives_qwen3_targets_a_qk_norm(target):
@@ -118,10 +114,7 @@ def test_init_refuses_other_targets(target, changes, said):
     ("options", "said"),
     [
         ({"block_size": 0}, "'block_size' = 0"),
-        ({"num_layers": 0}, "'num_hidden_layers' = 0"),
-        ({"draft_vocab_size": 0}, "'draft_vocab_size' = 0"),
         ({"draft_vocab_size": 161}, "must not exceed vocab_size, 160"),
-        ({"token_counts": torch.zeros(159)}, r"token_counts has shape \[159\]"),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from vllm_specblock.cli.from_model import options_of
-from vllm_specblock.train.data.options import DataOptions
+from vllm_specblock.train.config import DataOptions, parse
 
 if TYPE_CHECKING:
     from vllm_specblock.engine.offline.generate import VllmAnswerer
@@ -21,7 +21,6 @@ def data(**given: Any) -> None:
     """
     # Imported here to keep `--help` fast.
     from vllm_specblock.drafters.common.hub import target_folder
-    from vllm_specblock.train.config import parse
     from vllm_specblock.train.data.make_data import coverage, make_data
 
     options = parse(DataOptions, **given)
@@ -39,8 +38,7 @@ def data(**given: Any) -> None:
             engine=options.engine,
         )
 
-    made = make_data(options, load)
-    index = made.index
+    index, counts = make_data(options, load)
     typer.echo(
         f"{index['sequences']:,} sequences of {index['tokens']:,} tokens, {index['counted']:,} of "
         f"them counted, are in {options.out}."
@@ -54,5 +52,5 @@ def data(**given: Any) -> None:
     size = min(options.draft_vocab_size, index["vocab_size"])
     typer.echo(
         f"draft vocabulary: {size:,} of {index['vocab_size']:,} tokens cover "
-        f"{100 * coverage(made.counts, size):.1f} % of the counted tokens"
+        f"{100 * coverage(counts, size):.1f} % of the counted tokens"
     )

@@ -48,19 +48,12 @@ def _tau(results: Results) -> Table:
 
 def _alpha(results: Results) -> Table:
     """A row per position of the chain."""
-    columns, rows = ["k = m,j"], dict[str, list[str]]()
-    for result in results:
-        chain = result["chain"]
-        columns += [f"α_m,j at T = {result['temperature']:g}", "of the block", "any"]
-        for k, alpha in enumerate(chain["alpha"]):
-            m, j = divmod(k, len(chain["accuracy"][0]))
-            kinds = (alpha, chain["alpha_blocks"][m][j], chain["accuracy"][m][j])
-            rows.setdefault(f"{k + 1} = {m + 1},{j + 1}", []).extend(map(_percent, kinds))
-    title = (
-        "first choices that are right, given that those before were: all of the chain (the paper's "
-        "α_m,j), those of the block, or none"
-    )
-    return _table(title, columns, rows)
+    columns = ["k = m,j", *(f"α_m,j at T = {result['temperature']:g}" for result in results)]
+    chains, rows = [result["chain"] for result in results], dict[str, list[str]]()
+    for k, shares in enumerate(zip(*(chain["alpha"] for chain in chains))):
+        m, j = divmod(k, chains[0]["block_size"])
+        rows[f"{k + 1} = {m + 1},{j + 1}"] = list(map(_percent, shares))
+    return _table("first choices that are right, given that all before were", columns, rows)
 
 
 def _rank(result: dict[str, Any]) -> Table:

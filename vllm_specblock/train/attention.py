@@ -49,22 +49,17 @@ class TrainingAttention(ABC):
     def _flex(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend over a window's entries: query [B, n, nh, D], key and value [B, m, nkv, D]."""
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        mixed = flex()(q, k, v, block_mask=self._block_mask(q, k), enable_gqa=True)
-        return mixed.transpose(1, 2)
-
-    def _block_mask(self, q: Tensor, k: Tensor) -> BlockMask:
         if self._mask is None:
-            # q [B, nh, n, D], k [B, nkv, m, D]
-            windows, queries, keys = q.shape[0], q.shape[2], k.shape[2]
             self._mask = create_block_mask(
                 lambda window, head, query, key: self.sees(window, query, key),
-                windows,
+                q.shape[0],
                 None,
-                queries,
-                keys,
+                q.shape[2],
+                k.shape[2],
                 device=q.device,
             )
-        return self._mask
+        mixed = flex()(q, k, v, block_mask=self._mask, enable_gqa=True)
+        return mixed.transpose(1, 2)
 
 
 class FirstBlock(TrainingAttention):
@@ -85,10 +80,11 @@ class FirstBlock(TrainingAttention):
     def lengths(self) -> list[int]:
         """Entries of each document, window by window; the padding of a window is one more."""
         rows, lengths = self.begin.shape[1] - 1, []
-        for begins, inside in zip(self.batch.begins().tolist(), (self.batch.tokens >= 0).tolist()):
-            end = min(sum(inside), rows)
-            restart_positions = [*sorted(set(begins[:end])), end, *([rows] if end < rows else [])]
-            lengths += [(b - a) * self.block_size for a, b in pairwise(restart_positions)]
+        for begins, inside in zip(self.begin.tolist(), (self.batch.tokens >= 0).sum(1).tolist()):
+            end = min(inside, rows)
+            cuts = [*sorted(set(begins[:end])), end * self.block_size]
+            cuts += [rows * self.block_size] if end < rows else []
+            lengths += [b - a for a, b in pairwise(cuts)]
         return lengths
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -169,7 +165,7 @@ class NextBlock(TrainingAttention):
         """query [B, R·K, nh, D]; keys and values: prefix [B, S·K, nkv, D], own [B, R, own, nkv, D]
         -> [B·R·K, nh, D]."""
         if self._grouped is None:
-            self._grouped = self._groups(query.dtype)
+            self._grouped = self._groups()
         groups = self._grouped
         documents = [x.flatten(0, 1).split(self.first.lengths) for x in prefix]
         queries = query.flatten(0, 1).split([group.starts * self.block_size for group in groups])
@@ -183,7 +179,7 @@ class NextBlock(TrainingAttention):
             mixed.append(sdpa(queries[number], key, value, group.mask))
         return torch.cat(mixed)
 
-    def _groups(self, dtype: torch.dtype) -> list[_Group]:
+    def _groups(self) -> list[_Group]:
         """All windows' starts, in their order."""
         ends = list(accumulate(self.first.lengths))  # over all windows
         groups = []
@@ -201,26 +197,25 @@ class NextBlock(TrainingAttention):
                         end - begin,
                         document,
                         slice(low - first, high - first),
-                        self._mask_of(window, range(begin, end), range(low, high), dtype),
+                        self._mask_of(window, range(begin, end), range(low, high)),
                     )
                 )
                 begin = end
         return groups
 
-    def _mask_of(self, window: int, starts: range, seen: range, dtype: torch.dtype) -> Tensor:
-        """Additive mask of some starts' entries over the prefix entries `seen` and the starts' own,
-        [n, m]."""
+    def _mask_of(self, window: int, starts: range, seen: range) -> Tensor:
+        """What some starts' entries see of the prefix entries `seen` and the starts' own, [n, m]
+        bool."""
         device = self.row.device
         query = torch.arange(starts.start * self.block_size, starts.stop * self.block_size)
         own = torch.arange(starts.start * self.own, starts.stop * self.own) + self.prefix
         key = torch.cat([torch.arange(seen.start, seen.stop), own]).to(device)
-        sees = self.sees(torch.tensor(window, device=device), query.to(device)[:, None], key)
-        return torch.zeros(sees.shape, dtype=dtype, device=device).masked_fill(~sees, -torch.inf)
+        return self.sees(torch.tensor(window, device=device), query.to(device)[:, None], key)
 
 
 class _Group(NamedTuple):
     """Neighbouring starts of one document (an index into `FirstBlock.lengths`), which attend
-    together to its entries `seen`; mask [starts · K, entries seen + starts · own], additive."""
+    together to its entries `seen`; mask [starts · K, entries seen + starts · own] bool."""
 
     starts: int
     document: int

@@ -1,11 +1,11 @@
-"""Every option of the trainer, its default and its error."""
+"""Every option of the trainer and of `specblock data`, its default and its error."""
 
 from __future__ import annotations
 
 import difflib
 import math
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -148,9 +148,6 @@ class TrainConfig(RunConfig):
     mask_restart: bool = Field(
         default=False, description="The valid-prefix mask starts anew in each block."
     )
-    kernel: Literal["auto", "sdpa", "flex"] = Field(
-        default="auto", description="Attention of the block masks; auto: flex on a GPU."
-    )
     recompute: bool = Field(
         default=False, description="Activation checkpointing: less memory, a third more work."
     )
@@ -175,7 +172,6 @@ _FREE = {
     "micro_batch",
     "device",
     "parallel",
-    "kernel",
     "recompute",
     "save_every",
     "log_every",
@@ -183,6 +179,64 @@ _FREE = {
 }
 """Options that may change when a run is resumed: they say where things are, or how the same
 numbers are computed."""
+
+
+class DataOptions(BaseModel):
+    """What training shards are made for, from and how."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: Path = Field(description="Folder or hub id of the target model.")
+    input: tuple[Path, ...] = Field(
+        min_length=1,
+        description="A .jsonl or .jsonl.gz file: conversations (ShareGPT), messages or data "
+        "(UltraChat), a prompt or a text in each line. Repeatable.",
+    )
+    out: Path = Field(description="Folder to write the shards to.")
+
+    answers: Literal["regenerate", "keep"] = Field(
+        default="regenerate", description="regenerate: by the target; keep: those of the data."
+    )
+    raw_prompts: bool = Field(default=False, description="Do not apply the chat template.")
+    temperature: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        default=(0.0,),
+        min_length=1,
+        description="0 is greedy. Repeatable; conversations take turns.",
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of sampled answers.")
+    max_new_tokens: int = Field(default=1024, ge=1, description="Tokens of one answer, at most.")
+    max_length: int = Field(
+        default=2048,
+        ge=2,
+        description="Tokens of a sequence. Chats end there; texts continue in a new sequence.",
+    )
+    seed: int = Field(default=0, ge=0, description="Seeds the sampling.")
+    limit: int | None = Field(
+        default=None, ge=1, description="Usable lines of the input to take. Default: all."
+    )
+    shard_size: int = Field(
+        default=512, ge=1, description="Lines of a shard: what a killed run can lose."
+    )
+    template_options: dict[str, Any] = Field(
+        default={},
+        description="""Variables of the chat template, such as '{"enable_thinking": false}'.""",
+    )
+    dtype: str = Field(default="auto", description="Of the target's arithmetic, as in vLLM.")
+
+    draft_vocab_size: int = Field(
+        default=32000, ge=1, description="Most frequent tokens whose coverage is printed."
+    )
+    engine: dict[str, Any] = Field(
+        default={},
+        description="""Further arguments of vLLM's LLM, such as '{"max_num_seqs": 512}'.""",
+    )
+
+    def must_match(self) -> dict[str, Any]:
+        """The options that a restarted run shares with the run it continues."""
+        free = {"target", "input", "out", "draft_vocab_size", "engine"}
+        # A hub id is no path; a folder stays the same one from wherever it is named.
+        target = self.target.resolve() if self.target.exists() else self.target
+        return {"target": str(target), **self.model_dump(mode="json", exclude=free)}
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -64,37 +64,17 @@ def usable_device(name: str) -> torch.device:
         raise TrainError(f"The device {name} cannot be used: {reason}") from error
 
 
-def mean_over_ranks(total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
-    """This rank's share of means over all ranks' rows: averaged over the ranks, it is the mean
-    that one rank would compute.
-
-    Args:
-        total: [...] fp32 with gradient, sums over this rank's rows.
-        count: [...] this rank's rows, in any dtype.
-        floor: every divisor is at least this share of the largest of them.
-
-    Returns:
-        [...] fp32; 0 where no rank counted a row.
-    """
-    count = sum_over_ranks(count.to(torch.float32, copy=True))
-    return total * world()[1] / divisor(count, floor)
-
-
-def divisor(count: Tensor, floor: float) -> Tensor:
-    """Divisors of sums over `count` [...] fp32 rows: at least `floor` of the most rows."""
-    return count.clamp(min=1).maximum(floor * count.max())
-
-
 class BatchCounts:
-    """Rows that the means of one update are taken over, when its batch comes in micro-batches.
+    """Means over the rows of one update, of all ranks and of its `rounds` micro-batches.
 
     Which rows count depends on the drafter's choices (eq. 5): the divisor is known only after the
-    forward of the last micro-batch. Hence two passes: all `rounds` micro-batches of a rank are
-    counted, without a gradient, then learned. That is exact and costs one more forward.
+    forward of the last micro-batch. Hence two passes: all micro-batches of a rank are counted,
+    without a gradient, then learned. That is exact and costs one more forward; a batch of one
+    round needs no counting.
     """
 
-    def __init__(self, rounds: int) -> None:
-        self.rounds, self._whole = rounds, False
+    def __init__(self, rounds: int = 1) -> None:
+        self.rounds, self._counted = rounds, rounds == 1
         self.totals: list[Tensor] = []
         self._next = 0
 
@@ -106,15 +86,29 @@ class BatchCounts:
         """End the counting; every rank has to call this."""
         for total in self.totals:
             sum_over_ranks(total)
-        self._whole = True
+        self._counted = True
 
-    def mean(self, total: Tensor, count: Tensor, floor: float) -> Tensor:
-        """As `mean_over_ranks`, of a micro-batch: to be averaged over all of them and the ranks.
-        The result is of no use before `finish`."""
+    def mean(self, total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
+        """This micro-batch's share of means over all rows: averaged over the ranks and rounds, it
+        is the mean that one rank would compute in one round. Of no use before `finish`.
+
+        Args:
+            total: [...] fp32 with gradient, sums over this rank's rows.
+            count: [...] these rows, in any dtype.
+            floor: every divisor is at least this share of the largest of them.
+
+        Returns:
+            [...] fp32; 0 where no row was counted.
+        """
         number, self._next = self._next, self._next + 1
-        if self._whole:
-            return total * world()[1] * self.rounds / divisor(self.totals[number], floor)
-        if number == len(self.totals):
-            self.totals.append(torch.zeros_like(count, dtype=torch.float32))
-        self.totals[number] += count
-        return total
+        if self.rounds == 1:
+            rows = sum_over_ranks(count.to(torch.float32, copy=True))
+        elif self._counted:
+            rows = self.totals[number]
+        else:
+            if number == len(self.totals):
+                self.totals.append(torch.zeros_like(count, dtype=torch.float32))
+            self.totals[number] += count
+            return total
+        divisor = rows.clamp(min=1).maximum(floor * rows.max())
+        return total * world()[1] * self.rounds / divisor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm_specblock.train.data.batch import Batch
-from vllm_specblock.train.distributed import BatchCounts, mean_over_ranks
-from vllm_specblock.train.target.features import TargetOutputs
+from vllm_specblock.train.distributed import BatchCounts
+from vllm_specblock.train.target.features import TargetOutputs, Teacher
 from vllm_specblock.tree import DraftTree
 
 IGNORE_INDEX = -1
@@ -35,7 +35,7 @@ class TrainBatch:
     embed: target ids [...] int64 -> the target's own embeddings [..., Ht].
     step: updates done before this one.
     seed: of this batch's random choices; equal on every rank, and for every learner.
-    counts: the learner's rows of the whole batch, where this is a micro-batch of several.
+    counts: the learner's rows of the whole batch.
     """
 
     batch: Batch
@@ -43,12 +43,10 @@ class TrainBatch:
     embed: Callable[[Tensor], Tensor]
     step: int
     seed: int
-    counts: BatchCounts | None = None
+    counts: BatchCounts = field(default_factory=BatchCounts)
 
     def mean(self, total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
-        """This batch's share of means over all ranks and micro-batches, see `mean_over_ranks`."""
-        if self.counts is None:
-            return mean_over_ranks(total, count, floor)
+        """This batch's share of means over all ranks and micro-batches, see `BatchCounts.mean`."""
         return self.counts.mean(total, count, floor)
 
 
@@ -81,6 +79,12 @@ class EvalSequence:
     hidden: Tensor
     last: Tensor
     embed: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, teacher: Teacher, batch: Batch, prompt: int) -> EvalSequence:
+        """The text of a batch of one window."""
+        outputs = teacher.teach(batch)
+        return cls(batch.tokens[0], prompt, outputs.hidden[0], outputs.last[0], teacher.embed)
 
 
 Draft = Callable[[int], DraftTree]

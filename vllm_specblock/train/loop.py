@@ -24,12 +24,11 @@ from vllm_specblock.train.data.packed_dataset import PackedDataset
 from vllm_specblock.train.data.shards import replace
 from vllm_specblock.train.distributed import BatchCounts, sum_over_ranks, world
 from vllm_specblock.train.eval import model_card
-from vllm_specblock.train.eval.replay import mean_tau
+from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import EvalSequence, Learner, TrainBatch
-from vllm_specblock.train.metrics_log import describe
 from vllm_specblock.train.optimizers import learning_rate
 from vllm_specblock.train.target.features import Teacher
-from vllm_specblock.train.train_state import TrainState, read_state
+from vllm_specblock.train.train_state import TrainState, describe, read_state
 
 STATE_DIR = "training"
 BEST_DIR = "best"
@@ -122,13 +121,27 @@ class Trainer:
         """One optimiser update of every learner."""
         config = self.config
         rounds = config.batch // (self.micro * self.ranks)
-        if rounds > 1:
-            self._learn_in_parts(rounds)
-        else:
-            with self._arithmetic():
-                train_batch = self._train_batch(0)
-                for train_state in self.train_states.values():
-                    train_state.learn(train_batch, None, more_to_come=False)
+        counts = {name: BatchCounts(rounds) for name in self.train_states}
+        train_batches = []
+        with self._arithmetic():
+            for turn in range(rounds):
+                train_batch = self._train_batch(turn)
+                if rounds > 1:
+                    for name, train_state in self.train_states.items():
+                        train_state.count(train_batch, counts[name])
+                    # p* takes more memory than time, and is computed again.
+                    train_batch = _with_probs(train_batch, torch.empty(0))
+                train_batches.append(train_batch)
+        for count in counts.values():
+            count.finish()
+        # A new context: autocast would reuse the weights that it cast without a gradient.
+        with self._arithmetic():
+            for turn, train_batch in enumerate(train_batches, start=1):
+                if rounds > 1:
+                    last = train_batch.target_outputs.last
+                    train_batch = _with_probs(train_batch, self.teacher.target_probs(last))
+                for name, train_state in self.train_states.items():
+                    train_state.learn(train_batch, counts[name], more_to_come=turn < rounds)
         rate = learning_rate(config, self.step, self.steps)
         for name, train_state in self.train_states.items():
             train_state.step(rate, config.clip)
@@ -154,27 +167,6 @@ class Trainer:
             seed=config.seed * 1_000_003 + self.step,  # one cut for the whole batch
         )
 
-    def _learn_in_parts(self, rounds: int) -> None:
-        """Count all micro-batches, then learn from them: see `BatchCounts`. Features are kept in
-        between; p* takes more memory than time, and is computed again."""
-        counts = {name: BatchCounts(rounds) for name in self.train_states}
-        train_batches = []
-        with self._arithmetic():
-            for turn in range(rounds):
-                train_batch = self._train_batch(turn)
-                for name, train_state in self.train_states.items():
-                    train_state.count(train_batch, counts[name])
-                train_batches.append(_with_probs(train_batch, torch.empty(0)))
-        for count in counts.values():
-            count.finish()
-        # A new context: autocast would reuse the weights that it cast without a gradient.
-        with self._arithmetic():
-            for turn, train_batch in enumerate(train_batches):
-                target_probs = self.teacher.target_probs(train_batch.target_outputs.last)
-                whole = _with_probs(train_batch, target_probs)
-                for name, train_state in self.train_states.items():
-                    train_state.learn(whole, counts[name], more_to_come=turn < rounds - 1)
-
     def _arithmetic(self) -> torch.autocast:
         bf16 = self.config.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
@@ -197,7 +189,7 @@ class Trainer:
         for name, train_state in self.train_states.items():
             learner = train_state.whole()
             if self.rank == 0:
-                tau, _ = mean_tau(learner.draft_along, self.sequences, JUDGED_DEPTH)
+                tau = replay(learner.draft_along, self.sequences, JUDGED_DEPTH).tau
                 found[name] = {"step": self.step, "tau": round(tau, 4)}
                 train_state.metrics_log.entries.append(found[name])
                 if tau > train_state.best_tau:
@@ -214,7 +206,7 @@ class Trainer:
     def save(self) -> None:
         """Write the drafters, then the state; a kill leaves the last whole one."""
         self.keep()
-        students = {name: train_state.state() for name, train_state in self.train_states.items()}
+        learners = {name: train_state.state() for name, train_state in self.train_states.items()}
         if self.rank != 0:
             return
         self._state_file.parent.mkdir(parents=True, exist_ok=True)
@@ -226,7 +218,7 @@ class Trainer:
             "data": self.windows.fingerprint,
             "step": self.step,
             "seconds": self._elapsed(),
-            "students": students,
+            "learners": learners,
         }
         replace(self._state_file, lambda aside: torch.save(state, aside))
 
@@ -255,7 +247,7 @@ class Trainer:
             return
         state = read_state(path, self.config, self.windows.fingerprint, self.train_states)
         for name, train_state in self.train_states.items():
-            train_state.load_state(state["students"][name], self.device)
+            train_state.load_state(state["learners"][name], self.device)
         self.step, self.seconds = state["step"], state["seconds"]
         self._began = time.monotonic()
 

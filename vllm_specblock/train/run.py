@@ -15,6 +15,7 @@ from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train import provenance, untrained
+from vllm_specblock.train.attention import Kernel
 from vllm_specblock.train.config import RunConfig, TrainConfig, TrainError
 from vllm_specblock.train.data.batch import Batch, Segment
 from vllm_specblock.train.data.packed_dataset import PackedDataset, load_texts, token_counts
@@ -22,9 +23,8 @@ from vllm_specblock.train.data.shards import Text
 from vllm_specblock.train.distributed import ranks, world
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.loop import STATE_DIR, Trainer
-from vllm_specblock.train.objective import Recipe
 from vllm_specblock.train.optimizers import slow_arithmetic
-from vllm_specblock.train.specblock import SpecBlockLearner
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
 from vllm_specblock.train.target import feature_store, target_rows
 from vllm_specblock.train.target.features import (
     OnlineTeacher,
@@ -173,9 +173,7 @@ def sequences_of(
         batch = Batch.of(text.tokens.long()[None], text.loss_mask[None])
         segment = Segment(number, 0, len(text.tokens))
         batch = dataclasses.replace(batch, segments=((segment,),)).to(device)
-        outputs = teacher.teach(batch)
-        states = outputs.hidden[0], outputs.last[0]
-        sequences.append(EvalSequence(batch.tokens[0], prompt_of(text), *states, teacher.embed))
+        sequences.append(EvalSequence.of(teacher, batch, prompt_of(text)))
     return sequences
 
 
@@ -186,16 +184,10 @@ def prompt_of(text: Text) -> int:
 
 
 def recipe(config: TrainConfig, device: torch.device) -> Recipe:
-    """The options of the objective."""
-    if config.kernel == "flex" and device.type == "cpu":
-        raise TrainError(
-            "Flex attention has no backward pass on a CPU: leave kernel at auto, or give sdpa."
-        )
+    """The options of the objective. Flex attention has no backward pass on a CPU."""
     names = {field.name for field in dataclasses.fields(Recipe)}
-    chosen = config.model_dump(include=names)
-    if config.kernel == "auto":
-        chosen["kernel"] = "flex" if device.type == "cuda" else "sdpa"
-    return Recipe(**chosen)
+    kernel: Kernel = "flex" if device.type == "cuda" else "sdpa"
+    return Recipe(**config.model_dump(include=names), kernel=kernel)
 
 
 def new_drafter(config: TrainConfig, run_context: RunContext) -> SpecBlockModel:

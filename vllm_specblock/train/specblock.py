@@ -1,8 +1,14 @@
-"""SpecBlock as a learner: eq. 7 over a batch, and how the trained drafter drafts."""
+"""SpecBlock's training objective: all rows of a batch draft M blocks, as inference would (section
+3.3), and the drafter as a learner.
+
+Row t reads the target's features of x_t and the token x_{t+1} (RoPE base t+1 in its document).
+Position k of a block that starts `offset` tokens further on predicts x_{t+1+offset+k}; block 1
+has offset 0, and a cut at s adds s.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -10,16 +16,42 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.specblock import checkpoint as drafter_files
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
-from vllm_specblock.train.distributed import mean_over_ranks
+from vllm_specblock.train.attention import FirstBlock, Kernel, NextBlock
+from vllm_specblock.train.distributed import BatchCounts
 from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
-from vllm_specblock.train.learner import Draft, EvalSequence, Learner, LossOutput, TrainBatch
-from vllm_specblock.train.losses import BlockLoss
-from vllm_specblock.train.objective import Recipe, Unroll
+from vllm_specblock.train.learner import (
+    IGNORE_INDEX,
+    Draft,
+    EvalSequence,
+    Learner,
+    LossOutput,
+    TrainBatch,
+    draft_labels,
+)
+from vllm_specblock.train.losses import BlockLoss, block_loss
 
-Mean = Callable[[Tensor, Tensor, float], Tensor]
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a SpecBlock drafter learns; see `TrainConfig`.
+
+    loss_floor: N_k of eq. 6 counts as at least this share of block 1's rows. With 0, while paths
+        are still short, the noise of a few rows drowns the first position.
+    rejected_only: see `block_loss`; for updates while serving, as OSD makes them.
+    """
+
+    num_blocks: int = 2
+    rank_from: int = 2000
+    loss_floor: float = 0.25
+    valid_prefix: bool = True
+    mask_restart: bool = False
+    kernel: Kernel = "sdpa"
+    recompute: bool = False
+    rejected_only: bool = False
 
 
 class SpecBlockLearner(Learner):
@@ -46,9 +78,8 @@ class SpecBlockLearner(Learner):
         # Where later blocks start in this batch: one position 1..K per boundary.
         starts = torch.randint(1, block + 1, (recipe.num_blocks - 1,), generator=draws).tolist()
         unroll = Unroll(self.drafter, train_batch, recipe)
-        return outcome(
-            unroll.blocks(starts), recipe.num_blocks, recipe.loss_floor, train_batch.mean
-        )
+        blocks = unroll.blocks(starts)
+        return outcome(blocks, recipe.num_blocks, recipe.loss_floor, train_batch.counts)
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
         return SpecBlockDraft(self.drafter, sequence, self.shape)
@@ -61,10 +92,9 @@ class SpecBlockLearner(Learner):
 
 
 def outcome(
-    blocks: list[BlockLoss], num_blocks: int, loss_floor: float, mean: Mean = mean_over_ranks
+    blocks: list[BlockLoss], num_blocks: int, loss_floor: float, counts: BatchCounts
 ) -> LossOutput:
-    """Eq. 7 from the sums of up to `num_blocks` blocks: those that were not reached count 0;
-    `mean`: see `mean_over_ranks`."""
+    """Eq. 7 from the sums of up to `num_blocks` blocks: those that were not reached count 0."""
     absent = num_blocks - len(blocks)
 
     def grid(rows: list[Tensor]) -> Tensor:
@@ -72,8 +102,8 @@ def outcome(
 
     num_positions = grid([block.num_positions for block in blocks])
     ce_loss = grid([block.draft for block in blocks])
-    draft = mean(ce_loss, num_positions, loss_floor)
-    rank = mean(grid([block.rank for block in blocks]), num_positions.sum(1), 0.0)
+    draft = counts.mean(ce_loss, num_positions, loss_floor)
+    rank = counts.mean(grid([block.rank for block in blocks]), num_positions.sum(1))
     return LossOutput(
         loss=draft.sum() + rank.sum(),
         ce_loss=ce_loss.detach(),
@@ -82,3 +112,89 @@ def outcome(
         seen=grid([block.on_path.sum(0) for block in blocks]),
         rank_loss=rank.detach().sum() / len(blocks),
     )
+
+
+class Unroll:
+    """Drafts blocks 1..M of a batch of windows as training does."""
+
+    def __init__(self, drafter: SpecBlockModel, train_batch: TrainBatch, recipe: Recipe) -> None:
+        self.drafter, self.config, self.recipe = drafter, drafter.config, recipe
+        self.batch, self.embed = train_batch.batch, train_batch.embed
+        self.target_outputs = train_batch.target_outputs
+        self.rank = train_batch.step >= recipe.rank_from
+        self.label = draft_labels(drafter.t2d, train_batch.batch)
+
+    def blocks(self, restart_positions: list[int]) -> list[BlockLoss]:
+        """Run block 1 and one more block after each of `restart_positions` (each 1..K), up to the
+        first that no row's path reaches."""
+        batch, length = self.batch.tokens.shape
+        row = torch.arange(length - 1, device=self.label.device).expand(batch, -1)  # [B, S]
+        attend: FirstBlock | NextBlock = FirstBlock(
+            self.batch, self.config.block_size, self.recipe.kernel
+        )
+        condition = self.drafter.condition(self.target_outputs.hidden[:, :-1].flatten(0, 1))
+        # The target drew a row's root itself: serving drafts from no other row.
+        live = self.batch.at(self.batch.loss_mask, row, row + 1, False)
+        offset, blocks = 0, []
+        for restart_position in [*restart_positions, None]:
+            hidden = self._block(row, offset, condition, attend)
+            blocks.append(self._loss(hidden, row, offset, live))
+            if restart_position is None:
+                break
+            source, live = compact(self._reached(blocks[-1], row, offset, live, restart_position))
+            if not source.shape[1]:
+                break
+            states = hidden[:, restart_position - 1].view(*row.shape, -1)
+            condition = states.gather(1, source[..., None].expand(-1, -1, states.shape[-1]))
+            condition = condition.flatten(0, 1)
+            attend = NextBlock(attend, source, restart_position)
+            row, offset = row.gather(1, source), offset + restart_position
+        return blocks
+
+    def _reached(
+        self, block: BlockLoss, row: Tensor, offset: int, live: Tensor, restart_position: int
+    ) -> Tensor:
+        """Rows whose path may continue from position `restart_position`, [B, R] bool."""
+        if self.recipe.valid_prefix and not self.recipe.mask_restart:
+            return block.on_path[:, restart_position - 1].view_as(row)
+        named = (
+            self.batch.at(self.label, row, row + 1 + offset + restart_position, IGNORE_INDEX)
+            != IGNORE_INDEX
+        )
+        return live & named
+
+    def _block(self, row: Tensor, offset: int, condition: Tensor, attend: Attend) -> Tensor:
+        """row [B, R] -> hidden [B·R, K, H]."""
+        token = self.batch.at(self.batch.tokens, row, row + 1 + offset, 0).clamp(min=0)
+        base = self.batch.position.gather(1, row) + 1
+        if self.config.block_rope == "path":
+            base = base + offset
+        return self.drafter(condition, self.embed(token.flatten()), base.flatten(), attend)
+
+    def _loss(self, hidden: Tensor, row: Tensor, offset: int, live: Tensor) -> BlockLoss:
+        windows, length = self.batch.tokens.shape
+        block = self.config.block_size
+        step = torch.arange(1, block + 1, device=row.device)
+        place = (row[..., None] + 1 + offset + step).flatten(1)  # [B, R·K]
+        label = self.batch.at(self.label, row.repeat_interleave(block, 1), place, IGNORE_INDEX)
+        window = torch.arange(windows, device=row.device)[:, None]
+        target_row = window * length + (place - 1).clamp(max=length - 1)
+        return block_loss(
+            self.drafter,
+            hidden,
+            label.view(-1, block),
+            self.target_outputs.target_probs.flatten(0, 1),
+            target_row.view(-1, block),
+            live.flatten(),
+            self.rank,
+            self.recipe.valid_prefix,
+            self.recipe.rejected_only,
+        )
+
+
+def compact(wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns of `wanted` [B, n] bool that are set: index [B, R] int64 and set [B, R] bool, with R
+    the most that any row has; shorter rows are filled up with columns that are not set."""
+    width = int(wanted.sum(1).max())
+    index = wanted.byte().argsort(dim=1, descending=True, stable=True)[:, :width]
+    return index, wanted.gather(1, index)

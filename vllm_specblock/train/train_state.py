@@ -1,11 +1,11 @@
-"""Train state of one learner, replicated (DDP) or sharded (FSDP2); and a run's state on disk."""
+"""Train state of one learner, replicated (DDP) or sharded (FSDP2), and its log; a run's state on
+disk."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vllm_specblock.train.config import RunConfig, TrainError
-from vllm_specblock.train.distributed import BatchCounts, world
-from vllm_specblock.train.learner import Learner, TrainBatch
-from vllm_specblock.train.metrics_log import MetricsLog
-from vllm_specblock.train.optimizers import make_optimizer, set_rate
+from vllm_specblock.train.data.shards import check_same, write_text
+from vllm_specblock.train.distributed import BatchCounts, sum_over_ranks, world
+from vllm_specblock.train.learner import Learner, LossOutput, TrainBatch
+from vllm_specblock.train.optimizers import make_optimizers
 
 
 class TrainState:
-    """A learner with its optimiser and its log, spread over the ranks."""
+    """A learner with its optimisers and its log, spread over the ranks."""
 
     def __init__(self, learner: Learner, config: RunConfig) -> None:
         self.learner = self._whole = learner
@@ -39,7 +39,7 @@ class TrainState:
             self._module = DistributedDataParallel(learner, find_unused_parameters=True)
         named = list(learner.named_parameters())  # after sharding
         self._parameters = [parameter for _, parameter in named]
-        self.optimizer = make_optimizer(named, config)
+        self.optimizers = make_optimizers(named, config)
         self.metrics_log = MetricsLog()
         self.best_tau = 0.0
         self.lost = 0  # updates in a row whose gradient was not finite
@@ -48,44 +48,36 @@ class TrainState:
     def count(self, train_batch: TrainBatch, counts: BatchCounts) -> None:
         """Add the rows of one micro-batch to those of the batch."""
         counts.start()
-        with self._exchange(False):
-            self._module(replace(train_batch, counts=counts))
+        self._exchange(False)
+        self._module(replace(train_batch, counts=counts))
 
-    def learn(
-        self, train_batch: TrainBatch, counts: BatchCounts | None, more_to_come: bool
-    ) -> None:
-        """Add up the gradients of one micro-batch; `counts`: of the whole batch of several."""
-        share = 1.0
-        if counts is not None:
-            share = 1 / counts.rounds
-            train_batch = replace(train_batch, counts=counts)
-            counts.start()
-        with self._exchange(not more_to_come):
-            outcome = self._module(train_batch)
-            (outcome.loss * share).backward()
+    def learn(self, train_batch: TrainBatch, counts: BatchCounts, more_to_come: bool) -> None:
+        """Add up the gradients of one micro-batch; `counts`: of the whole batch."""
+        counts.start()
+        self._exchange(not more_to_come)
+        outcome = self._module(replace(train_batch, counts=counts))
+        (outcome.loss / counts.rounds).backward()
         self.metrics_log.add(outcome)
 
-    @contextlib.contextmanager
-    def _exchange(self, gradients: bool) -> Iterator[None]:
-        """Around a forward and backward: whether ranks exchange gradients after it."""
-        if isinstance(self._module, DistributedDataParallel) and not gradients:
-            with self._module.no_sync():
-                yield
-            return
-        if isinstance(self._module, FSDPModule):
+    def _exchange(self, gradients: bool) -> None:
+        """Whether ranks exchange gradients after the next forward and backward."""
+        if isinstance(self._module, DistributedDataParallel):
+            self._module.require_backward_grad_sync = gradients
+        elif isinstance(self._module, FSDPModule):
             self._module.set_requires_gradient_sync(gradients)
-        yield
 
     def step(self, rate: float, clip: float) -> None:
         """Update the weights, unless the gradient is not finite: then count that."""
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         finite = bool(norm.isfinite())
-        if finite:
-            set_rate(self.optimizer, rate)
-            self.optimizer.step()
         self.lost = 0 if finite else self.lost + 1
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            if finite:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+            optimizer.zero_grad()
 
     def whole(self) -> Learner:
         """The learner with whole weights, current on rank 0; every rank has to call this."""
@@ -98,12 +90,15 @@ class TrainState:
 
         Not torch.distributed.checkpoint: a parameter has no moments before its first update.
         """
-        optimizer = self.optimizer.state_dict()
-        moments = {number: _gathered(of) for number, of in optimizer["state"].items()}
+        optimizers = []
+        for optimizer in self.optimizers:
+            state = optimizer.state_dict()
+            moments = {number: _gathered(of) for number, of in state["state"].items()}
+            optimizers.append(state | {"state": moments})
         return {
             "model": _gathered(self.learner.state_dict()),
-            "optimizer": optimizer | {"state": moments},
-            "journal": self.metrics_log.state(),
+            "optimizers": optimizers,
+            "log": self.metrics_log.state(),
             "best_tau": self.best_tau,
             "lost": self.lost,
         }
@@ -114,13 +109,16 @@ class TrainState:
         self.learner.load_state_dict(
             {name: _spread_like(model[name], value) for name, value in state["model"].items()}
         )
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        moments = {
-            number: {name: _spread_like(parameters[number], value) for name, value in of.items()}
-            for number, of in state["optimizer"]["state"].items()
-        }
-        self.optimizer.load_state_dict(state["optimizer"] | {"state": moments})
-        self.metrics_log.load_state(state["journal"], device)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            moments = {
+                number: {
+                    name: _spread_like(parameters[number], value) for name, value in of.items()
+                }
+                for number, of in saved["state"].items()
+            }
+            optimizer.load_state_dict(saved | {"state": moments})
+        self.metrics_log.load_state(state["log"], device)
         self.best_tau, self.lost = state["best_tau"], state["lost"]
 
 
@@ -147,23 +145,86 @@ def read_state(
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise TrainError(f"{path} is no training state: {error}.") from None
-    if not isinstance(state, dict) or "options" not in state:
+    if not isinstance(state, dict) or "learners" not in state:
         raise TrainError(f"{path} is no training state of this version; give another --out.")
-    before = json.loads(state["options"])
-    for name, value in config.must_match().items():
-        if (then := before.get(name)) != value:
-            raise TrainError(
-                f"{path} was trained with {name} = {then}, not {value}; "
-                "give the same options, another --out, or --no-resume to start anew."
-            )
-    if state["data"] != data:
-        raise TrainError(
-            f"{path} was trained on other data than {config.data}; give the same data, "
-            "another --out, or --no-resume to start anew."
-        )
-    if state["students"].keys() != set(learners):
-        raise TrainError(
-            f"{path} holds {', '.join(state['students'])}, not {', '.join(learners)}; "
-            "give another --out, or --no-resume to start anew."
-        )
+    advice = "give the same ones, another --out, or --no-resume to start anew."
+    begun = json.loads(state["options"]) | {"data": state["data"]}
+    now = config.must_match() | {"data": data}
+    check_same(f"{path} was trained", begun, now, advice, hidden={"data"})
+    if state["learners"].keys() != set(learners):
+        names = f"{', '.join(state['learners'])}, not {', '.join(learners)}"
+        raise TrainError(f"{path} holds {names}; {advice}")
     return state
+
+
+class MetricsLog:
+    """Log of one learner. Sums stay on the device until an entry is written.
+
+    Attributes:
+        entries: one dict per log line, oldest first.
+        sums: since the last entry, of this rank; empty before a batch. [4, M, K] fp32: nats, the
+            positions they sum over, hits, and paths; [2] fp32: rank losses, and batches.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.sums: list[Tensor] = []
+
+    def tau_at(self, step: int) -> float | None:
+        """τ of the replay after update `step`; None: there was none."""
+        found = [entry["tau"] for entry in self.entries if "tau" in entry and entry["step"] == step]
+        return found[-1] if found else None
+
+    def add(self, outcome: LossOutput) -> None:
+        """Count one batch in."""
+        num_positions = outcome.seen if outcome.num_positions is None else outcome.num_positions
+        grid = torch.stack([outcome.ce_loss, num_positions, outcome.hits, outcome.seen]).float()
+        rank = torch.stack([outcome.rank_loss, torch.ones_like(outcome.rank_loss)])
+        new = [grid, rank]
+        self.sums = [a + b for a, b in zip(self.sums, new)] if self.sums else new
+
+    def entry(self, **more: Any) -> dict[str, Any]:
+        """Means over all ranks since the last call, kept in `entries` and returned; every rank
+        has to call this.
+
+        Per block and position: `loss`, nats; `alpha`, the share of right paths that were right
+        at this position too; `accuracy`, the share of drafts that were right up to and at it.
+        """
+        grid, rank = (sum_over_ranks(each).cpu() for each in self.sums)
+        ce_loss, num_positions, hits, paths = grid
+        rank_loss, batches = rank.tolist()
+        entry = {
+            **more,
+            "loss": _rounded(ce_loss / num_positions.clamp(min=1)),
+            "alpha": _rounded(hits / paths.clamp(min=1)),
+            "accuracy": _rounded(hits / paths[:, :1].clamp(min=1)),
+            "rank_loss": round(rank_loss / batches, 6),
+        }
+        self.sums = []
+        self.entries.append(entry)
+        return entry
+
+    def state(self) -> dict[str, Any]:
+        """With the sums of all ranks; every rank has to call this."""
+        sums = [sum_over_ranks(each.clone()) for each in self.sums]
+        return {"entries": json.dumps(self.entries), "sums": sums}
+
+    def load_state(self, state: dict[str, Any], device: torch.device) -> None:
+        """Load what `state` returned; its sums count once, on the first rank."""
+        self.entries = json.loads(state["entries"])
+        share = float(world()[0] == 0)
+        self.sums = [each.to(device) * share for each in state["sums"]]
+
+    def write(self, path: Path) -> None:
+        """Write all entries, one JSON object a line."""
+        write_text(path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
+
+
+def _rounded(grid: Tensor) -> list[list[float]]:
+    return [[round(value, 6) for value in row] for row in grid.tolist()]
+
+
+def describe(entry: dict[str, Any]) -> str:
+    """A log entry as the progress bar shows it: block 1's first loss, and each block's α."""
+    alpha = " | ".join(" ".join(f"{100 * a:.0f}" for a in block) for block in entry["alpha"])
+    return f"nats {entry['loss'][0][0]:.2f} rank {entry['rank_loss']:.2f} α% {alpha}"

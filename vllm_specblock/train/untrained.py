@@ -40,13 +40,9 @@ def init(
     Args:
         target_dir: Hugging Face directory of a Llama- or Qwen3-like target; only its
             config.json is read.
-        block_size: K, draft positions per forward.
-        num_layers: L.
         draft_vocab_size: Vd (default: 32000, or all of a smaller vocabulary).
-        layer_ids: target layers of the context feature (default: `default_layer_ids`).
         token_counts: [V], frequencies: the draft vocabulary is then the Vd most frequent tokens,
             else the first Vd ids.
-        target_name: default: `target_dir` as given.
         qk_norm, intermediate_size: as in DrafterConfig (default: as the target).
         seed: of the weights; the global generator is left alone.
         choices: further keys of DrafterConfig, such as `block_rope`.
@@ -90,7 +86,9 @@ def init(
         drafter = SpecBlockModel(config)
     _draw_weights(drafter, torch.Generator().manual_seed(seed))
     if token_counts is not None:
-        _map_most_frequent(drafter, token_counts)
+        d2t, t2d = most_frequent(token_counts, draft_vocab_size)
+        drafter.d2t.copy_(d2t)
+        drafter.t2d.copy_(t2d)
     return drafter
 
 
@@ -105,19 +103,6 @@ def _draw_weights(drafter: SpecBlockModel, generator: torch.Generator) -> None:
         else:
             # Inputs are normed; scaling by the fan-in keeps outputs at unit size at any width.
             weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
-
-
-def _map_most_frequent(drafter: SpecBlockModel, token_counts: Tensor) -> None:
-    """Make the draft vocabulary the most frequent target ids."""
-    config: DrafterConfig = drafter.config
-    if tuple(token_counts.shape) != (config.vocab_size,):
-        raise CheckpointError(
-            f"token_counts has shape {list(token_counts.shape)}, but the target has "
-            f"{config.vocab_size} tokens to count."
-        )
-    d2t, t2d = most_frequent(token_counts, config.draft_vocab_size)
-    drafter.d2t.copy_(d2t)
-    drafter.t2d.copy_(t2d)
 
 
 def most_frequent(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:

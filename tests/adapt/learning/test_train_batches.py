@@ -10,8 +10,7 @@ from support.records import HIDDEN, VOCAB, random_record, small_drafter, small_t
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import EvalSequence, TrainBatch
-from vllm_specblock.train.objective import Recipe
-from vllm_specblock.train.specblock import SpecBlockLearner
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
 from vllm_specblock.train.target.features import TargetOutputs, target_probs_of
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_specblock.train.config import TrainConfig, parse
 from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.shards import Text
+from vllm_specblock.train.loop import Trainer
 
 VOCAB = 40
 
@@ -59,10 +61,22 @@ def short_run(folder: Path, **changes) -> TrainConfig:
     return parse(**options | changes)
 
 
+def kill_at(monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
+    """A kill after so many updates: nothing of the run is tidied up."""
+    inner = Trainer.update
+
+    def update(self: Trainer) -> None:
+        if self.step == updates:
+            raise KeyboardInterrupt
+        inner(self)
+
+    monkeypatch.setattr(Trainer, "update", update)
+
+
 def weights(out: Path) -> dict[str, torch.Tensor]:
     """The drafter in a run's state, float32."""
     state = torch.load(out / "training" / "state.pt", weights_only=True)
-    model = state["students"]["drafter"]["model"]
+    model = state["learners"]["drafter"]["model"]
     return {name.removeprefix("drafter."): value for name, value in model.items()}
 
 

@@ -50,7 +50,7 @@ def test_a_data_folder(tokenizer, tmp_path):
 
     texts = [text(9, 4), text(9, 0), text(3, 3)]
     shards.write_shard(shards.shard_path(tmp_path, 0), texts)
-    shards.write_index(tmp_path, {"shards": 1})
+    shards.write_json(tmp_path / shards.INDEX, {"shards": 1})
     found = read_prompts(tmp_path, tokenizer, 9, prompt_tokens=6)
     assert [len(prompt) for prompt in found] == [4, 6, 3]
     with pytest.raises(TrainError, match=r"holds token id 5, but .* ends at 4"):

@@ -9,50 +9,59 @@ import torch
 from support import committed
 from support.trees import texts
 
-from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.config import Eagle3Config, SpecBlockConfig
+from vllm_specblock.drafters.eagle3.config import Eagle3Shape
+from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
+from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.drafting import (
+    Eagle3Draft,
     SpecBlockDraft,
     chain_shape,
+    serving_growth,
     serving_shape,
     uniform_shape,
 )
 from vllm_specblock.train.learner import EvalSequence
 
-LENGTH, PAGE = 40, 8
+LENGTH, PAGE, PAGES, VOCAB, HIDDEN = 40, 8, 12, 20, 32
 ROOTS = (6, 7, 11, 20)
 WIDE = {"num_blocks": 3, "num_starts": 3, "branching": [8, 8, 8, 8]}
 
 
+def with_sequence(drafter):
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.normal_(std=0.25)
+    embedding = torch.randn(VOCAB, HIDDEN)
+    return drafter.eval(), EvalSequence(
+        torch.randint(VOCAB, (LENGTH,)),
+        6,
+        torch.randn(LENGTH, 3 * HIDDEN),
+        torch.randn(LENGTH, HIDDEN),
+        lambda tokens: embedding[tokens],
+    )
+
+
 @pytest.fixture
 def scene(make_drafter):
-    def make(**changes):
-        drafter = make_drafter(**changes).eval()
-        with torch.no_grad():
-            for parameter in drafter.parameters():
-                parameter.normal_(std=0.25)
-        embedding = torch.randn(20, 32)
-        sequence = EvalSequence(
-            torch.randint(20, (LENGTH,)),
-            6,
-            torch.randn(LENGTH, 96),
-            torch.randn(LENGTH, 32),
-            lambda tokens: embedding[tokens],
-        )
-        return drafter, sequence
-
-    return make
+    return lambda **changes: with_sequence(make_drafter(**changes))
 
 
-def served_trees(drafter, sequence, options, nodes):
-    """The trees of a greedy request that is committed up to each of ROOTS in turn."""
-    head = SpecBlockDrafter(drafter, sequence.embed, options, nodes, max_model_len=96)
-    pages = 96 // PAGE
-    caches = [torch.randn(pages + 1, PAGE * 4, 2, 16).transpose(1, 2) for _ in range(2)]
-    head.bind(caches)  # noise in the cache: nothing of it may be seen
-    return committed.served_trees(head, sequence, ROOTS, pages, PAGE)
+@torch.no_grad()
+def trees_like_served(draft, head, caches, sequence):
+    """Yield every tree of `draft` with its texts: those of a greedy request of the head, which is
+    committed up to each of ROOTS in turn."""
+    head.bind(caches)  # noise in the caches: nothing of it may be seen
+    served = committed.served_trees(head, sequence, ROOTS, PAGES, PAGE)
+    for root, wanted in zip(ROOTS, (texts(tree, 0) for tree in served)):
+        tree = draft(root)
+        found = texts(tree, 0)
+        assert list(found) == list(wanted)
+        assert list(found.values()) == pytest.approx(list(wanted.values()), abs=1e-4)
+        yield tree, found
 
 
 @pytest.mark.parametrize(
@@ -68,18 +77,53 @@ def served_trees(drafter, sequence, options, nodes):
         ({"num_blocks": 3}, 5, {}),  # fewer slots than starts
     ],
 )
-@torch.no_grad()
-def test_drafts_what_serving_drafts(scene, options, nodes, changes):
+def test_specblock_drafts_what_serving_drafts(scene, options, nodes, changes):
     drafter, sequence = scene(**changes)
     options = SpecBlockConfig(**options)
     calibration = DraftCalibration("cpu") if options.calibrate_drafts else None
     draft = SpecBlockDraft(drafter, sequence, serving_shape(drafter, options, nodes), calibration)
-    for root, served in zip(ROOTS, served_trees(drafter, sequence, options, nodes)):
-        found, wanted = texts(draft(root), 0), texts(served, 0)
-        assert list(found) == list(wanted)
-        assert list(found.values()) == pytest.approx(list(wanted.values()), abs=1e-4)
+    head = SpecBlockDrafter(drafter, sequence.embed, options, nodes, max_model_len=96)
+    caches = [torch.randn(PAGES + 1, PAGE * 4, 2, 16).transpose(1, 2) for _ in range(2)]
+    assert len(list(trees_like_served(draft, head, caches, sequence))) == len(ROOTS)
     if calibration is not None:
         assert calibration.trees.tolist() == [len(ROOTS) - 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "own_embedding"),
+    [
+        ({}, 60, False),
+        ({}, 60, True),
+        ({"calibrate_drafts": False}, 30, False),
+        ({"depth": 4, "top_k": 3}, 20, False),
+        ({}, 5, False),  # fewer slots than levels times rows
+    ],
+)
+def test_eagle3_drafts_what_serving_drafts(options, nodes, own_embedding):
+    torch.manual_seed(0)
+    shape = Eagle3Shape(
+        hidden_size=HIDDEN,
+        target_hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=VOCAB,
+        draft_vocab_size=14,
+    )
+    drafter = Eagle3Model(shape, own_embedding)
+    drafter.d2t.copy_(torch.randperm(VOCAB)[:14].sort().values - torch.arange(14))
+    drafter, sequence = with_sequence(drafter)
+    options = Eagle3Config(**options)
+    calibration = DraftCalibration("cpu") if options.calibrate_drafts else None
+    draft = Eagle3Draft(drafter, sequence, serving_growth(drafter, options, nodes), calibration)
+    head = Eagle3Drafter(drafter, sequence.embed, options, nodes, max_model_len=96)
+    caches = [torch.randn(PAGES + 1, PAGE, 2, 16).transpose(1, 2)]
+    for tree, found in trees_like_served(draft, head, caches, sequence):
+        # A level is a forward.
+        size = int(tree.size[0])
+        assert draft.forwards().tolist()[:size] == [len(text) for text in found]
+        assert not draft.forwards()[size:].any()
 
 
 def test_only_what_is_known_at_the_root_is_read(scene):

@@ -15,7 +15,7 @@ from vllm_specblock.train.eval.chain import ChainFigures, bucket_figures, chain_
 from vllm_specblock.train.eval.dense_cache import DenseCache
 from vllm_specblock.train.eval.drafting import SpecBlockDraft
 from vllm_specblock.train.eval.evaluate import evaluate, sequences_from, shapes_of
-from vllm_specblock.train.eval.replay import mean_tau
+from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.target.answers import continue_prompts
 
@@ -96,28 +96,25 @@ def test_chain_figures_are_those_of_a_naive_loop(scene, changes, monkeypatch):
     blocks = 3
     # A short one, and one of more roots than are drafted together.
     sequences = [sequences[0], dataclasses.replace(sequences[1], tokens=sequences[1].tokens[:30])]
-    counts = {kind: [[0, 0] for _ in range(blocks * K)] for kind in ("chain", "block", "any")}
+    counts = [[0, 0] for _ in range(blocks * K)]
     confusion = [[0] * 4 for _ in range(4)]
     for sequence in sequences:
         for root in range(PROMPT, len(sequence.tokens) - 1):
             judged = forced_chain(drafter, sequence, root, blocks)
             hits = [hit for hit, *_ in judged]
             for k, (hit, bucket, guess) in enumerate(judged):
-                on = {"any": True, "chain": all(hits[:k]), "block": all(hits[k - k % K : k])}
-                for kind, loss_mask in on.items():
-                    counts[kind][k][0] += hit and loss_mask
-                    counts[kind][k][1] += loss_mask
-                if on["chain"] and bucket is not None:
-                    confusion[bucket][guess] += 1
+                if all(hits[:k]):
+                    counts[k][0] += hit
+                    counts[k][1] += 1
+                    if bucket is not None:
+                        confusion[bucket][guess] += 1
     figures = ChainFigures.of([chain_along(drafter, s, blocks) for s in sequences], K)
-    share = {kind: [a / b if b else None for a, b in pairs] for kind, pairs in counts.items()}
-    assert figures.alpha == share["chain"]
-    assert figures.positions == [b for _, b in counts["chain"]]
-    assert flat(figures.alpha_blocks) == share["block"]
-    assert flat(figures.accuracy) == share["any"]
-    assert figures.rank == bucket_figures(confusion)
+    assert figures.alpha == [a / b if b else None for a, b in counts]
+    assert figures.positions == [b for _, b in counts]
+    assert flat(figures.alpha_mj) == figures.alpha and len(figures.alpha_mj) == blocks
+    assert figures.rank == bucket_figures(torch.tensor(confusion))
     assert figures.rank_positions == sum(map(sum, confusion))
-    assert figures.positions[K] > 2 and figures.alpha[K] != figures.alpha_blocks[1][0]
+    assert figures.positions[K] > 2
     assert sum(map(bool, flat(confusion))) > 6  # many kinds of right and wrong
 
 
@@ -126,11 +123,13 @@ def test_bucket_figures_count_as_precision_and_recall_do():
     confusion = [[0] * 4 for _ in range(4)]
     for pair in zip(truth, guess):
         confusion[pair[0]][pair[1]] += 1
-    first, second, third, last = bucket_figures(confusion)
-    assert dataclasses.astuple(first) == pytest.approx((3 / 8, 2 / 4, 2 / 3, 4 / 7))
-    assert dataclasses.astuple(second) == pytest.approx((2 / 8, 1 / 3, 1 / 2, 2 / 5))
-    assert dataclasses.astuple(third) == (0.0, None, None, None)
-    assert dataclasses.astuple(last) == pytest.approx((3 / 8, 1.0, 1 / 3, 1 / 2))
+    first, second, third, last = (
+        tuple(bucket.values()) for bucket in bucket_figures(torch.tensor(confusion))
+    )
+    assert first == pytest.approx((3 / 8, 2 / 4, 2 / 3, 4 / 7))
+    assert second == pytest.approx((2 / 8, 1 / 3, 1 / 2, 2 / 5))
+    assert third == (0.0, None, None, None)
+    assert last == pytest.approx((3 / 8, 1.0, 1 / 3, 1 / 2))
 
 
 @pytest.mark.parametrize("temperature", [None, 1.0])
@@ -146,9 +145,9 @@ def test_figures_of_several_trees_in_one_pass(scene, temperature):
     for name, shape in shapes.items():
         beta = None if temperature is None else DraftCalibration("cpu", num_slots=1)
         how = shape, beta, temperature or 0.0
-        tau, steps = mean_tau(lambda s, how=how: SpecBlockDraft(drafter, s, *how), sequences, 8)
-        found = figures.trees[name]
-        assert (found.tau, found.steps) == (tau, steps)
+        whole = replay(lambda s, how=how: SpecBlockDraft(drafter, s, *how), sequences, 8)
+        found, steps = figures.trees[name], len(whole.accepted)
+        assert (found.tau, found.steps) == (whole.tau, steps)
         if beta is not None:
             assert found.sharpness == float(beta.of(torch.tensor([temperature])))
             # The outcome of a text's last step is not known.

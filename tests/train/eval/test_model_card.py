@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import yaml
-from support.training import short_run
 
 from vllm_specblock.train.eval import model_card
 from vllm_specblock.train.run import train
 
-
-@pytest.fixture
-def options(folder, tmp_path):
-    def make(**changes):
-        given = {"out": tmp_path / "out", "target_name": "maker/some: target"}
-        return short_run(folder, **{**given, **changes})
-
-    return make
+TARGET = {"target_name": "maker/some: target"}
 
 
 def rows(folder) -> dict[str, str]:
@@ -28,7 +19,9 @@ def rows(folder) -> dict[str, str]:
 
 
 def test_it_says_what_was_run_and_what_came_of_it(options):
-    out = train(options(hold_out=3, eval_every=4, data_license="CC-BY-4.0"), progress=False)
+    out = train(
+        options(**TARGET, hold_out=3, eval_every=4, data_license="CC-BY-4.0"), progress=False
+    )
     facts = json.loads((out / "provenance.json").read_text())
     log = [json.loads(line) for line in (out / "training" / "log.jsonl").open()]
     judged = {entry["step"]: entry["tau"] for entry in log if "tau" in entry}
@@ -44,7 +37,7 @@ def test_it_says_what_was_run_and_what_came_of_it(options):
 
 
 def test_its_head_is_yaml_and_its_command_is_json(options):
-    out = train(options(), dry_run=True, progress=False)
+    out = train(options(**TARGET), dry_run=True, progress=False)
     text = (out / model_card.FILE).read_text(encoding="utf-8")
     assert yaml.safe_load(text.split("---")[1])["base_model"] == "maker/some: target"
     assert "vllm serve 'maker/some: target' --speculative-config" in text

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.trees import nodes, texts, to_tree
 
 from vllm_specblock.train.config import TrainError
-from vllm_specblock.train.eval.replay import Replay, accepted_path, mean_tau, replay
+from vllm_specblock.train.eval.steps import accepted_path, replay
 from vllm_specblock.train.learner import EvalSequence
 
 DEPTH = 3
@@ -55,25 +55,25 @@ def test_replay_walks_as_a_naive_loop(prompt):
         accepted.append(count)
         sizes.append(int(tree.size[0]))
         root += 1 + count
-    found = replay(drawn_tree, script_of(tokens, prompt), DEPTH)
+    found = replay(lambda sequence: drawn_tree, [script_of(tokens, prompt)], DEPTH)
     assert (found.accepted, found.nodes) == (accepted, sizes)
     assert {0, 1, 2} <= set(accepted)
     assert found.tau == pytest.approx(1 + sum(accepted) / len(accepted))
 
 
-def test_mean_tau_counts_steps_and_not_texts():
+def test_tau_counts_steps_and_not_texts():
     drawn = torch.Generator().manual_seed(1)
     sequences = [
         script_of(torch.randint(2, (length,), generator=drawn).tolist(), 2) for length in (12, 50)
     ]
-    tau, steps = mean_tau(lambda sequence: drawn_tree, sequences, DEPTH)
-    each = [replay(drawn_tree, sequence, DEPTH).accepted for sequence in sequences]
-    assert steps == len(each[0]) + len(each[1])
-    assert tau == pytest.approx(1 + (sum(each[0]) + sum(each[1])) / steps)
-    assert tau != pytest.approx(sum(Replay(part, []).tau for part in each) / 2)
+    make = lambda sequence: drawn_tree  # noqa: E731
+    whole, *each = (replay(make, some, DEPTH) for some in (sequences, *([s] for s in sequences)))
+    assert whole.accepted == each[0].accepted + each[1].accepted
+    assert whole.tau == pytest.approx(1 + sum(whole.accepted) / len(whole.accepted))
+    assert whole.tau != pytest.approx(sum(part.tau for part in each) / 2)
 
 
 def test_texts_without_a_step_are_an_error():
     with pytest.raises(TrainError, match="needs 5 tokens after the prompt"):
-        mean_tau(lambda sequence: drawn_tree, [script_of([0] * 6, 2)], DEPTH)
-    assert mean_tau(lambda sequence: drawn_tree, [script_of([0] * 7, 2)], DEPTH)[1] == 1
+        replay(lambda sequence: drawn_tree, [script_of([0] * 6, 2)], DEPTH)
+    assert len(replay(lambda sequence: drawn_tree, [script_of([0] * 7, 2)], DEPTH).accepted) == 1

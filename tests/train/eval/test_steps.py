@@ -13,8 +13,7 @@ from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.evaluate import sequences_for
 from vllm_specblock.train.eval.loaded import load_drafter, pair, pair_specblock
-from vllm_specblock.train.eval.replay import replay
-from vllm_specblock.train.eval.steps import steps_along
+from vllm_specblock.train.eval.steps import replay, steps_along
 from vllm_specblock.train.target.answers import continue_prompts
 from vllm_specblock.train.target.features import load_target, load_tokenizer
 
@@ -43,7 +42,7 @@ def test_steps_are_those_of_replay(text, kind, forwards):
     (sequence,) = sequences_for(target, pairing.layer_ids, texts, prompts)
     steps = list(steps_along(drafter.along(sequence), sequence, drafter.depth))
     drafter.calibration.forget()
-    found = replay(drafter.along(sequence), sequence, drafter.depth)
+    found = replay(drafter.along, [sequence], drafter.depth)
     assert [step.accepted_length for step in steps] == found.accepted
     assert [step.nodes for step in steps] == found.nodes
     tokens = sequence.tokens.tolist()

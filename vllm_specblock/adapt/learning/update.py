@@ -15,9 +15,8 @@ from vllm_specblock.adapt.policy.actions import parameters
 from vllm_specblock.adapt.policy.interface import EVERY, Action
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.learner import TrainBatch
-from vllm_specblock.train.objective import Recipe
 from vllm_specblock.train.optimizers import BETAS
-from vllm_specblock.train.specblock import SpecBlockLearner
+from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
 
 BATCH = 2
 """Records of a batch: one new and one old. On a new domain eight steps of two gained 1.07 tokens of

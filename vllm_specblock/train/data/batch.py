@@ -80,11 +80,6 @@ class Batch:
         tokens, document, position, loss_mask = map(change, tensors)
         return Batch(tokens, document, position, loss_mask, segments)
 
-    def begins(self) -> Tensor:
-        """Column at which each column's document begins, [B, L]; 0 past the last document."""
-        column = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return torch.where(self.tokens >= 0, column - self.position, 0)
-
     def at(self, values: Tensor, row: Tensor, place: Tensor, missing: int) -> Tensor:
         """values [B, L] at columns `place` [B, n], or `missing` where `place` lies past the
         window or in another document than column `row` [B, n]."""

@@ -8,9 +8,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from io import BufferedIOBase
-from itertools import cycle, groupby
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,90 +144,55 @@ def _conversation(turns: list[tuple[str, str]]) -> Conversation:
     return Conversation((*system, *messages))
 
 
-class Line(NamedTuple):
-    """Where a usable line lies: file (an index), byte offset, 1-based number."""
-
-    file: int
-    offset: int
-    number: int
-
-
-@dataclass(frozen=True)
-class Lines:
-    """The usable lines of some files; only their offsets are in memory."""
-
-    files: tuple[Path, ...]
-    usable: list[Line]
-    broken: int
-
-    def where(self, line: Line) -> str:
-        return f"{self.files[line.file]}:{line.number}"
-
-    def read(self, lines: Sequence[Line]) -> Iterator[Entry]:
-        """The entries of some of the usable lines."""
-        # Neighbours share one opened file: packed ones are read again from their beginning.
-        for index, same_file in groupby(lines, key=lambda line: line.file):
-            with _opened(self.files[index]) as file:
-                for line in same_file:
-                    file.seek(line.offset)
-                    yield parse(file.readline())
-
-
-def find_lines(
+def read_lines(
     files: Sequence[Path], limit: int | None, chat: bool, report: Callable[[str], None]
-) -> Lines:
-    """Read all lines once, and report the broken ones as `file:line: reason`.
+) -> Iterator[tuple[str, Entry]]:
+    """Yield the usable lines, each with its place `file:line`.
 
     Args:
         files: JSON lines, plain or .gz; blank lines are skipped.
         limit: stop after this many usable lines.
         chat: whether conversations can be used.
+        report: gets `file:line: reason` of every broken line.
 
     Raises:
         TrainError: none of the lines can be used, or there is a conversation without `chat`.
     """
-    usable: list[Line] = []
-    broken = 0
-    for index, path in enumerate(files):
-        for line, text in _lines(path, index):
-            if len(usable) == limit:
-                break
+    usable = broken = 0
+    for path in files:
+        for number, line in enumerate(_lines(path), start=1):
+            if usable == limit:
+                return
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
             try:
-                entry = parse(text)
+                entry = parse(line)
             except BrokenLine as reason:
                 broken += 1
-                report(f"{path}:{line.number}: {reason}")
+                report(f"{where}: {reason}")
                 continue
             if isinstance(entry, Conversation) and not chat:
                 raise TrainError(
-                    f"{path}:{line.number} is a conversation, but the target's tokenizer has no "
-                    "chat template: use lines with a prompt or a text, or a chat model."
+                    f"{where} is a conversation, but the target's tokenizer has no chat template: "
+                    "use lines with a prompt or a text, or a chat model."
                 )
-            usable.append(line)
+            usable += 1
+            yield where, entry
     if not usable:
         names = ", ".join(map(str, files))
         raise TrainError(
             f"None of the lines in {names} can be used ({broken:,} are broken); expected JSON "
             "lines with conversations, messages, data, prompt or text."
         )
-    return Lines(tuple(files), usable, broken)
 
 
-def _lines(path: Path, index: int) -> Iterator[tuple[Line, bytes]]:
-    offset = 0
+def _lines(path: Path) -> Iterator[bytes]:
     try:
-        with _opened(path) as file:
-            for number, text in enumerate(file, start=1):
-                if text.strip():
-                    yield Line(index, offset, number), text
-                offset += len(text)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield from file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise TrainError(f"{path} is not a whole gzip file: {error}.") from None
-
-
-def _opened(path: Path) -> BufferedIOBase:
-    """A file's bytes, unpacked if its name ends with .gz."""
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
 def fingerprint(files: Sequence[Path]) -> list[dict[str, Any]]:

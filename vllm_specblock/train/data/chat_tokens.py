@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 
-from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.config import DataOptions, TrainError
 from vllm_specblock.train.data.chat import BrokenLine, Message
-from vllm_specblock.train.data.options import DataOptions
-from vllm_specblock.train.target.features import first_line, load_tokenizer
+from vllm_specblock.train.target.features import load_tokenizer, loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -136,12 +135,7 @@ def read_chat_tokens(options: DataOptions) -> ChatTokens:
     from transformers import AutoConfig
 
     tokenizer = load_tokenizer(options.target)
-    try:
-        config = AutoConfig.from_pretrained(str(options.target)).get_text_config()
-    except (OSError, ValueError) as error:
-        raise TrainError(
-            f"The target {options.target} has no config: {first_line(error)}"
-        ) from error
+    config = loaded(AutoConfig, options.target, "has no config").get_text_config()
     most = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     # Scaled rotary positions reach further than the config's number says.

@@ -8,19 +8,20 @@ bytes.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from vllm_specblock.train import provenance
-from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.config import DataOptions, TrainError
 from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.answering import Answerer, Dialogue, answer
 from vllm_specblock.train.data.chat import (
@@ -28,13 +29,11 @@ from vllm_specblock.train.data.chat import (
     Conversation,
     Document,
     Entry,
-    Lines,
-    find_lines,
     fingerprint,
+    read_lines,
     report,
 )
 from vllm_specblock.train.data.chat_tokens import ChatTokens, read_chat_tokens
-from vllm_specblock.train.data.options import DataOptions
 from vllm_specblock.train.data.packed_dataset import token_counts
 from vllm_specblock.train.data.shards import Text
 
@@ -42,19 +41,14 @@ MAKING = "making.json"
 """Options and input of a folder that is being made; written first."""
 
 
-class Made(NamedTuple):
-    """A data folder. index: content of data.json; counts: [V] int64, how often each target id is
-    counted."""
-
-    index: dict[str, Any]  # type: ignore[assignment]  # in place of a tuple's own
-    counts: Tensor
-
-
-def make_data(options: DataOptions, load: Callable[[], Answerer]) -> Made:
+def make_data(options: DataOptions, load: Callable[[], Answerer]) -> tuple[dict[str, Any], Tensor]:
     """Make all missing shards, then the index.
 
     Args:
         load: starts the target; called only when there is something to answer.
+
+    Returns:
+        The content of data.json, and how often each target id is counted, [V] int64.
 
     Raises:
         TrainError: an input or a file of the target is missing, nothing can be used, or the
@@ -63,18 +57,25 @@ def make_data(options: DataOptions, load: Callable[[], Answerer]) -> Made:
     tokens = read_chat_tokens(options)
     making = {"options": options.must_match(), "input": fingerprint(options.input)}
     _begin(options.out, making)
-    lines = find_lines(options.input, options.limit, tokens.chat, report)
-    maker = ShardMaker(options, lines, tokens, functools.cache(load))
-    total, paths = len(lines.usable), []
+    broken: list[str] = []
+
+    def note(line: str) -> None:
+        broken.append(line)
+        report(line)
+
+    lines = functools.partial(read_lines, options.input, options.limit, tokens.chat)
+    total = sum(1 for _ in lines(note))  # a pass of its own: errors come before any weight
+    maker, paths = ShardMaker(options, tokens, functools.cache(load)), []
+    numbered = enumerate(lines(lambda line: None))
     with tqdm(total=total, unit="line", desc="data") as bar:
-        for number, first in enumerate(range(0, total, options.shard_size)):
+        for number in range(math.ceil(total / options.shard_size)):
             paths.append(shards.shard_path(options.out, number))
-            count = min(options.shard_size, total - first)
+            part = list(itertools.islice(numbered, options.shard_size))
             if paths[-1].exists():
-                bar.update(count)
+                bar.update(len(part))
             else:
-                shards.write_shard(paths[-1], *maker.make(first, count, bar.update))
-    return _finish(options, making, lines.broken, paths, tokens.vocab_size)
+                shards.write_shard(paths[-1], *maker.make(part, bar.update))
+    return _finish(options, making, len(broken), paths, tokens.vocab_size)
 
 
 def coverage(counts: Tensor, draft_vocab_size: int) -> float:
@@ -90,52 +91,41 @@ def _begin(out: Path, making: dict[str, Any]) -> None:
         if not path.exists():
             raise TrainError(f"{out} holds other data already; give another folder to write to.")
         begun = json.loads(path.read_text(encoding="utf-8"))
-        old, new = begun["options"], making["options"]
-        for name in sorted(old.keys() | new.keys()):
-            if old.get(name) != new.get(name):
-                was, now = json.dumps(old.get(name)), json.dumps(new.get(name))
-                raise TrainError(
-                    f"{out} was begun with {name} = {was}, not {now}; give the same options to go "
-                    "on, or another folder to write to."
-                )
-        if begun["input"] != making["input"]:
-            raise TrainError(
-                f"{out} was begun with other input files; give the same ones to go on, or another "
-                "folder to write to."
-            )
+        shards.check_same(
+            f"{out} was begun",
+            begun["options"] | {"input": begun["input"]},
+            making["options"] | {"input": making["input"]},
+            "give the same options and files to go on, or another folder to write to.",
+            hidden={"input"},
+        )
     out.mkdir(parents=True, exist_ok=True)
     shards.write_json(path, making)
 
 
 @dataclass(frozen=True)
 class ShardMaker:
-    """Makes any shard of one data set.
-
-    Attributes:
-        lines: the usable ones.
-        target: the target, started by the first call; called by shards with something to answer.
-    """
+    """Makes any shard of one data set. target: starts the target, at the first call; called by
+    shards with something to answer."""
 
     options: DataOptions
-    lines: Lines
     tokens: ChatTokens
     target: Callable[[], Answerer]
 
     def make(
-        self, first: int, count: int, done: Callable[[int], object]
+        self, lines: list[tuple[int, tuple[str, Entry]]], done: Callable[[int], object]
     ) -> tuple[list[Text], dict[str, int]]:
-        """The sequences of usable lines first .. first + count - 1, in their order, and how many
-        conversations were `cut` and lines `skipped`. `done` gets the number of finished lines."""
-        lines = self.lines.usable[first : first + count]
+        """The sequences of `lines` (number in the data set, place and entry), in their order, and
+        how many conversations were `cut` and lines `skipped`. `done` gets the number of finished
+        lines."""
         facts = {"cut": 0, "skipped": 0}
         made: list[list[Text] | Dialogue | BrokenLine] = []
-        for number, entry in enumerate(self.lines.read(lines), first):
+        for number, (_, entry) in lines:
             try:
                 made.append(self._make(number, entry, facts))
             except BrokenLine as reason:
                 made.append(reason)
         dialogues = [each for each in made if isinstance(each, Dialogue)]
-        done(count - len(dialogues))
+        done(len(lines) - len(dialogues))
         if dialogues:
             answer(
                 dialogues,
@@ -146,13 +136,13 @@ class ShardMaker:
                 over=done,
             )
         texts: list[Text] = []
-        for line, each in zip(lines, made):
+        for (_, (where, _)), each in zip(lines, made):
             if isinstance(each, Dialogue):
                 facts["cut"] += each.cut
                 each = each.broken or [_text(each.ids, each.loss_mask)]
             if isinstance(each, BrokenLine):
                 facts["skipped"] += 1
-                report(f"{self.lines.where(line)}: {each}")
+                report(f"{where}: {each}")
             else:
                 texts += each
         return texts, facts
@@ -185,8 +175,8 @@ def _text(ids: list[int], loss_mask: list[bool] | None = None) -> Text:
 
 def _finish(
     options: DataOptions, making: dict[str, Any], broken: int, paths: list[Path], vocab_size: int
-) -> Made:
-    """Count what the shards hold, then write the vocabulary's counts and the index."""
+) -> tuple[dict[str, Any], Tensor]:
+    """Count what the shards hold, then write the index."""
     facts = [shards.read_facts(path) for path in paths]
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     sequences = tokens = 0
@@ -196,10 +186,6 @@ def _finish(
         counts += token_counts(texts, vocab_size)
     if not sequences:
         raise TrainError("None of the lines gave a sequence; see the reasons above.")
-    shards.replace(
-        options.out / shards.VOCAB,
-        lambda aside: safetensors.torch.save_file({"counts": counts}, aside),
-    )
     index = {
         "format": 1,
         "target": str(options.target),
@@ -213,5 +199,5 @@ def _finish(
         **making,
         "versions": provenance.versions(),
     }
-    shards.write_index(options.out, index)
-    return Made(index, counts)
+    shards.write_json(options.out / shards.INDEX, index)
+    return index, counts

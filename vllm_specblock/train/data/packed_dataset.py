@@ -149,10 +149,5 @@ def load_texts(path: Path, vocab_size: int) -> list[Text]:
     texts = [Text(text.tokens.int(), text.loss_mask) for text in found if len(text.tokens)]
     if not texts:
         raise TrainError(f"{path} holds no text.")
-    largest = max(int(text.tokens.max()) for text in texts)
-    if largest >= vocab_size:
-        raise TrainError(
-            f"{path} holds token id {largest}, but the target's vocabulary ends at "
-            f"{vocab_size - 1}; was it tokenised for another model?"
-        )
+    shards.check_ids(path, (text.tokens for text in texts), vocab_size)
     return texts

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data import shards
-from vllm_specblock.train.data.chat import Conversation, Document, Message, find_lines
+from vllm_specblock.train.data.chat import Conversation, Document, Message, read_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,12 +54,8 @@ def read_prompts(
     found = list(islice((prompt for prompt in prompts if len(prompt)), count))
     if not found:
         raise TrainError(f"There is no prompt in {path}: all of its texts are empty.")
-    largest = max(int(prompt.max()) for prompt in found)
-    if vocab_size is not None and largest >= vocab_size:
-        raise TrainError(
-            f"{path} holds token id {largest}, but the target's vocabulary ends at "
-            f"{vocab_size - 1}; was it made for another model?"
-        )
+    if vocab_size is not None:
+        shards.check_ids(path, found, vocab_size)
     return found
 
 
@@ -98,8 +94,7 @@ def _of_lines(
     chat: bool,
     report: Callable[[str], None],
 ) -> Iterator[Tensor]:
-    lines = find_lines([path], count, bool(tokenizer.chat_template), report)
-    for entry in lines.read(lines.usable):
+    for _, entry in read_lines([path], count, bool(tokenizer.chat_template), report):
         if isinstance(entry, Conversation):
             turns = [message["role"] for message in entry.messages]
             ids = _question(entry.messages[: turns.index("user") + 1], tokenizer)

@@ -5,13 +5,12 @@ A data folder holds
     data.json                 what it was made for and from; written last: the folder is whole
     shard-00000.safetensors   tokens [T] int32, counted [T] uint8, lengths [n] int64, sum = T
     shard-00001.safetensors   ...
-    vocab.safetensors         counts [V] int64, how often each target id is counted
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from torch import Tensor
 from vllm_specblock.train.config import TrainError
 
 INDEX = "data.json"
-VOCAB = "vocab.safetensors"
 
 
 class Text(NamedTuple):
@@ -51,14 +49,15 @@ def write_shard(path: Path, texts: Sequence[Text], facts: dict[str, int] | None 
 
 def read_facts(path: Path) -> dict[str, int]:
     """The `facts` of `write_shard`; raises `TrainError` where the file cannot be read."""
-    with _opened(path) as file:
+    with opened(path) as file:
         return json.loads((file.metadata() or {}).get("facts", "{}"))
 
 
-def _opened(path: Path) -> safetensors.safe_open:
+def opened(path: Path) -> safetensors.safe_open:
+    """Open a safetensors file; raises `TrainError` where it cannot be read."""
     try:
         return safetensors.safe_open(path, "pt")
-    except (safetensors.SafetensorError, FileNotFoundError) as error:
+    except (safetensors.SafetensorError, OSError) as error:
         raise TrainError(f"{path} is not a readable safetensors file: {error}.") from None
 
 
@@ -68,7 +67,7 @@ def read_shard(path: Path) -> Iterator[Text]:
     Raises:
         TrainError: it is no such file.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     tokens, lengths = tensors.get("tokens"), tensors.get("lengths")
     if tokens is None or lengths is None or int(lengths.sum()) != len(tokens):
@@ -92,11 +91,6 @@ def read(folder: Path) -> Iterator[Text]:
         yield from read_shard(shard_path(folder, number))
 
 
-def write_index(folder: Path, index: dict[str, Any]) -> None:
-    """Mark `folder` as whole. `index["shards"]` says how many shards it has."""
-    write_json(folder / INDEX, index)
-
-
 def read_index(folder: Path, name: str = INDEX, made_by: str = "data") -> dict[str, Any]:
     """A folder's index, which `specblock MADE_BY` writes last; raises `TrainError` without it."""
     try:
@@ -108,6 +102,40 @@ def read_index(folder: Path, name: str = INDEX, made_by: str = "data") -> dict[s
         ) from None
     except json.JSONDecodeError as error:
         raise TrainError(f"{folder / name} is not JSON: {error}.") from None
+
+
+def check_same(
+    what: str,
+    begun: Mapping[str, Any],
+    now: Mapping[str, Any],
+    advice: str,
+    hidden: Collection[str] = (),
+) -> None:
+    """Compare the options of a run with those with which its folder was begun.
+
+    Args:
+        what: begins the message, such as "FOLDER was begun".
+        begun: as read from JSON.
+        hidden: options whose values are fingerprints, which a message leaves out.
+
+    Raises:
+        TrainError: an option of `now` was another one.
+    """
+    for name, value in json.loads(json.dumps(now)).items():
+        if begun.get(name) == value:
+            continue
+        how = f"{name} = {json.dumps(begun.get(name))}, not {json.dumps(value)}"
+        raise TrainError(f"{what} with {f'different {name}' if name in hidden else how}; {advice}")
+
+
+def check_ids(path: Path, texts: Iterable[Tensor], vocab_size: int) -> None:
+    """Raise `TrainError` where a text of `path` has an id past the target's vocabulary."""
+    largest = max(int(text.max()) for text in texts)
+    if largest >= vocab_size:
+        raise TrainError(
+            f"{path} holds token id {largest}, but the target's vocabulary ends at "
+            f"{vocab_size - 1}; was it made for another model?"
+        )
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,15 +43,12 @@ class Chain:
     @property
     def on_chain(self) -> Tensor:
         """[n, M·K] bool: seen, and the drafter was right at all positions before."""
-        return self.seen & _all_before(self.hit)
+        before = torch.cat([torch.ones_like(self.hit[:, :1]), self.hit[:, :-1]], dim=1)
+        return self.seen & before.long().cumprod(1).bool()
 
     def of_roots(self, index: Tensor) -> Chain:
         """The chains of some roots; index int64."""
         return Chain(*(part[index] for part in (self.seen, self.hit, self.rank, self.guess)))
-
-    def on_block(self, block_size: int) -> Tensor:
-        """[n, M·K] bool: seen, and the drafter was right before in the same block."""
-        return self.seen & _all_before(self.hit.unflatten(1, (-1, block_size))).flatten(1)
 
 
 @torch.no_grad()
@@ -135,45 +131,27 @@ def _compare(drafter: SpecBlockModel, sequence: EvalSequence, hidden: Tensor) ->
     return Chain(seen, hit, rank, guess)
 
 
-def _all_before(hit: Tensor) -> Tensor:
-    """[..., k] bool: all of hit[..., :k]."""
-    before = torch.cat([torch.ones_like(hit[..., :1]), hit[..., :-1]], dim=-1)
-    return before.long().cumprod(-1).bool()
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """The rank head's figures for one bucket (paper, table 3), and the share of positions whose
-    token is of it; None: a share of nothing."""
-
-    frequency: float | None
-    precision: float | None
-    recall: float | None
-    f1: float | None
-
-
 @dataclass(frozen=True)
 class ChainFigures:
-    """Shares of right first choices over all roots of all texts; None where no position counts.
+    """Figures over all roots of all texts; None where no position counts.
 
-    alpha: [M·K], given that all positions before were right; positions: [M·K], how many count.
-    alpha_blocks: [M][K], given that the positions before in the same block were right.
-    accuracy: [M][K], without a condition.
+    alpha: [M·K], share of right first choices, given that all positions before were right.
+    positions: [M·K], how many count.
     rank: [4], the rank head's figures over the `rank_positions` of `alpha` whose token the drafter
         can name.
     """
 
     alpha: list[float | None]
-    alpha_blocks: list[list[float | None]]
-    accuracy: list[list[float | None]]
     positions: list[int]
-    rank: list[Bucket]
+    rank: list[dict[str, float | None]]
     rank_positions: int
+    block_size: int
 
     @property
     def alpha_mj(self) -> list[list[float | None]]:
         """[M][K], the paper's α_{m,j}: `alpha` by block."""
-        return _rows(self.alpha, len(self.accuracy[0]))
+        width = self.block_size
+        return [self.alpha[i : i + width] for i in range(0, len(self.alpha), width)]
 
     @classmethod
     def of(cls, chains: Iterable[Chain], block_size: int) -> ChainFigures:
@@ -181,45 +159,37 @@ class ChainFigures:
         counted: list[Tensor] = []
         confused: list[Tensor] = []
         for chain in chains:
-            given = (chain.on_chain, chain.on_block(block_size), chain.seen)
-            hits = [torch.stack([(mask & chain.hit).sum(0), mask.sum(0)]) for mask in given]
-            counted.append(torch.stack(hits))  # [3, 2, M·K]
-            named = chain.on_chain & (chain.rank != IGNORE_INDEX)
+            on_chain = chain.on_chain
+            counted.append(torch.stack([(on_chain & chain.hit).sum(0), on_chain.sum(0)]))
+            named = on_chain & (chain.rank != IGNORE_INDEX)
             pairs = chain.rank[named] * BUCKETS + chain.guess[named]
             confused.append(pairs.bincount(minlength=BUCKETS**2))
-        counts, confusion = torch.stack(counted).sum(0), torch.stack(confused).sum(0)
-        alpha, in_block, free = ([_share(*pair) for pair in zip(*kind)] for kind in counts.tolist())
+        hits, positions = torch.stack(counted).sum(0)
+        confusion = torch.stack(confused).sum(0)
         return cls(
-            alpha,
-            _rows(in_block, block_size),
-            _rows(free, block_size),
-            counts[0, 1].tolist(),
-            bucket_figures(confusion.view(BUCKETS, BUCKETS).tolist()),
+            _shares(hits, positions),
+            positions.tolist(),
+            bucket_figures(confusion.view(BUCKETS, BUCKETS)),
             int(confusion.sum()),
+            block_size,
         )
 
 
-def bucket_figures(confusion: list[list[int]]) -> list[Bucket]:
-    """Per bucket; confusion[true][predicted] counts positions."""
-    total = sum(map(sum, confusion))
-    figures = []
-    for bucket, row in enumerate(confusion):
-        right, true = row[bucket], sum(row)
-        predicted = sum(other[bucket] for other in confusion)
-        figures.append(
-            Bucket(
-                _share(true, total),
-                _share(right, predicted),
-                _share(right, true),
-                _share(2 * right, true + predicted),
-            )
-        )
-    return figures
+def bucket_figures(confusion: Tensor) -> list[dict[str, float | None]]:
+    """Per bucket, by the names of the paper's table 3, and the share of positions whose token is of
+    it; confusion [true, predicted] counts positions."""
+    right, true, predicted = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+    figures = {
+        "frequency": (true, true.sum().expand_as(true)),
+        "precision": (right, predicted),
+        "recall": (right, true),
+        "f1": (2 * right, true + predicted),
+    }
+    shares = (_shares(*pair) for pair in figures.values())
+    return [dict(zip(figures, bucket)) for bucket in zip(*shares)]
 
 
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
-
-
-def _rows(values: list[Any], width: int) -> list[list[Any]]:
-    return [values[i : i + width] for i in range(0, len(values), width)]
+def _shares(parts: Tensor, wholes: Tensor) -> list[float | None]:
+    """None: a share of nothing."""
+    pairs = zip(parts.tolist(), wholes.tolist())
+    return [part / whole if whole else None for part, whole in pairs]

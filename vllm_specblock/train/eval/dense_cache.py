@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
+from vllm_specblock.drafters.common.layers import Attend
+from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.specblock.config import DrafterConfig
+from vllm_specblock.train.attention import sdpa
 
 
 class DenseCache:
-    """The drafter's cache of ONE sequence.
+    """The drafter's cache of ONE sequence; K = 1 for EAGLE-3.
 
     Attributes:
         key, value: per layer [rows, K, nkv, D]; keys carry their RoPE.
@@ -25,11 +28,12 @@ class DenseCache:
 
     def __init__(
         self,
-        config: DrafterConfig,
+        config: DrafterConfig | Eagle3Shape,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (0, config.block_size, config.num_key_value_heads, config.head_dim)
+        block = config.block_size if isinstance(config, DrafterConfig) else 1
+        shape = (0, block, config.num_key_value_heads, config.head_dim)
         layers = range(config.num_hidden_layers)
         self.key = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
         self.value = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
@@ -39,42 +43,33 @@ class DenseCache:
         """Rows of block 1 so far; the newest is the one that drafts."""
         return len(self.key[-1])
 
-    def append(self, keep: Tensor | None = None) -> AppendRows:
-        """`attend` for block 1 over new rows; `keep` [Q] as given to the drafter's forward."""
-        return AppendRows(self, keep)
+    def append(self, keep: Tensor | None = None) -> Attend:
+        """`attend` of one forward of block 1 over T new rows, which every layer keeps.
+
+        keep [Q]: as given to the drafter's forward.
+        """
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            block = key.shape[1]
+            self.key[layer] = torch.cat([self.key[layer], key])
+            self.value[layer] = torch.cat([self.value[layer], value])
+            total = len(self.key[layer])
+            row = torch.arange(total - len(key), total, device=key.device)
+            if keep is not None and layer == len(self.key) - 1:
+                row = row[keep]
+            # Flat over (row, position), "all earlier rows and my own up to me" is causality.
+            own = row[:, None] * block + torch.arange(block, device=key.device)
+            mask = torch.arange(total * block, device=key.device) <= own.flatten()[:, None]
+            cached = (self.key[layer].flatten(0, 1), self.value[layer].flatten(0, 1))
+            return sdpa(query.flatten(0, 1), *cached, mask).view_as(query)
+
+        return attend
 
     def grow(self, row: Tensor | None = None) -> DenseBlockCache:
         """Later blocks over this cache. row [R] int64: the drafting rows (default: the newest)."""
         if row is None:
             row = torch.tensor([self.rows - 1], device=self.key[0].device)
         return DenseBlockCache(self, row)
-
-
-class AppendRows:
-    """`attend` of one forward of block 1: appends the rows, all of them in every layer."""
-
-    def __init__(self, cache: DenseCache, keep: Tensor | None) -> None:
-        self.cache, self.keep = cache, keep
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [Q, K, nh, D], key and value [T, K, nkv, D] -> [Q, K, nh, D]."""
-        cache, block = self.cache, key.shape[1]
-        cache.key[layer] = torch.cat([cache.key[layer], key])
-        cache.value[layer] = torch.cat([cache.value[layer], value])
-        total = len(cache.key[layer])
-        row = torch.arange(total - len(key), total, device=key.device)
-        if self.keep is not None and layer == len(cache.key) - 1:
-            row = row[self.keep]
-        # Flat over (row, position), "all earlier rows and my own up to me" is plain causality.
-        own = row[:, None] * block + torch.arange(block, device=key.device)
-        mask = torch.arange(total * block, device=key.device) <= own.flatten()[:, None]
-        mixed = _attention(
-            query.flatten(0, 1),
-            cache.key[layer].flatten(0, 1),
-            cache.value[layer].flatten(0, 1),
-            mask,
-        )
-        return mixed.view_as(query)
 
 
 class DenseBlockCache:
@@ -97,7 +92,7 @@ class DenseBlockCache:
         own = row[:, None] * self.block + torch.arange(self.block, device=row.device)
         self.sees = torch.arange(len(self.key[0]), device=row.device) <= own[..., None]
 
-    def starts(self, row: Tensor, position: Tensor) -> LaterBlock:
+    def starts(self, row: Tensor, position: Tensor) -> Attend:
         """`attend` of the next block's forward, which has to run before the next call.
 
         row [S] int64: the row that start s continues; position [S] int64, 0-based, in that row.
@@ -109,27 +104,12 @@ class DenseBlockCache:
         own = (alone[:, None, :, None] & causal[None, :, None]).flatten(2)  # [S, K, S·K]
         sees = torch.cat([path, own], dim=2)
         self.sees = torch.cat([pad(self.sees, (0, count * block)), sees])
-        return LaterBlock(self, sees.flatten(0, 1))
+        seen = sees.flatten(0, 1)
 
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            self.key[layer] = torch.cat([self.key[layer], key.flatten(0, 1)])
+            self.value[layer] = torch.cat([self.value[layer], value.flatten(0, 1)])
+            mixed = sdpa(query.flatten(0, 1), self.key[layer], self.value[layer], seen)
+            return mixed.view_as(query)
 
-class LaterBlock:
-    """`attend` of one forward of a block >= 2 over S starts. sees [S·K, E] bool: with the
-    entries of these starts."""
-
-    def __init__(self, growth: DenseBlockCache, sees: Tensor) -> None:
-        self.growth, self.sees = growth, sees
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [S, K, nh, D], key and value [S, K, nkv, D] -> [S, K, nh, D]."""
-        keys, values = self.growth.key, self.growth.value
-        keys[layer] = torch.cat([keys[layer], key.flatten(0, 1)])
-        values[layer] = torch.cat([values[layer], value.flatten(0, 1)])
-        mixed = _attention(query.flatten(0, 1), keys[layer], values[layer], self.sees)
-        return mixed.view_as(query)
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """query [n, nh, D], key and value [m, nkv, D], mask [n, m] bool -> [n, nh, D]."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    mixed = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return mixed[0].transpose(0, 1)
+        return attend

@@ -1,4 +1,4 @@
-"""SpecBlock drafting along a text: the tree of serving, over the plain cache of one sequence."""
+"""Drafting along a text: the trees of serving, over the plain cache of one sequence."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig, parse_drafter
+from vllm_specblock.config import DEFAULT_NODES, Eagle3Config, SpecBlockConfig, parse_drafter
+from vllm_specblock.drafters.common.layers import Attend
+from vllm_specblock.drafters.eagle3.growth import grow, limits_of
+from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
+from vllm_specblock.drafters.specblock.tree_shape import Starts, TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.chain import first_block_along
 from vllm_specblock.train.eval.dense_cache import DenseCache
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
 
 class LearnedBeta:
@@ -48,11 +52,7 @@ class LearnedBeta:
 
 
 class SpecBlockDraft:
-    """A `Draft` along one text, in the drafter's dtype and on its device.
-
-    Args:
-        calibration, temperature: see `LearnedBeta`.
-    """
+    """A `Draft` along one text. calibration, temperature: see `LearnedBeta`."""
 
     def __init__(
         self,
@@ -112,6 +112,53 @@ class SpecBlockDraft:
         return first_block_along(self.drafter, self.sequence, self.cache)
 
 
+class Eagle3Draft:
+    """A `Draft` along one text: catch up on the committed rows, then grow a tree from the newest.
+    calibration, temperature: see `LearnedBeta`."""
+
+    def __init__(
+        self,
+        drafter: Eagle3Model,
+        sequence: EvalSequence,
+        growth: LevelLimits,
+        calibration: DraftCalibration | None = None,
+        temperature: float = 0.0,
+    ) -> None:
+        weight = drafter.fc.weight
+        self.drafter, self.sequence, self.growth = drafter, sequence, growth
+        self.embed = sequence.embed if drafter.embed_tokens is None else drafter.embed_tokens
+        self.cache = DenseCache(drafter.config, weight.dtype, weight.device)
+        self.beta = LearnedBeta(calibration, temperature, weight.device)
+
+    @torch.no_grad()
+    def __call__(self, root: int) -> DraftTree:
+        """The tree (R = 1) whose root is the text's token number `root`."""
+        beta, tokens = self.beta.at(root), self.sequence.tokens
+        row = torch.arange(self.cache.rows, root, device=tokens.device)
+        feature = self.drafter.fuse(self.sequence.hidden[row])
+        attend = _rows_of_one(self.cache.append())
+        state = self.drafter.run(self.embed(tokens[row + 1]), feature, row, attend)[-1:]
+        levels = self.cache.grow()
+
+        def attention(_level: int, rows: Starts) -> tuple[Attend, None]:
+            return _rows_of_one(levels.starts(rows.row[0], rows.position[0])), None
+
+        tree = grow(self.drafter, self.embed, self.growth, state, row[-1:], attention, beta)
+        self.beta.before = root, tree
+        return tree
+
+    def forwards(self) -> Tensor:
+        """[N], which forward each node of the last tree comes from: its level's."""
+        assert self.beta.before is not None  # a tree was drafted
+        _, tree = self.beta.before
+        return torch.where(tree.parent[0] >= 0, tree.depth[0], 0)
+
+
+def _rows_of_one(attend: Attend) -> Attend:
+    """`attend` of a `DenseCache` of K = 1 for rows [n, heads, D] without a dimension of K."""
+    return lambda layer, *rows: attend(layer, *(x[:, None] for x in rows))[:, 0]
+
+
 def serving_shape(
     drafter: SpecBlockModel, options: SpecBlockConfig | None = None, nodes: int = DEFAULT_NODES
 ) -> TreeShape:
@@ -119,6 +166,14 @@ def serving_shape(
     # The head itself decides, for it has to fit its blocks into the slots of the budget.
     options = options or parse_drafter({}, "specblock", num_nodes=nodes)
     return SpecBlockDrafter(drafter, lambda tokens: tokens, options, nodes, max_model_len=1).shape
+
+
+def serving_growth(
+    drafter: Eagle3Model, options: Eagle3Config | None = None, nodes: int = DEFAULT_NODES
+) -> LevelLimits:
+    """The trees that serving grows with `options` (default: its own) and a budget of `nodes`."""
+    options = options or Eagle3Config()
+    return limits_of(options, nodes, nodes, drafter.config.draft_vocab_size)
 
 
 def chain_shape(drafter: SpecBlockModel, blocks: int) -> TreeShape:

@@ -21,7 +21,7 @@ from vllm_specblock.train.eval.drafting import (
     serving_shape,
     uniform_shape,
 )
-from vllm_specblock.train.eval.replay import Replay, check_steps, replay
+from vllm_specblock.train.eval.steps import Replay
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.target.answers import continue_prompts
 from vllm_specblock.train.target.features import OnlineTeacher
@@ -104,33 +104,30 @@ def evaluate(
         TrainError: no text is long enough for a step.
     """
     depth = max(shape.max_depth for shape in shapes.values())
-    replays: dict[str, list[Replay]] = {name: [] for name in shapes}
+    replays = {name: Replay() for name in shapes}
     device = drafter.lm_head.weight.device
     learned = dict.fromkeys(shapes)
     if temperature is not None:
         learned = {name: DraftCalibration(device, num_slots=1) for name in shapes}
     sampling_temperature = temperature or 0.0
-    chains, new_tokens = [], 0
+    chains, texts, new_tokens = [], 0, 0
     for sequence in sequences:
+        texts += 1
         for name, shape in shapes.items():
             draft = SpecBlockDraft(drafter, sequence, shape, learned[name], sampling_temperature)
-            replays[name].append(replay(draft, sequence, depth))
+            replays[name].follow(draft, sequence, depth)
         if len(sequence.tokens) > sequence.prompt + 1:  # else nothing follows the first root
             chains.append(chain_along(drafter, sequence, blocks))
         new_tokens += len(sequence.tokens) - sequence.prompt
     trees = {}
-    for name, parts in replays.items():
-        whole = Replay.join(parts)
-        check_steps(whole, depth)
-        trees[name] = TreeFigures.of(whole, _beta(learned[name], sampling_temperature))
+    for name, whole in replays.items():
+        whole.check(depth)
+        sharpness = learned[name]
+        heat = torch.tensor([sampling_temperature], device=device)
+        beta = 1.0 if sharpness is None else float(sharpness.of(heat))
+        trees[name] = TreeFigures.of(whole, beta)
     chain = ChainFigures.of(chains, drafter.config.block_size)
-    return Figures(len(parts), new_tokens, trees, chain)
-
-
-def _beta(sharpness: DraftCalibration | None, temperature: float) -> float:
-    if sharpness is None:
-        return 1.0
-    return float(sharpness.of(torch.tensor([temperature], device=sharpness.log.device)))
+    return Figures(texts, new_tokens, trees, chain)
 
 
 def sequences_from(
@@ -138,26 +135,14 @@ def sequences_from(
     prompts: Sequence[Tensor],
     new_tokens: int,
     *,
-    temperature: float = 0.0,
-    seed: int = 0,
     layer_ids: tuple[int, ...],
-    batch: int = 64,
+    **sampling: Any,
 ) -> Iterator[EvalSequence]:
-    """The target's own continuations of `prompts` as sequences; see `continue_prompts`.
+    """The target's own continuations of `prompts` as sequences; sampling: see `continue_prompts`.
 
-    The texts are written now, without a change to torch's global generators; the features of a
-    text are computed when the iterator reaches it.
+    The texts are written now; the features of a text are computed when the iterator reaches it.
     """
-    cuda = [target.device] if target.device.type == "cuda" else []
-    with torch.random.fork_rng(cuda):
-        texts = continue_prompts(
-            target,
-            list(prompts),
-            new_tokens,
-            temperature=temperature,
-            seed=seed,
-            batch=batch,
-        )
+    texts = continue_prompts(target, list(prompts), new_tokens, **sampling)
     return sequences_for(target, layer_ids, texts, [len(prompt) for prompt in prompts])
 
 
@@ -172,6 +157,4 @@ def sequences_for(
     no_ids = torch.empty(0, dtype=torch.int64, device=target.device)  # p* is not needed
     teacher = OnlineTeacher(target, layer_ids, no_ids)
     for text, prompt in zip(texts, prompts):
-        text = text.to(target.device)
-        outputs = teacher.teach(Batch.of(text[None]))
-        yield EvalSequence(text, prompt, outputs.hidden[0], outputs.last[0], teacher.embed)
+        yield EvalSequence.of(teacher, Batch.of(text.to(target.device)[None]), prompt)

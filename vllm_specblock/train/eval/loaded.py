@@ -18,8 +18,12 @@ from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.chain import Chain, chain_along
-from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
-from vllm_specblock.train.eval.eagle3_drafting import Eagle3Draft, serving_growth
+from vllm_specblock.train.eval.drafting import (
+    Eagle3Draft,
+    SpecBlockDraft,
+    serving_growth,
+    serving_shape,
+)
 from vllm_specblock.train.eval.steps import TreeDraft
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.target import target_rows
@@ -44,7 +48,7 @@ class LoadedDrafter:
 
     depth: tokens on the longest path of its trees.
     forward_name: what one drafter forward adds to a tree ("block" or "level").
-    draft: (text, calibration, temperature of the text) -> a draft along it.
+    along: drafts along a greedy text.
     calibration: learned from text to text; None: scores are not calibrated.
     chain: drafts chains of whole blocks along a text; None: the drafter has no blocks.
     block_size: K, tokens of a forward; 1 without blocks.
@@ -53,14 +57,10 @@ class LoadedDrafter:
     pairing: Pairing
     depth: int
     forward_name: str
-    draft: Callable[[EvalSequence, DraftCalibration | None, float], TreeDraft]
+    along: Callable[[EvalSequence], TreeDraft]
     calibration: DraftCalibration | None
     chain: Callable[[EvalSequence], Chain] | None = None
     block_size: int = 1
-
-    def along(self, sequence: EvalSequence, temperature: float = 0.0) -> TreeDraft:
-        """Draft along one text."""
-        return self.draft(sequence, self.calibration, temperature)
 
 
 def pair(drafter: Path, target: Path | None) -> Pairing:
@@ -142,23 +142,25 @@ def load_drafter(
             every = torch.arange(pairing.vocab_size)
             eagle3.share_head(target_rows.head_rows(pairing.target, every).to(device))
         growth = serving_growth(eagle3, levels, nodes)
+        learned = DraftCalibration(device, num_slots=1) if levels.calibrate_drafts else None
         return LoadedDrafter(
             pairing,
             growth.depth,
             "level",
-            lambda text, *calibrated: Eagle3Draft(eagle3, text, growth, *calibrated),
-            DraftCalibration(device, num_slots=1) if levels.calibrate_drafts else None,
+            lambda text: Eagle3Draft(eagle3, text, growth, learned),
+            learned,
         )
     given = {} if forwards is None else {"num_blocks": forwards}
     options = parse_drafter(given, "specblock", num_nodes=nodes)
     model = specblock_files.load(pairing.drafter, dtype, device)
     shape = serving_shape(model, options, nodes)
+    calibration = DraftCalibration(device, num_slots=1) if options.calibrate_drafts else None
     return LoadedDrafter(
         pairing,
         shape.max_depth,
         "block",
-        lambda text, *calibrated: SpecBlockDraft(model, text, shape, *calibrated),
-        DraftCalibration(device, num_slots=1) if options.calibrate_drafts else None,
+        lambda text: SpecBlockDraft(model, text, shape, calibration),
+        calibration,
         partial(chain_along, model, blocks=shape.num_blocks),
         shape.block_size,
     )

@@ -1,17 +1,102 @@
-"""Speculative decoding steps as plain data: trees, accepted paths, bonus tokens."""
+"""Offline τ: draft trees along given text, one verification step after the other."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from vllm_specblock.train.eval.replay import walk
-from vllm_specblock.train.learner import EvalSequence
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.learner import Draft, EvalSequence
 from vllm_specblock.tree import DraftTree
+
+
+@dataclass
+class Replay:
+    """Per step along texts: drafted tokens that were right (the step commits one more, the bonus),
+    and nodes of the tree."""
+
+    accepted: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+
+    def follow(self, draft: Draft, sequence: EvalSequence, depth: int) -> None:
+        """Add the steps along a text, as `walk` takes them."""
+        for _, tree, path in walk(draft, sequence, depth):
+            self.accepted.append(len(path) - 1)
+            self.nodes.append(int(tree.size[0]))
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens committed per step (paper's accepted length), over all steps of all texts."""
+        return 1 + sum(self.accepted) / len(self.accepted)
+
+    def check(self, depth: int) -> None:
+        """Raise `TrainError` where no step was taken."""
+        if not self.accepted:
+            raise TrainError(
+                f"No text is long enough to draft along: a step needs {depth + 2} tokens after the "
+                "prompt; give more new tokens, or other prompts."
+            )
+
+
+def replay(
+    make_draft: Callable[[EvalSequence], Draft], sequences: Iterable[EvalSequence], depth: int
+) -> Replay:
+    """The steps along all texts; see `walk`.
+
+    Args:
+        make_draft: a fresh draft along one text, such as `Learner.draft_along`.
+
+    Raises:
+        TrainError: no text is long enough for a step.
+    """
+    whole = Replay()
+    for sequence in sequences:
+        whole.follow(make_draft(sequence), sequence, depth)
+    whole.check(depth)
+    return whole
+
+
+def walk(
+    draft: Draft, sequence: EvalSequence, depth: int
+) -> Iterator[tuple[int, DraftTree, list[int]]]:
+    """Draft along a text as serving would: (root, tree, nodes of the accepted path) of each step.
+
+    The first step's root is the first token after the prompt. Every step accepts the longest
+    path of its tree that the text follows, and the next root is the token after that.
+
+    The text must be the target's own continuation, greedy or sampled: verification draws the
+    target's token at every node, with the noise of the node's position, and so the text along the
+    path that the text takes. The mean over sampled texts is the expected τ.
+
+    Args:
+        draft: called with ascending roots.
+        depth: tokens of the longest path of any tree, the same for drafters that are compared. No
+            step is taken where fewer than depth + 1 tokens follow the root: it could not be
+            accepted in full.
+    """
+    tokens, root = sequence.tokens.tolist(), sequence.prompt
+    while root + depth + 1 < len(tokens):
+        tree = draft(root)
+        path = accepted_path(tree, tokens[root + 1 :])
+        yield root, tree, path
+        root += len(path)
+
+
+def accepted_path(tree: DraftTree, wanted: list[int]) -> list[int]:
+    """Nodes, from the root (0) on, of the longest path of a tree (R = 1) whose tokens are the
+    first of `wanted`."""
+    size = int(tree.size[0])
+    reached = {0: [0]}  # node -> its path, of those that the text follows
+    links = zip(tree.parent[0, :size].tolist(), tree.token[0, :size].tolist())
+    for node, (parent, token) in enumerate(links, start=1):
+        path = reached.get(parent)
+        if path and len(path) <= len(wanted) and token == wanted[len(path) - 1]:
+            reached[node] = [*path, node]
+    return max(reached.values(), key=len)
 
 
 class TreeDraft(Protocol):
@@ -58,19 +143,9 @@ class Step:
         """Of a node's token given its parent, by the score that the tree was grown with."""
         return math.exp(self.score[node] - self.score[self.parent[node]]) if node else 1.0
 
-    def main_path(self) -> list[int]:
-        """Nodes below the root that follow the drafter's greedy token, to the tree's end."""
-        path, here = [], 0
-        # Nodes stand in descending order of score, so a node's first child is its best.
-        for node in range(1, len(self.parent)):
-            if self.parent[node] == here:
-                path.append(node)
-                here = node
-        return path
-
 
 def steps_along(draft: TreeDraft, sequence: EvalSequence, depth: int = 0) -> Iterator[Step]:
-    """The steps of `replay` with their trees; depth 0: to the text's end, which may cut a step
+    """The steps of `walk` with their trees; depth 0: to the text's end, which may cut a step
     short."""
     tokens = sequence.tokens.tolist()
     for root, tree, path in walk(draft, sequence, depth):

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -53,16 +52,6 @@ class Origin:
     dtype: str
     length: int
     shard_tokens: int
-
-
-_SAYS = {
-    "target": "another target",
-    "data": "other data",
-    "layer_ids": "layers {there} instead of {here}",
-    "dtype": "dtype {there} instead of {here}",
-    "length": "pieces of {there} tokens instead of {here}",
-    "shard_tokens": "shards of {there} tokens instead of {here}",
-}
 
 
 def fingerprint(sequences: Iterable[Tensor]) -> str:
@@ -133,13 +122,13 @@ def begin(folder: Path, origin: Origin) -> bool:
 
 def check(folder: Path, index: dict[str, Any], **expected: Any) -> None:
     """Raise `TrainError` where entries of a folder's index differ; None is not compared."""
-    for key, here in expected.items():
-        there = tuple(index[key]) if key == "layer_ids" else index[key]
-        if here is not None and there != here:
-            raise TrainError(
-                f"The features in {folder} are of {_SAYS[key].format(here=here, there=there)}: "
-                "extract them anew into another folder, or use what they were extracted with."
-            )
+    shards.check_same(
+        f"The features in {folder} were extracted",
+        index,
+        {name: value for name, value in expected.items() if value is not None},
+        "extract them anew into another folder, or use what they were extracted with.",
+        hidden={"target", "data"},
+    )
 
 
 def _shards_of(segments: Iterable[Segment], shard_tokens: int) -> Iterator[list[Segment]]:
@@ -192,7 +181,8 @@ class FeatureStore:
         self.folder = folder
         self.index = shards.read_index(folder, INDEX, "features")
         check(folder, self.index, **expected)
-        self._files = [self._open(number) for number in range(self.index["shards"])]
+        paths = (shard_path(folder, number) for number in range(self.index["shards"]))
+        self._files = [shards.opened(path) for path in paths]
         self._places: dict[tuple[int, int], tuple[int, int, int]] = {}
         for number, file in enumerate(self._files):
             row = 0
@@ -223,10 +213,3 @@ class FeatureStore:
         file, rows = self._files[number], slice(row, row + segment.length)
         features = Features(*(file.get_slice(name)[rows] for name in Features._fields))
         return features, file.get_slice("tokens")[rows]
-
-    def _open(self, number: int) -> safetensors.safe_open:
-        path = shard_path(self.folder, number)
-        try:
-            return safetensors.safe_open(path, framework="pt")
-        except (safetensors.SafetensorError, OSError) as error:
-            raise TrainError(f"The feature shard {path} cannot be read: {error}.") from None

@@ -3,8 +3,9 @@ or from the features on disk."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,17 +34,26 @@ class TargetOutputs(NamedTuple):
     target_probs: Tensor
 
 
-class Teacher(Protocol):
-    """Source of `TargetOutputs`; `embed`: target ids [...] -> the target's embeddings [..., Ht]."""
+class Teacher(ABC):
+    """Source of `TargetOutputs`. head: [Vd, Ht], the target's LM head over the draft vocabulary."""
 
-    def teach(self, batch: Batch) -> TargetOutputs: ...
+    head: Tensor
 
-    def embed(self, tokens: Tensor) -> Tensor: ...
+    @abstractmethod
+    def teach(self, batch: Batch) -> TargetOutputs:
+        """The outputs over a batch; zeros past each window's last document are allowed."""
 
-    def target_probs(self, last: Tensor) -> Tensor: ...
+    @abstractmethod
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Target ids [...] -> the target's embeddings [..., Ht]."""
+
+    @torch.no_grad()
+    def target_probs(self, last: Tensor) -> Tensor:
+        """p* of `TargetOutputs`, of its `last`."""
+        return target_probs_of(last, self.head)
 
 
-class OnlineTeacher:
+class OnlineTeacher(Teacher):
     """Runs the frozen target over each batch. layer_ids: indices into transformers'
     `hidden_states` (0 = embeddings); draft_ids: [Vd] int64, target ids of the draft vocabulary."""
 
@@ -68,15 +78,11 @@ class OnlineTeacher:
         last = output.last_hidden_state
         return TargetOutputs(hidden, last, self.target_probs(last))
 
-    @torch.no_grad()
-    def target_probs(self, last: Tensor) -> Tensor:
-        return target_probs_of(last, self.head)
-
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embedding(tokens)
 
 
-class StoredTeacher:
+class StoredTeacher(Teacher):
     """Reads the outputs of `OnlineTeacher` from features that `specblock features` wrote.
 
     Of the target it loads the embedding and the rows of the LM head that p* needs.
@@ -108,10 +114,6 @@ class StoredTeacher:
         `TrainError` where a piece is not on disk, or has other tokens there."""
         hidden, last = (rows.to(self.device, self.dtype) for rows in self._gather(batch))
         return TargetOutputs(hidden, last, self.target_probs(last))
-
-    @torch.no_grad()
-    def target_probs(self, last: Tensor) -> Tensor:
-        return target_probs_of(last, self.head)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return embedding(tokens, self.embedding)
@@ -147,10 +149,7 @@ def load_target(path: Path, precision: str, device: torch.device) -> PreTrainedM
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    try:
-        target = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise TrainError(f"The target {path} cannot be loaded: {first_line(error)}") from error
+    target = loaded(AutoModelForCausalLM, path, "cannot be loaded", dtype=dtype)
     return target.to(device).eval().requires_grad_(False)
 
 
@@ -158,12 +157,14 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The target's tokenizer; raises `TrainError` where it has none."""
     from transformers import AutoTokenizer
 
+    return loaded(AutoTokenizer, path, "has no tokenizer")
+
+
+def loaded(kind: Any, path: Path, fault: str, **options: Any) -> Any:
+    """What transformers' class `kind` makes of the target's files, or a `TrainError` that names the
+    `fault`."""
     try:
-        return AutoTokenizer.from_pretrained(str(path))
+        return kind.from_pretrained(str(path), **options)
     except (OSError, ValueError) as error:
-        raise TrainError(f"The target {path} has no tokenizer: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """First line of another library's error."""
-    return str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0]
+        raise TrainError(f"The target {path} {fault}: {reason}") from error
