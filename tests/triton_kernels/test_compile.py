@@ -29,7 +29,7 @@ from vllm_specblock.triton_kernels.feedback import (
     write_survival,
 )
 from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
-from vllm_specblock.triton_kernels.kv_cache import commit, committed_tokens, mask_holes, store_kv
+from vllm_specblock.triton_kernels.kv_cache import commit, committed_tokens, mask_holes
 from vllm_specblock.triton_kernels.layers import (
     best_of_chunks,
     fp8_linear,
@@ -428,26 +428,6 @@ def test_committed_tokens_compile(compiler, known):
     found = committed_tokens.committed_tokens_triton(step, 180)
     assert [len(x) for x in found] == [39, 39, 39, 39, 39, 3, 3]
     assert len(stand_in.compiled) == 1 and fits(stand_in)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "cache_dtype"),
-    [
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float8_e4m3fn),
-    ],
-    ids=str,
-)
-def test_store_kv_compiles(compiler, dtype, cache_dtype):
-    stand_in = compiler(store_kv, "_store_kv_kernel")
-    scales = (ONE, ONE) if cache_dtype == torch.float8_e4m3fn else ()
-    for heads in (8, 32):
-        cache = torch.empty(4, 16, heads, 256, dtype=cache_dtype).transpose(1, 2)
-        key = torch.empty(3, heads, 128, dtype=dtype)
-        entry = torch.zeros(3, 3, dtype=torch.int64)[:, 0]
-        store_kv.store_kv_triton(cache, entry, key, key, *scales)
-    assert len(stand_in.compiled) == 2 and fits(stand_in)
 
 
 @pytest.mark.parametrize(

@@ -145,14 +145,6 @@ def fp8_linear(a: Arguments, grid: Grid) -> None:
     a.out_ptr.copy_(total)
 
 
-def store_kv(a: Arguments, grid: Grid) -> None:
-    rows = (a.kv_index_ptr >= 0).nonzero().flatten()
-    slots, cache = a.kv_index_ptr[rows].long(), a.kv_cache_ptr
-    assert a.key_scale_ptr is None
-    both = torch.cat([a.key_ptr[rows], a.value_ptr[rows]], -1).to(cache.dtype)
-    cache[slots // a.BLOCK_SIZE, :, slots % a.BLOCK_SIZE] = both
-
-
 def best_of_chunk(a: Arguments, grid: Grid) -> None:
     rows, chunks, width = *grid[:2], a.CHUNK
     pad = (0, chunks * width - a.vocab)
@@ -423,7 +415,6 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "_norm_pair_kernel": (norm_pair, "out_ptr"),
     "_layer_shift_kernel": (layer_shift, "out_ptr"),
     "_fp8_linear_kernel": (fp8_linear, "out_ptr"),
-    "_store_kv_kernel": (store_kv, ""),
     "_best_of_chunk_kernel": (best_of_chunk, "out.best"),
     "_merge_and_rank_kernel": (merge_and_rank, "logprob_ptr token_ptr"),
     "topk_tokens._merge_kernel": (merge_chunks, "logprob_ptr token_ptr"),
