@@ -96,14 +96,6 @@ def test_the_same_text_from_two_heads():
     assert accepted_paths.output.tolist() == [[5, 7, 8, 1], [5, 6, 2, 0]]
 
 
-def test_the_deeper_twin_decides():
-    """Two children carry the drawn token; only the second one goes on."""
-    tree = to_tree([[(0, 5), (0, 5), (2, 6)]], 3)
-    accepted_paths = run(tree, torch.ones(1, 3, dtype=torch.bool), torch.tensor([[5, 6, 6, 9]]), 2)
-    assert accepted_paths.path.tolist() == [[0, 2, 3]]
-    assert accepted_paths.output.tolist() == [[5, 6, 9]]
-
-
 def test_no_nodes_at_all():
     tree = to_tree([[]], 1).prefix(0)
     accepted_paths = run(tree, torch.ones(1, 0, dtype=torch.bool), torch.tensor([[4]]), 0)

@@ -26,11 +26,10 @@ def prompt_queries() -> TreeAttentionBatch:
     start = torch.tensor([0, TOKENS], dtype=torch.int32)
     return TreeAttentionBatch(
         torch.tensor([[3, 1, 2]], dtype=torch.int32),
-        16,
         start,
         [0, TOKENS],
         bound,
-        [TOKENS],
+        TOKENS,
         torch.arange(1, TOKENS + 1, dtype=torch.int32),
         torch.zeros(TOKENS, 1, dtype=torch.int64),
         bound,

@@ -81,41 +81,16 @@ def step_of(args: dict) -> tuple[StepRows, int]:
     return StepRows(**{name: args[name] for name in StepRows._fields}), args["num_rows"]
 
 
-def assert_as_torch(kernels, args: dict, form=dict) -> None:
+# Rows of one program, of several; 300 requests are more than a program's, too. Depth 0: no drafts.
+@pytest.mark.parametrize(("count", "depth"), [(1, 5), (3, 5), (17, 5), (300, 5), (130, 0)])
+@pytest.mark.parametrize("form", [dict, spread], ids=["plain", "strided"])
+def test_as_torch_does(kernels, count, depth, form):
     launch = kernels.load("committed_tokens").committed_tokens_triton
+    args = ragged(count, seed=count, depth=depth)
     found = launch(*step_of(put(kernels.device, form(args))))
     for name, wanted in committed_tokens(*step_of(args))._asdict().items():
         mine = getattr(found, name)
         assert mine.dtype == wanted.dtype and torch.equal(mine.cpu(), wanted), name
-
-
-# Rows of one program, of several; 300 requests are more than a program's, too.
-@pytest.mark.parametrize("count", [1, 2, 3, 17, 300])
-@pytest.mark.parametrize(
-    ("form", "seed"), [(dict, 0), (spread, 1), (spread, 2)], ids=["plain", "strided", "again"]
-)
-def test_as_torch_does(kernels, count, form, seed):
-    assert_as_torch(kernels, ragged(count, seed), form)
-
-
-def test_one_row_a_request(kernels):
-    """No drafts at all: nothing of a path is looked at, and there are as many rows as requests."""
-    count = 130
-    each = torch.arange(count)
-    args = ragged(count, 0)
-    args |= {
-        "request": each,
-        "local": torch.zeros(count, dtype=torch.int64),
-        "row_start": torch.arange(count + 1).int(),
-        "query_start": each,
-        "base": torch.ones(count, dtype=torch.int64),
-        "path": torch.full_like(args["path"], HUGE),
-        "accepted": torch.zeros(count, dtype=torch.int32),
-    }
-    launch = kernels.load("committed_tokens").committed_tokens_triton
-    found = launch(*step_of(put(kernels.device, args)))
-    wanted = committed_tokens(*step_of(args | {"path": torch.zeros_like(args["path"])}))
-    assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, wanted, strict=True))
 
 
 def test_no_requests(kernels):

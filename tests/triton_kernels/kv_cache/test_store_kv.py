@@ -50,7 +50,9 @@ def test_float8_keeps_its_range(device):
     scales = [torch.tensor(x, device=device) for x in (0.25, 4.0)]
     cache = empty_cache(FP8, device)
     given = (numbers * 0.25, numbers.flip(0) * 4)
-    store_kv(cache, torch.tensor([80, 1, 12], device=device), *(x.to(device) for x in given), *scales)
+    store_kv(
+        cache, torch.tensor([80, 1, 12], device=device), *(x.to(device) for x in given), *scales
+    )
     found = cache.float().cpu().transpose(1, 2).reshape(-1, HEADS, 2 * SIZE)[[80, 1, 12]]
     wanted = torch.cat([numbers, numbers.flip(0)], -1).clamp(-448, 448)
     assert torch.equal(found, wanted)

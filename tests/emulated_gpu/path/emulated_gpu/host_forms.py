@@ -47,8 +47,8 @@ def reshape_and_cache(a: Arguments, grid: Grid) -> None:
 
 def tree_attention(a: Arguments, grid: Grid) -> None:
     """One launch, split or whole: what is split writes its result, and no part of it."""
-    given, out = a.given, a.into.out
-    starts, most = given.query_start.tolist(), grid[1]
+    rule, out = a.seen, a.into.out
+    starts, most = rule.query_start.tolist(), grid[1]
     if most > a.num_requests:
         out[starts[-1] : a.num_tokens] = 0
         most = a.num_requests
@@ -59,18 +59,18 @@ def tree_attention(a: Arguments, grid: Grid) -> None:
     for i, (first, stop) in enumerate(itertools.pairwise(starts[: most + 1])):
         if not a.above < (stop - first) * a.TILE.GROUP <= a.up_to:
             continue
-        entry = torch.arange(min(int(given.seq_len[i]), a.max_seq_len))
-        seen = entry < given.prefix_len[first:stop, None]
-        if given.prefix_from is not None:
-            seen &= entry >= given.prefix_from[first:stop, None]
-        column = entry - given.tree_start[i]
+        entry = torch.arange(min(int(rule.seq_len[i]), a.max_seq_len))
+        seen = entry < rule.prefix_len[first:stop, None]
+        if rule.prefix_from is not None:
+            seen &= entry >= rule.prefix_from[first:stop, None]
+        column = entry - rule.tree_start[i]
         inside = (column >= 0) & (column < mask_bits)
         column = column.clamp(0, mask_bits - 1)
-        bits = given.mask_words32[first:stop][:, column >> 5] >> (column & 31)
+        bits = rule.mask_words[first:stop][:, column >> 5] >> (column & 31)
         seen |= ((bits & 1) != 0) & inside
         used = seen.any(0).nonzero().flatten()
-        entries = given.kv_cache[given.block_table[i, used // size].long(), :, used % size]
-        out[first:stop] = attend(given.query[first:stop], entries, seen[:, used], a)
+        entries = a.kv_cache_ptr[rule.block_table[i, used // size].long(), :, used % size]
+        out[first:stop] = attend(a.query_ptr[first:stop], entries, seen[:, used], a)
 
 
 def attend(query: torch.Tensor, entries: torch.Tensor, seen: torch.Tensor, a: Arguments):
@@ -78,8 +78,8 @@ def attend(query: torch.Tensor, entries: torch.Tensor, seen: torch.Tensor, a: Ar
     entries = entries.float().repeat_interleave(a.TILE.GROUP, dim=1)
     keys, values = entries.split(a.TILE.HEAD, dim=-1)
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * a.scale
-    if a.given.key_scale is not None:
-        scores *= a.given.key_scale
+    if a.key_scale_ptr is not None:
+        scores *= a.key_scale_ptr
     if a.READ.CAPPED:
         scores = a.soft_cap * torch.tanh(scores / a.soft_cap)
     scores = scores.masked_fill(~seen, float("-inf"))

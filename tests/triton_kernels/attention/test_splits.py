@@ -1,39 +1,24 @@
-"""Tree attention's rarer sides: windows, soft caps, fp8 caches, splits."""
+"""Tree attention in splits: equal bits in every batch, captured graph and form of launch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from support.attention import (
-    MIXED,
-    TOLERANCE,
-    Blind,
-    Chunk,
-    Tree,
-    check,
-    launch,
-    load,
-    make_batch,
-    reference,
-)
+from support.attention import MIXED, Chunk, Tree, check, launch, make_batch
 from vllm_specblock.triton_kernels.attention import attention_schedule
 from vllm_specblock.triton_kernels.attention.sliding_window import see_last
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
-FP8 = torch.float8_e4m3fn
 
-
-def packed(batch, **bounds) -> TreeAttentionBatch:
+def batch_of(batch, **bounds) -> TreeAttentionBatch:
     return TreeAttentionBatch(
         batch.block_table,
-        batch.kv_cache.shape[2],
         batch.query_start,
         batch.query_start.tolist(),
         batch.seq_len,
-        batch.seq_len.tolist(),
+        int(batch.seq_len.max()),
         batch.prefix_len,
         batch.mask_words,
         batch.tree_start,
@@ -41,80 +26,12 @@ def packed(batch, **bounds) -> TreeAttentionBatch:
     )
 
 
-def windowed(batch, window: int) -> torch.Tensor:
-    """prefix_from of the batch, whose words are cut; what a window hides is made NaN."""
-    prefix_from, batch.mask_words = see_last(batch.prefix_len, batch.mask_words, window)
-    return prefix_from
-
-
-# Sliding windows. 3 is less than a path, 17 less than most contexts, 500 more than everything.
-
-
-@pytest.mark.parametrize("window", [3, 17, 500])
-def test_sliding_window(kernels, window):
-    batch = make_batch([*MIXED, Chunk(150, 3)], group=2, device=kernels.device, tail=2)
-    prefix_from = windowed(batch, window)
-    for form in (partial(launch, kernels), reference):
-        check(form(batch, prefix_from=prefix_from), batch, window=window)
-
-
-def test_a_window_smaller_than_the_tree_cuts_every_word(kernels):
-    for window in (2, 70):
-        batch = make_batch(
-            [Tree(11, 255), Chunk(0, 3)], num_words=4, num_kv_heads=1, device=kernels.device
-        )
-        prefix_from = windowed(batch, window)
-        check(launch(kernels, batch, prefix_from=prefix_from), batch, window=window)
-        check(reference(batch, prefix_from=prefix_from), batch, window=window)
-
-
 def test_layers_of_one_step_may_have_different_windows():
     batch = make_batch(MIXED)
-    queries = packed(batch)
+    queries = batch_of(batch)
     for window in (None, 5, 40, None, 5):
         out = queries.attend(batch.query, batch.kv_cache, 32**-0.5, window=window)
         check(out, batch, window=window)
-
-
-# Soft cap, scales, the log of the sums.
-
-
-@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
-def test_soft_cap(kernels, soft_cap):
-    batch = make_batch(MIXED, group=2, device=kernels.device)
-    batch.query *= 20  # far into the cap
-    check(launch(kernels, batch, soft_cap=soft_cap), batch, soft_cap=soft_cap)
-    check(reference(batch, soft_cap=soft_cap), batch, soft_cap=soft_cap)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "level"),
-    [(torch.float32, -80.0), *((dtype, 0.5) for dtype in TOLERANCE), (torch.float32, 80.0)],
-    ids=str,
-)
-def test_sinks(kernels, dtype, level):
-    """Far below the scores, among them, and far above; one split and several, and blind rows."""
-    requests = [*MIXED, Blind(2), Chunk(700, 3)]
-    batch = make_batch(requests, group=2, dtype=dtype, device=kernels.device, tail=2)
-    sinks = level + torch.randn(batch.query.shape[1], generator=torch.Generator().manual_seed(3))
-    check(launch(kernels, batch, sinks=sinks.to(kernels.device)), batch, sinks=sinks)
-    check(reference(batch, sinks=sinks), batch, sinks=sinks)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_fp8_cache(kernels, dtype):
-    scales = {"key_scale": 0.5, "value_scale": 3.0}
-    batch = make_batch(MIXED, group=2, dtype=dtype, cache_dtype=FP8, device=kernels.device)
-    on_device = {name: torch.tensor(s, device=kernels.device) for name, s in scales.items()}
-    got = launch(kernels, batch, **on_device)
-    loose = {"atol": 3 * TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}  # values of three times
-    wanted = batch.oracle(**scales)[0]
-    torch.testing.assert_close(got.cpu().double(), wanted, **loose)
-    host = {name: torch.tensor(s) for name, s in scales.items()}
-    torch.testing.assert_close(reference(batch, **host).double(), wanted, **loose)
-
-
-# Splits.
 
 
 @pytest.fixture
@@ -144,15 +61,8 @@ def test_splits_of_more_tiles_than_one(kernels, short_splits):
 
 def test_splits_under_a_window(kernels, short_splits):
     batch = make_batch(LONG[:1], device=kernels.device)
-    prefix_from = windowed(batch, 400)
+    prefix_from, batch.mask_words = see_last(batch.prefix_len, batch.mask_words, 400)
     check(launch(kernels, batch, prefix_from=prefix_from), batch, window=400)
-
-
-def test_splits_with_a_workspace_of_the_caller(kernels, short_splits):
-    batch = make_batch(LONG[:1], device=kernels.device)
-    workspace = torch.full((1 << 17,), torch.nan, device=kernels.device)
-    check(launch(kernels, batch, workspace=workspace), batch)
-    assert not workspace[:64].isnan().any()
 
 
 @pytest.mark.parametrize("unknown_up_to", [0, 20])
@@ -234,11 +144,8 @@ def test_one_of_two_forms_serves_a_graph(short_splits):
 def test_lengths_that_were_not_foreseen_are_attended(kernels, short_splits):
     """A captured graph knows the largest length only."""
     batch = make_batch([Tree(300, 20), Chunk(40, 1), Chunk(0, 9)], device=kernels.device)
-    arguments = list(batch.arguments())
     for lens in ({21}, {1, 64}):
-        arguments[4] = lens
-        out = torch.full_like(batch.query, torch.nan)
-        check(load(kernels).tree_attention(*arguments, out), batch)
+        check(launch(kernels, batch, query_lens=lens), batch)
 
 
 def test_requests_of_unknown_length_share_a_class(kernels, short_splits):
@@ -246,7 +153,5 @@ def test_requests_of_unknown_length_share_a_class(kernels, short_splits):
     trees = [Tree(300, 20), Chunk(40, 1), Tree(61, 5), Tree(700, 39)]
     for requests, longest in ((trees, 40), ([*trees, Chunk(9, 120)], 120)):
         batch = make_batch(requests, device=kernels.device)
-        arguments = list(batch.arguments())
-        arguments[4] = packed(batch, max_query_len=longest, unknown_up_to=40).query_lens
-        out = torch.full_like(batch.query, torch.nan)
-        check(load(kernels).tree_attention(*arguments, out, unknown_up_to=40), batch)
+        bounds = batch_of(batch, max_query_len=longest, unknown_up_to=40).bounds
+        check(launch(kernels, batch, **bounds._asdict()), batch)
