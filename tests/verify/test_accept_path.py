@@ -118,6 +118,6 @@ def test_rows_of_a_batch():
     output, num_sampled = accept_path_rows(rows, *trees, path, accepted)
     assert num_sampled.tolist() == [2, 2, 4]
     assert output.tolist() == [[5, 5, 0, 0], [5, -1, 0, 0], [5, 5, 5, 8]]
-    nobody = [-7] * 4
-    assert path.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3], nobody, [0, 1, 0, 0], nobody]
+    unused = [-7] * 4
+    assert path.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3], unused, [0, 1, 0, 0], unused]
     assert accepted.tolist() == [1, 3, -7, 1, -7]

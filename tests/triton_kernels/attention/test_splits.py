@@ -149,7 +149,7 @@ def test_lengths_that_were_not_foreseen_are_attended(kernels, short_splits):
 
 
 def test_requests_of_unknown_length_share_a_class(kernels, short_splits):
-    """Whatever the lengths turn out to be, and however long the others are."""
+    """For any lengths on the device, beside short and long requests."""
     trees = [Tree(300, 20), Chunk(40, 1), Tree(61, 5), Tree(700, 39)]
     for requests, longest in ((trees, 40), ([*trees, Chunk(9, 120)], 120)):
         batch = make_batch(requests, device=kernels.device)

@@ -93,7 +93,7 @@ def test_buffers_longer_than_the_batch_strided_query_and_output(kernels):
 
 
 def test_bounds_cut_what_the_rule_would_show(kernels, forms):
-    """Entries from seq_len or max_seq_len on are not visited, whatever prefix and bits say."""
+    """Entries from seq_len or max_seq_len on are not read, although prefix and bits show them."""
     batch = make_batch([Tree(40, 20), Tree(10, 20)], device=kernels.device)
     batch.seq_len[0], most = 45, 27
     batch.visible = [(r, {e for e in seen if e < most}) for r, seen in batch.visible]

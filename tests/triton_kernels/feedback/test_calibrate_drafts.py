@@ -13,7 +13,7 @@ from vllm_specblock.feedback.calibration import DraftCalibration
 
 
 def some_requests(count: int, seed: int) -> list[SimpleNamespace]:
-    """Some drafted by one head, some by both, some of nobody; greedy, cold and hot."""
+    """Some drafted by one head, some by both, some by none; greedy, cold and hot."""
     draw = random.Random(seed)
     requests = []
     for _ in range(count):

@@ -15,8 +15,8 @@ HUGE = 2**40
 def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 11) -> dict:
     """Arguments of `committed_tokens`: decodes, prompt chunks and requests without a verdict.
 
-    The batch has `spare` rows that are nobody's, and one request at the end that has none.
-    Whatever may not be looked at would be far outside of everything.
+    The batch has `spare` rows of no request, and one request at the end without rows. Values that
+    may not be read are far outside of every tensor.
     """
     draw = torch.Generator().manual_seed(seed)
 
@@ -32,7 +32,7 @@ def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 1
     accepted = accepted.minimum((scheduled - base).int())
     unused = torch.arange(depth + 1) > accepted[:, None]
     path[unused & (among(0, 1, *path.shape) > 0)] = HUGE
-    # Someone who fills up the batch: a layout like everyone's, not one row, and an old verdict.
+    # A padding request: a layout like the others', no rows, and an old verdict.
     base[-1], scheduled[-1], accepted[-1], drafted[-1] = 1, 0, 3, True
 
     start = scheduled.cumsum(0) - scheduled
@@ -41,9 +41,9 @@ def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 1
     known = torch.full((count, 3), HUGE)
     known[:, 0] = torch.randperm(slots, generator=draw)[:count]
     text, temperature = among(0, 30_000, slots, longest).int(), torch.rand(slots, generator=draw)
-    nobody = torch.ones(slots, dtype=torch.bool)
-    nobody[known[:, 0]] = False
-    text[nobody], temperature[nobody] = -1, float("nan")
+    unused = torch.ones(slots, dtype=torch.bool)
+    unused[known[:, 0]] = False
+    text[unused], temperature[unused] = -1, float("nan")
     positions = among(0, longest - 1, num_rows)  # up to the last token that there is place for
     rows = base + torch.where(drafted, depth, 0)
     row_start = torch.nn.functional.pad(rows.cumsum(0), (1, 0))

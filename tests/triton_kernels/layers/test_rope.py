@@ -75,7 +75,7 @@ def test_as_torch_rotates(kernels, lead, heads, kv_heads, size, dtype, normed):
         # A norm leaves numbers of up to 4 or so, which are then rounded twice.
         tolerance = TOLERANCE[dtype] * (4 if normed else 1)
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=TOLERANCE[dtype])
-    assert torch.equal(query, before[0]) and torch.equal(key, before[1]), "they are somebody's"
+    assert torch.equal(query, before[0]) and torch.equal(key, before[1]), "the inputs are changed"
 
 
 @pytest.mark.parametrize(
