@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .sliding_window import see_last
 from .tree_attention import BatchBounds, ScoreOptions, VisibleEntries
 from .tree_attention_reference import tree_attention
 
@@ -187,3 +186,27 @@ class TreeAttentionBatch:
         return _loops().rows_of(
             self.query_start_host, self.seq_len, self.prefix_len, mask_words, self.tree_start
         )
+
+
+def see_last(
+    prefix_len: torch.Tensor, mask_words: torch.Tensor, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep the last `window` entries that every query sees, itself included.
+
+    What a query sees ends with itself and has one entry per position, so the last `window`
+    positions are the last `window` entries that it sees, wherever they lie.
+
+    Returns:
+        prefix_from: [T] int32, the first entry of the prefix that is seen; prefix_len or more
+            where none is; and mask_words [T, W] int64 without the bits that are too old.
+    """
+    bit = torch.arange(64, device=mask_words.device)
+    bits = ((mask_words[..., None] >> bit) & 1).flatten(1)  # [T, 64·W], the path from the root down
+    # How many of the path there are from each bit on, itself included.
+    newest = bits.flip(1).cumsum(1).flip(1)
+    prefix_from = (prefix_len + newest[:, 0] - window).clamp(min=0).int()
+    if window >= bits.shape[1]:  # no path is longer
+        return prefix_from, mask_words
+    kept = (bits * (newest <= window)).unflatten(1, (-1, 64))
+    # Bits do not overlap: the sum is their union, in wrapping arithmetic for bit 63.
+    return prefix_from, (kept << bit).sum(-1)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from support.attention import MIXED, Chunk, Tree, check, launch, make_batch
 from vllm_specblock.triton_kernels.attention import attention_schedule
-from vllm_specblock.triton_kernels.attention.sliding_window import see_last
-from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
+    TreeAttentionBatch,
+    see_last,
+)
 
 
 def batch_of(batch, **bounds) -> TreeAttentionBatch:
