@@ -36,17 +36,12 @@ def merge_trees_triton(
     budget: int,
     max_depth: int,
 ) -> tuple[TreeTensors, torch.Tensor, torch.Tensor]:
-    """Launch the merge.
+    """Launch the kernel; see `combine.merge.merge`.
 
-    Args:
-        first, second: what DraftTrees of n₁ and of n₂ node slots hold, by name.
-        joins: equal texts become one node.
-        budget: N.
-        max_depth: no path is longer.
+    first, second: what DraftTrees hold, by name. joins: equal texts become one node.
 
     Returns:
-        the trees; origin [R, N] uint8; [R] bool, both drafters drafted something and name the same
-        first token.
+        the trees; origin [R, N] uint8; [R] bool, both drafters agree on the first token.
     """
     num_requests, ours = first["token"].shape
     theirs = second["token"].shape[1]

@@ -35,7 +35,7 @@ class VerificationResult(NamedTuple):
 
     @property
     def strides(self) -> ResultStrides:
-        """From request to request."""
+        """Return the strides of what is of the requests."""
         return ResultStrides(*(x.stride(0) for x in self[:4]))
 
 
