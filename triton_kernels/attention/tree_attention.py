@@ -103,7 +103,8 @@ def tree_attention_triton(
     # The kernel works on 32-bit halves of the words: 64-bit masks cost twice the registers.
     mask_words32 = seen.mask_words.view(torch.int32)
     into = OutPointers(out, scores.value_scale, scores.sinks)
-    strides = BatchStrides(*query.stride(), seen.block_table.stride(0), mask_words32.stride(0))
+    token, head, dim = query.stride()
+    strides = BatchStrides(token, head, dim, seen.block_table.stride(0), mask_words32.stride(0))
     cache_strides = CacheStrides(*kv_cache.stride())
     out_strides = OutStrides(*out.stride())
     workspace = None
