@@ -82,22 +82,6 @@ def test_bits_do_not_depend_on_the_batch(kernels, short_splits, unknown_up_to):
         assert torch.equal(launch(kernels, few, **rare), wanted[begin : begin + len(few.query)])
 
 
-def test_the_batches_above_are_cut_differently(short_splits):
-    """Else the test above shows nothing."""
-    classes = attention_schedule.tile_classes(32, torch.bfloat16, attention_schedule.HOPPER_SHARED)
-
-    def plan(lens, requests):
-        return attention_schedule.plan_launches(classes, lens, 2, requests, 2, 720)
-
-    (alone,), crowd = plan({13}, 1), plan({1, 13, 70}, 9)
-    assert alone.tile.rows == 64 and not alone.whole
-    assert [(launch.tile.rows, launch.whole) for launch in crowd] == [
-        (16, True),
-        (64, True),
-        (128, True),
-    ]
-
-
 def chunk_of(batch, first: int, count: int, requests: int = 0):
     """Requests `first` … of a batch, and after them others without rows, up to `requests`."""
     part = slice(first, first + max(count, requests))
@@ -116,7 +100,7 @@ def chunk_of(batch, first: int, count: int, requests: int = 0):
     )
 
 
-@pytest.mark.parametrize("there", [1, 7, 8, 12])
+@pytest.mark.parametrize("there", [1, 7, 8])
 def test_requests_that_are_not_there_do_not_decide(kernels, short_splits, there):
     """A captured graph has room for twelve: the device finds out whether eight are there, from
     which on one program reads all splits."""
@@ -130,17 +114,21 @@ def test_requests_that_are_not_there_do_not_decide(kernels, short_splits, there)
     assert torch.equal(launch(kernels, graph, **rare), wanted[: len(graph.query)])
 
 
-def test_one_of_two_forms_serves_a_graph(short_splits):
-    """Else the test above shows nothing."""
+def test_the_batches_above_are_launched_differently(short_splits):
+    """Else the two tests above show nothing."""
     classes = attention_schedule.tile_classes(32, torch.bfloat16, attention_schedule.HOPPER_SHARED)
 
-    def forms(requests, max_seq_len=720):
-        launches = attention_schedule.plan_launches(classes, {20}, 2, requests, 2, max_seq_len, 20)
-        return [(each.whole, each.requests, each.whole_from) for each in launches]
+    def plan(lens, requests, unknown=0, max_seq_len=720):
+        bounds = requests, 2, max_seq_len, unknown
+        launches = attention_schedule.plan_launches(classes, lens, 2, *bounds)
+        return [(each.tile.rows, each.whole, each.requests, each.whole_from) for each in launches]
 
-    assert forms(7) == [(False, 7, 0)]
-    assert forms(8) == [(False, 7, 8), (True, 8, 8)] and forms(12)[1] == (True, 12, 8)
-    assert forms(12, max_seq_len=100) == [(True, 12, 0)]  # there is one split
+    assert plan({13}, 1) == [(64, False, 1, 0)]
+    assert [form[:2] for form in plan({1, 13, 70}, 9)] == [(16, True), (64, True), (128, True)]
+    assert plan({20}, 7, 20) == [(64, False, 7, 0)]
+    assert plan({20}, 8, 20) == [(64, False, 7, 8), (64, True, 8, 8)]
+    assert plan({20}, 12, 20)[1] == (64, True, 12, 8)
+    assert plan({20}, 12, 20, max_seq_len=100) == [(64, True, 12, 0)]  # there is one split
 
 
 def test_lengths_that_were_not_foreseen_are_attended(kernels, short_splits):
