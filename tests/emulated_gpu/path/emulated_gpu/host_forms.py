@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, FIRST, INDEX_BITS
+from vllm_specblock.triton_kernels.tree.candidate_keys import (
+    CLOSED,
+    DEPTH_ONE,
+    FIRST,
+    INDEX_BITS,
+    MAX_DEPTH,
+    PATH_FACTOR,
+    ROOT_HASH,
+)
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
 from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 
@@ -217,16 +225,16 @@ def attach_block(a: Arguments, requests: int) -> None:
     token, path_hash, key, parent, may_start, _ = a.fields_ptr.unbind()
     score, first = a.score_ptr, 1
     if grow.BLOCK == 1:
-        for field, value in ((token, 0), (path_hash, grow.ROOT), (key, 0), (parent, 0), (score, 0)):
+        for field, value in ((token, 0), (path_hash, ROOT_HASH), (key, 0), (parent, 0), (score, 0)):
             field[:, 0] = value
         node = torch.zeros(requests, 1, dtype=torch.int64)
         total, text, above = score[:, :1], path_hash[:, :1], key[:, :1]
     else:
         node, first = given.start_node, 1 + (1 + (grow.BLOCK - 2) * grow.S) * grow.K * grow.B
         total = torch.where(given.start_valid, score.gather(1, node), float("-inf"))
-        text, above = path_hash.gather(1, node), key.gather(1, node) & grow.DEPTH
+        text, above = path_hash.gather(1, node), key.gather(1, node) & (MAX_DEPTH * DEPTH_ONE)
         if grow.BLOCK < grow.BLOCKS:
-            begun = torch.where(given.start_valid, text, grow.ROOT)
+            begun = torch.where(given.start_valid, text, ROOT_HASH)
             a.started_ptr[:, grow.BLOCK - 2] = begun
     word = given.top_token.view(cells)
     width = given.branching[given.bucket].view(cells[:3])[..., None]
@@ -237,10 +245,10 @@ def attach_block(a: Arguments, requests: int) -> None:
     total, text = total[..., None], text[..., None]
     for k in range(grow.K):
         totals[:, :, k] = total + gain[:, :, k]
-        texts[:, :, k] = word[:, :, k] + text * grow.FACTOR
+        texts[:, :, k] = word[:, :, k] + text * PATH_FACTOR
         total, text = totals[:, :, k, :1], texts[:, :, k, :1]
     index = first + torch.arange(gain[0].numel()).view(cells[1:])
-    depth = (1 + torch.arange(grow.K)) * grow.DEPTH_ONE
+    depth = (1 + torch.arange(grow.K)) * DEPTH_ONE
     rank = (totals.abs().view(torch.int32).long() << 32) + above[..., None, None]
     rank += depth[:, None] + index
     up = (index - torch.arange(grow.B) - grow.B).expand(cells).clone()
