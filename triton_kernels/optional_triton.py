@@ -11,11 +11,9 @@ constant is a plain number, which `tl.static_range` and `tl.zeros` refuse: name 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-__all__ = ["cdiv", "group_of", "jit", "next_power_of_2", "tl", "triton"]
-
-Group = TypeVar("Group", bound=NamedTuple)
+__all__ = ["cdiv", "jit", "next_power_of_2", "tl", "triton"]
 
 try:
     import triton
@@ -38,8 +36,3 @@ def cdiv(x: int, y: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is >= n, for n >= 1."""
     return 1 << (n - 1).bit_length()
-
-
-def group_of(kind: type[Group], holder: object) -> Group:
-    """A NamedTuple of what `holder` has under the names of its fields."""
-    return kind._make([getattr(holder, name) for name in kind._fields])

@@ -57,11 +57,10 @@ def draw_attention(rng: random.Random, draw: torch.Generator) -> Attention:
     def batch() -> TreeAttentionBatch:
         return TreeAttentionBatch(
             tables,
-            block,
             start,
             start.tolist(),
             length,
-            length.tolist(),
+            int(length.max()),
             before.repeat_interleave(rows),
             ancestor_words(parent).flatten(0, 1),
             before,

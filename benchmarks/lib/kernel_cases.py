@@ -102,11 +102,10 @@ def attention_case(
     lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
     packed = TreeAttentionBatch(
         table,
-        BLOCK,
         start,
         start_host,
         lengths,
-        [length] * batch,
+        length,
         torch.full((batch * queries,), context, dtype=torch.int32, device=device),
         tree.ancestors.to(device).expand(batch, -1, -1).flatten(0, 1).contiguous(),
         torch.full((batch,), context, dtype=torch.int32, device=device),

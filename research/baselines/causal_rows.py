@@ -67,16 +67,15 @@ class CausalRows:
         mask_words = see.new_zeros(len(see), 1, dtype=torch.int64)
         queries = TreeAttentionBatch(
             torch.cat([rows.block_table, rows.block_table]),
-            rows.block_size,
             start,
             host,
             ends,
-            [bound] * (2 * requests),
+            bound,
             see,
             mask_words,
             ends,
         )
-        kept = self._queries(rows.block_table, see[keep], rows.block_size, bound)
+        kept = self._queries(rows.block_table, see[keep], bound)
         kv_index = torch.cat([rows.kv_slot, kv_slot.flatten()])[:, None]
         return PagedAttention(self.caches, kv_index, queries, kept), position, keep.flatten()
 
@@ -88,7 +87,7 @@ class CausalRows:
         """
         position, index, kv_slot = self._places(self.position, self.block_table, ahead, 1)
         bound = min(self.bound + 2 + ahead, self.max_position)
-        queries = self._queries(self.block_table, (index + 1).int(), self.block_size, bound)
+        queries = self._queries(self.block_table, (index + 1).int(), bound)
         return PagedAttention(self.caches, kv_slot, queries), position[:, 0]
 
     def there(self, count: int) -> Tensor:
@@ -115,9 +114,7 @@ class CausalRows:
         kv_slot = table.gather(1, block).long() * self.block_size + index % self.block_size
         return position, index, torch.where(position < self.max_position, kv_slot, -1)
 
-    def _queries(
-        self, table: Tensor, see: Tensor, block_size: int, bound: int
-    ) -> TreeAttentionBatch:
+    def _queries(self, table: Tensor, see: Tensor, bound: int) -> TreeAttentionBatch:
         """As many queries of each request, see [R, m] int32: the entries that they see."""
         requests, each = see.shape
         start = torch.arange(0, requests * each + 1, each, dtype=torch.int32, device=see.device)
@@ -126,11 +123,10 @@ class CausalRows:
         mask_words = see.new_zeros(see.numel(), 1, dtype=torch.int64)
         return TreeAttentionBatch(
             table,
-            block_size,
             start,
             host,
             ends,
-            [bound] * requests,
+            bound,
             see.flatten(),
             mask_words,
             ends,

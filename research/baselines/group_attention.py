@@ -77,7 +77,7 @@ class GroupAttentionBuilder:
             the attention over T·k entries, the groups in another order: `order` [T] int64, the row
             of each; and keep [R·k] int64, the entries of the newest rows in that order.
         """
-        k, requests, device = self.size, len(rows.last), rows.token.device
+        k, device = self.size, rows.token.device
         request, count = rows.request(), rows.row_start.diff().long()  # [T], [R]
         row = torch.arange(len(request), device=device)
         local = row - rows.row_start[:-1].long()[request]
@@ -100,11 +100,10 @@ class GroupAttentionBuilder:
         bound = self._bound(rows.max_position, 0)
         queries = TreeAttentionBatch(
             table.flatten(0, 1).int(),
-            self.block_size,
             start.int(),
             host,
             _each(ends, k).int(),
-            [bound] * (requests * k),
+            bound,
             _each(see, k),
             see.new_zeros(len(see) * k, 1, dtype=torch.int64),
             _each(ends, k).int(),
@@ -195,11 +194,10 @@ class GroupAttentionBuilder:
             mask_words = mask_words.repeat(requests, 1)
         return TreeAttentionBatch(
             (table * k + (newest % k)[:, None]).int(),
-            self.block_size,
             start,
             [each * request for request in range(requests + 1)],
             (ends + more).clamp(max=self._most),
-            [bound] * requests,
+            bound,
             _each(ends, each),
             mask_words,
             ends,

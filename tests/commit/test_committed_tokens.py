@@ -9,7 +9,6 @@ from support.trees import nodes, path_to
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 
 from vllm_specblock.commit.committed_tokens import committed_sources
-from vllm_specblock.commit.store import store_kv
 
 
 @settings(deadline=None, max_examples=80)
@@ -43,21 +42,3 @@ def test_moving_brings_the_path_together(batch, data):
             cells[to] = before[at]
     for first, rows in zip(starts, expected):
         assert cells[first : first + len(rows)] == rows
-
-
-def test_padding_is_stored_where_nobody_reads():
-    cache = torch.zeros(3, 2, 4, 6).transpose(1, 2).contiguous().transpose(1, 2)
-    key, value = torch.ones(3, 2, 3), 2 * torch.ones(3, 2, 3)
-    store_kv(cache, torch.tensor([5, -1, 8]), key, value)
-    written = (cache != 0).any(-1).any(1).nonzero().tolist()
-    assert written == [[0, 0], [1, 1], [2, 0]]  # entry 0 lies in the null block
-    assert cache[1, :, 1].tolist() == [[1, 1, 1, 2, 2, 2]] * 2
-
-
-def test_a_cache_that_cannot_be_flattened_is_refused():
-    scattered = torch.zeros(3, 2, 4, 6)  # heads outermost within a block
-    try:
-        store_kv(scattered, torch.tensor([1]), torch.ones(1, 2, 3), torch.ones(1, 2, 3))
-    except RuntimeError:
-        return
-    raise AssertionError("writing into a copy would have lost the keys and values")

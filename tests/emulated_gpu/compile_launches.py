@@ -76,11 +76,13 @@ def llama_launches(architecture: int) -> list[str]:
         rows = torch.zeros(requests * 61, dtype=torch.int32)
         query = torch.empty(len(rows), 32, 128, dtype=torch.bfloat16)
         cache = torch.empty(8, 16, 8, 256, dtype=torch.bfloat16).transpose(1, 2)
-        attention.tree_attention(
-            query, cache, torch.zeros(requests, 2048, dtype=torch.int32), rows[: requests + 1],
-            {61}, rows[:requests], 32768, rows, torch.zeros(len(rows), 1).long(), rows[:requests],
-            0.1, torch.empty_like(query), unknown_up_to=unknown,
+        seen = attention.VisibleEntries(
+            torch.zeros(requests, 2048, dtype=torch.int32), rows[: requests + 1], rows[:requests],
+            rows, None, torch.zeros(len(rows), 1).long(), rows[:requests],
         )  # fmt: skip
+        bounds = attention.BatchBounds({61}, 32768, unknown)
+        scores = attention.ScoreOptions(0.1)
+        attention.tree_attention_triton(query, cache, seen, bounds, scores, torch.empty_like(query))
     growing = expand.Growing(expand.Limits(4, 2, 4, 4, 60), torch.zeros(4).long(), 1)
 
     def block(rows: int) -> tuple[torch.Tensor, ...]:

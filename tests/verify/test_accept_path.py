@@ -96,14 +96,6 @@ def test_the_same_text_from_two_heads():
     assert accepted_paths.output.tolist() == [[5, 7, 8, 1], [5, 6, 2, 0]]
 
 
-def test_the_deeper_twin_decides():
-    """Two children carry the drawn token; only the second one goes on."""
-    tree = to_tree([[(0, 5), (0, 5), (2, 6)]], 3)
-    accepted_paths = run(tree, torch.ones(1, 3, dtype=torch.bool), torch.tensor([[5, 6, 6, 9]]), 2)
-    assert accepted_paths.path.tolist() == [[0, 2, 3]]
-    assert accepted_paths.output.tolist() == [[5, 6, 9]]
-
-
 def test_no_nodes_at_all():
     tree = to_tree([[]], 1).prefix(0)
     accepted_paths = run(tree, torch.ones(1, 0, dtype=torch.bool), torch.tensor([[4]]), 0)
@@ -126,6 +118,6 @@ def test_rows_of_a_batch():
     output, num_sampled = accept_path_rows(rows, *trees, path, accepted)
     assert num_sampled.tolist() == [2, 2, 4]
     assert output.tolist() == [[5, 5, 0, 0], [5, -1, 0, 0], [5, 5, 5, 8]]
-    nobody = [-7] * 4
-    assert path.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3], nobody, [0, 1, 0, 0], nobody]
+    unused = [-7] * 4
+    assert path.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3], unused, [0, 1, 0, 0], unused]
     assert accepted.tolist() == [1, 3, -7, 1, -7]

@@ -12,7 +12,7 @@ DEPTH = [[0, 1, 1, 2], [0, 1, 2, 3]]
 
 
 def seen():
-    """A chunk of a prompt in slot 1, a tree of which two nodes are run in slot 0, two of nobody."""
+    """A chunk of a prompt in slot 1, two nodes of a tree in slot 0, two padding rows."""
     rows = BatchRows(
         position=torch.tensor([4, 5, 6, 30, 31, 32, 7, 8]),
         query_start=torch.tensor([0, 3, 6], dtype=torch.int32),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from ..optional_triton import jit, tl
 from .attention_inner import _read
 from .attention_reduce import _count_splits, _finish, _in_other_form
@@ -23,21 +21,6 @@ def _extremes(a, b, c, d, other_a, other_b, other_c, other_d):
     return a, b, tl.maximum(c, other_c), tl.minimum(d, other_d)
 
 
-class BatchPointers(NamedTuple):
-    """What a batch reads."""
-
-    query: torch.Tensor  # [T, nh, D]
-    kv_cache: torch.Tensor  # [num_blocks, nkv, block_size, 2D]
-    block_table: torch.Tensor  # [R, max_blocks] int32
-    query_start: torch.Tensor  # [R+1] int32
-    seq_len: torch.Tensor  # [R] int32
-    prefix_len: torch.Tensor  # [T] int32
-    prefix_from: torch.Tensor | None  # [T] int32
-    mask_words32: torch.Tensor  # [T, 2W] int32: words, low half first
-    tree_start: torch.Tensor  # [R] int32
-    key_scale: torch.Tensor | None  # [] fp32
-
-
 class BatchStrides(NamedTuple):
     """From entry to entry of what a batch reads, but of the cache."""
 
@@ -50,7 +33,10 @@ class BatchStrides(NamedTuple):
 
 @jit(do_not_specialize=["num_tokens", "num_requests", "max_seq_len"])
 def _tree_attention_kernel(
-    given,  # BatchPointers
+    query_ptr,  # [T, nh, D]
+    kv_cache_ptr,  # [num_blocks, nkv, block_size, 2D]
+    seen,  # VisibleEntries, mask_words [T, 2W] int32: words, low half first
+    key_scale_ptr,  # [] fp32; or None
     into,  # OutPointers
     partial_ptr,  # [R, nkv, slots, BLOCK_M, BLOCK_D] fp32, or None if WHOLE
     stats_ptr,  # [R, nkv, slots, 2, BLOCK_M] fp32, or None if WHOLE
@@ -72,9 +58,9 @@ def _tree_attention_kernel(
     slot = tl.program_id(0)
     request = tl.program_id(1)
     kv_head = tl.program_id(2)
-    first_token = tl.load(given.query_start + request)
+    first_token = tl.load(seen.query_start + request)
     stop_token = tl.load(
-        given.query_start + request + 1, mask=request < num_requests, other=num_tokens
+        seen.query_start + request + 1, mask=request < num_requests, other=num_tokens
     )
     num_rows = (stop_token - first_token) * TILE.GROUP
     lane = tl.arange(0, TILE.BLOCK_M)
@@ -95,10 +81,10 @@ def _tree_attention_kernel(
     if (num_rows <= above) | (num_rows > up_to):
         return
     if whole_from is not None:  # noqa: SIM102 (known to the compiler, which the other is not)
-        if _in_other_form(given.query_start, whole_from, READ.WHOLE):
+        if _in_other_form(seen.query_start, whole_from, READ.WHOLE):
             return
     tiles = (num_rows + TILE.BLOCK_M - 1) // TILE.BLOCK_M
-    bound = tl.minimum(tl.load(given.seq_len + request), max_seq_len)
+    bound = tl.minimum(tl.load(seen.seq_len + request), max_seq_len)
     splits = _count_splits(bound, tiles, TILE)
     tile, split = slot, 0
     if not READ.WHOLE:
@@ -113,17 +99,17 @@ def _tree_attention_kernel(
     head = kv_head * TILE.GROUP + row % TILE.GROUP
     dim = tl.arange(0, TILE.BLOCK_D)
     q = tl.load(
-        (given.query + token * strides.query_token + head * strides.query_head)[:, None]
+        (query_ptr + token * strides.query_token + head * strides.query_head)[:, None]
         + dim[None, :] * strides.query_dim,
         mask=row_in[:, None] & (dim < TILE.HEAD)[None, :],
         other=0.0,
     )
-    prefix = tl.load(given.prefix_len + token, mask=row_in, other=0)
+    prefix = tl.load(seen.prefix_len + token, mask=row_in, other=0)
     oldest = nothing.to(tl.int32)
-    if given.prefix_from is not None:
-        oldest = tl.load(given.prefix_from + token, mask=row_in, other=0)
-    tree_begin = tl.load(given.tree_start + request)
-    row_mask_words32 = given.mask_words32 + token * strides.mask_words32
+    if seen.prefix_from is not None:
+        oldest = tl.load(seen.prefix_from + token, mask=row_in, other=0)
+    tree_begin = tl.load(seen.tree_start + request)
+    row_mask_words32 = seen.mask_words + token * strides.mask_words32
 
     # No row of the tile sees an entry before `low` or from `end` on; every row sees those from
     # `open` to `shut`, which therefore need no mask.
@@ -157,15 +143,15 @@ def _tree_attention_kernel(
     # Scores in the scale of exp2: raw · factor.
     factor = scale * 1.4426950408889634
     inner = scale * 1.0
-    if given.key_scale is not None:
-        factor = factor * tl.load(given.key_scale)
-        inner = inner * tl.load(given.key_scale)
+    if key_scale_ptr is not None:
+        factor = factor * tl.load(key_scale_ptr)
+        inner = inner * tl.load(key_scale_ptr)
     if READ.CAPPED:
         factor = soft_cap * 1.4426950408889634
         inner = inner / soft_cap
 
-    table = given.block_table + request.to(tl.int64) * strides.table
-    cache = given.kv_cache + kv_head.to(tl.int64) * cache_strides.head
+    table = seen.block_table + request.to(tl.int64) * strides.table
+    cache = kv_cache_ptr + kv_head.to(tl.int64) * cache_strides.head
     # [BLOCK_M] each: the prefix that a row sees; union: per half, what any row sees.
     rows = oldest, prefix
     tile_reads = cache, table, rows, union, span, tree_begin, end, factor, inner
@@ -178,7 +164,7 @@ def _tree_attention_kernel(
         open,
         shut,
         tile_reads,
-        given.prefix_from,
+        seen.prefix_from,
         row_mask_words32,
         row_in,
         cache_strides,

@@ -134,7 +134,7 @@ def _merge_splits_kernel(
     slots,
     strides,  # OutStrides
     TILE: tl.constexpr,  # TileConstants
-    REDUCE_ROWS: tl.constexpr,
+    REDUCE_ROWS: tl.constexpr = REDUCE_ROWS,
 ):
     """REDUCE_ROWS rows of one request and one kv head: all their splits, in order."""
     request = tl.program_id(1)

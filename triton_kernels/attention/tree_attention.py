@@ -11,14 +11,15 @@ caller passes a cache view whose block_size is K times the engine's.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
-from ..kv_cache.paged_rows import CacheStrides
+from ..kv_cache.commit import CacheStrides
 from ..optional_triton import cdiv, next_power_of_2
 from . import attention_schedule as cut
 from .attention_inner import ReadConstants
-from .attention_kernel import BatchPointers, BatchStrides, _tree_attention_kernel
+from .attention_kernel import BatchStrides, _tree_attention_kernel
 from .attention_reduce import (
     REDUCE_ROWS,
     OutPointers,
@@ -28,80 +29,85 @@ from .attention_reduce import (
 )
 
 
-def tree_attention(
+class VisibleEntries(NamedTuple):
+    """Which entries of R requests T query tokens see: the rule above."""
+
+    block_table: torch.Tensor  # [R, max blocks] int32
+    query_start: torch.Tensor  # [R+1] int32
+    seq_len: torch.Tensor  # [≥R] int32, entries beyond which no query of a request sees anything
+    prefix_len: torch.Tensor  # [≥T] int32
+    prefix_from: torch.Tensor | None  # [≥T] int32; None: 0
+    mask_words: torch.Tensor  # [≥T, W] int64
+    tree_start: torch.Tensor  # [≥R] int32
+
+
+class BatchBounds(NamedTuple):
+    """Host numbers that launches are laid out for; see `TreeAttentionBatch`.
+
+    query_lens: the lengths of the requests, in query tokens, each once; no request may be longer
+        than the largest. Requests of a missing length lose the guarantee of equal bits in every
+        batch, nothing else.
+    """
+
+    query_lens: Iterable[int]
+    max_seq_len: int
+    unknown_up_to: int = 0
+
+
+class ScoreOptions(NamedTuple):
+    """How scores and values are computed.
+
+    scale: multiplies the scores; positive.
+    soft_cap: c > 0 turns every score s into c · tanh(s / c).
+    key_scale, value_scale: one fp32 on the device each: keys and values are what the cache holds
+        times this. Positive.
+    sinks: [nh], an extra score of each head, with value zero.
+    """
+
+    scale: float
+    soft_cap: float = 0.0
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+
+def tree_attention_triton(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    query_lens: Iterable[int],
-    seq_len: torch.Tensor,
-    max_seq_len: int,
-    prefix_len: torch.Tensor,
-    mask_words: torch.Tensor,
-    tree_start: torch.Tensor,
-    scale: float,
+    seen: VisibleEntries,
+    bounds: BatchBounds,
+    scores: ScoreOptions,
     out: torch.Tensor,
-    *,
-    prefix_from: torch.Tensor | None = None,
-    soft_cap: float = 0.0,
-    key_scale: torch.Tensor | None = None,
-    value_scale: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-    unknown_up_to: int = 0,
 ) -> torch.Tensor:
-    """Packed attention of T query tokens, the R requests one after the other, by Triton kernels.
+    """Launch the kernels; arguments as `tree_attention` has them.
 
     The grid depends on host integers only and nothing is read back, so the call can be captured in
     a CUDA graph.
-
-    Args:
-        query: [T, nh, D] fp32, bf16 or fp16.
-        kv_cache: [num_blocks, nkv, block_size, 2D], any strides, keys first, of the queries' dtype
-            or float8_e4m3fn; nh is a multiple of nkv.
-        query_lens: the lengths of the requests, in query tokens, on the host, each once; no
-            request may be longer than the largest. Requests of a missing length lose the
-            guarantee of equal bits in every batch, nothing else.
-        block_table, query_start, seq_len, max_seq_len, prefix_len, mask_words, tree_start,
-            unknown_up_to: see `TreeAttentionBatch`; prefix_from: [≥T] int32.
-        scale: multiplies the scores; positive.
-        out: [T, nh, D], written to and returned; zeros for a query that sees nothing and for
-            tokens past query_start[R].
-        soft_cap: c > 0 turns every score s into c · tanh(s / c).
-        key_scale, value_scale: one fp32 on the device each: keys and values are what the cache
-            holds times this. Positive.
-        sinks: [nh], an extra score of each head, with value zero.
-        workspace: fp32, at least `workspace_size` elements; made if not given.
     """
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, block_size = kv_cache.shape[1:3]
-    num_requests = len(query_start) - 1
+    num_requests = len(seen.query_start) - 1
     group = num_heads // num_kv_heads
     shared, generation = cut.shared_memory(query.device), cut.generation(query.device)
     classes = cut.tile_classes(head_size, query.dtype, shared, generation)
     launches = cut.plan_launches(
-        classes, query_lens, group, num_requests, num_kv_heads, max_seq_len, unknown_up_to
+        classes,
+        bounds.query_lens,
+        group,
+        num_requests,
+        num_kv_heads,
+        bounds.max_seq_len,
+        bounds.unknown_up_to,
     )
     block_d = max(next_power_of_2(head_size), 16)
     # The kernel works on 32-bit halves of the words: 64-bit masks cost twice the registers.
-    mask_words32 = mask_words.view(torch.int32)
-    given = BatchPointers(
-        query,
-        kv_cache,
-        block_table,
-        query_start,
-        seq_len,
-        prefix_len,
-        prefix_from,
-        mask_words32,
-        tree_start,
-        key_scale,
-    )
-    into = OutPointers(out, value_scale, sinks)
+    mask_words32 = seen.mask_words.view(torch.int32)
+    into = OutPointers(out, scores.value_scale, scores.sinks)
     token, head, dim = query.stride()
-    strides = BatchStrides(token, head, dim, block_table.stride(0), mask_words32.stride(0))
+    strides = BatchStrides(token, head, dim, seen.block_table.stride(0), mask_words32.stride(0))
     cache_strides = CacheStrides(*kv_cache.stride())
     out_strides = OutStrides(*out.stride())
+    workspace = None
     for launch in launches:
         last = launch is launches[-1]
         block_m = launch.tile.rows
@@ -129,7 +135,7 @@ def tree_attention(
             MASK_WORDS32=mask_words32.shape[1],
             BLOCK_N=launch.tile.entries,
             MASKED_N=launch.tile.masked_entries,
-            CAPPED=soft_cap > 0,
+            CAPPED=scores.soft_cap > 0,
             WHOLE=launch.whole,
             SINGLE=launch.single,
         )
@@ -137,18 +143,21 @@ def tree_attention(
         slots = launch.tiles if launch.whole else launch.slots
         whole_from = launch.whole_from or None
         _tree_attention_kernel[(slots, launch.requests + last, num_kv_heads)](
-            given,
+            query,
+            kv_cache,
+            seen._replace(mask_words=mask_words32),
+            scores.key_scale,
             into,
             partial,
             stats,
             num_tokens,
             num_requests,
-            max_seq_len,
+            bounds.max_seq_len,
             launch.above,
             launch.up_to,
             whole_from,
-            scale,
-            soft_cap,
+            scores.scale,
+            scores.soft_cap,
             strides,
             cache_strides,
             out_strides,
@@ -160,19 +169,18 @@ def tree_attention(
         if not launch.whole:
             rows = cdiv(launch.tiles * block_m, REDUCE_ROWS)
             _merge_splits_kernel[(rows, launch.requests, num_kv_heads)](
-                query_start,
-                seq_len,
+                seen.query_start,
+                seen.seq_len,
                 into,
                 partial,
                 stats,
-                max_seq_len,
+                bounds.max_seq_len,
                 launch.above,
                 launch.up_to,
                 whole_from,
                 launch.slots,
                 out_strides,
                 tile_constants,
-                REDUCE_ROWS=REDUCE_ROWS,
                 num_warps=4,
                 num_stages=1,
             )

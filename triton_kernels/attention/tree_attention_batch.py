@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .sliding_window import see_last
-from .tree_attention import tree_attention
-from .tree_attention_reference import AttentionPlan, attend_reference, plan_reference
+from .tree_attention import BatchBounds, ScoreOptions, VisibleEntries
+from .tree_attention_reference import tree_attention
 
 if TYPE_CHECKING:  # they need numba
     import numpy as np
@@ -42,14 +42,6 @@ def _loops() -> ModuleType:
     return cpu_attention
 
 
-class LayerMask(NamedTuple):
-    """What the queries of a step see in some of the layers."""
-
-    prefix_from: torch.Tensor | None  # [T] int32
-    mask_words: torch.Tensor  # [T, W] int64
-    plan: AttentionPlan | None  # on a CPU
-
-
 class TreeAttentionBatch:
     """Queries of R requests, one request after the other, and what each of them sees.
 
@@ -58,16 +50,14 @@ class TreeAttentionBatch:
 
     Args (T queries, R requests, W words):
         block_table: [R, max blocks] int32.
-        block_size: cache entries in one block.
         query_start: [R+1] int32, and `query_start_host`, the same on the host.
-        seq_len: [R] int32, entries beyond which no query of the request sees anything;
-            `seq_len_host`, an upper bound of it on the host.
+        seq_len: [R] int32, entries beyond which no query of the request sees anything.
+        max_seq_len: bound of every `seq_len`, for as long as the launch may be replayed.
         prefix_len: [≥T] int32.
         mask_words: [≥T, W] int64.
         tree_start: [≥R] int32.
-        max_seq_len: bound of every `seq_len` for as long as the launch may be replayed; by
-            default that of `seq_len_host`, which a captured graph would outgrow.
-        max_query_len: bound of every request's queries, likewise.
+        max_query_len: bound of every request's queries, likewise; by default that of
+            `query_start_host`, which a captured graph would outgrow.
         unknown_up_to: requests of up to so many queries may have other lengths than
             `query_start_host` says, and still want the same bits as in any other batch of one
             engine; 0: none has.
@@ -78,23 +68,20 @@ class TreeAttentionBatch:
     def __init__(
         self,
         block_table: torch.Tensor,
-        block_size: int,
         query_start: torch.Tensor,
         query_start_host: list[int],
         seq_len: torch.Tensor,
-        seq_len_host: list[int],
+        max_seq_len: int,
         prefix_len: torch.Tensor,
         mask_words: torch.Tensor,
         tree_start: torch.Tensor,
-        max_seq_len: int | None = None,
         max_query_len: int | None = None,
         unknown_up_to: int = 0,
     ):
         self.block_table, self.query_start, self.seq_len = block_table, query_start, seq_len
         self.prefix_len, self.mask_words, self.tree_start = prefix_len, mask_words, tree_start
-        self.block_size = block_size
-        self.query_start_host, self.seq_len_host = query_start_host, seq_len_host
-        self.max_seq_len = max_seq_len or max(seq_len_host)
+        self.query_start_host = query_start_host
+        self.max_seq_len = max_seq_len
         self.host_lens = {end - start for start, end in itertools.pairwise(query_start_host)}
         self.max_query_len = max_query_len or max(self.host_lens)
         self.unknown_up_to = unknown_up_to
@@ -102,12 +89,13 @@ class TreeAttentionBatch:
         self.plan: dict[Any, Any] | None = None
 
     @property
-    def query_lens(self) -> set[int]:
-        """Lengths of requests, as `tree_attention` wants them."""
-        longest = self.max_query_len
+    def bounds(self) -> BatchBounds:
+        """Host numbers that the kernels' launches are laid out for."""
+        longest, lengths = self.max_query_len, self.host_lens
         if self.unknown_up_to:
-            return {longest}
-        return {longest, *(length for length in self.host_lens if length < longest)}
+            lengths = set()
+        query_lens = {longest, *(length for length in lengths if length < longest)}
+        return BatchBounds(query_lens, self.max_seq_len, self.unknown_up_to)
 
     def attend(
         self,
@@ -127,8 +115,8 @@ class TreeAttentionBatch:
         """Attention of one layer.
 
         Args:
-            query, kv_cache, scale, out, soft_cap, key_scale, value_scale, sinks: see
-                `tree_attention`; `out` is made if not given.
+            query, kv_cache, out: see `tree_attention`; `out` is made if not given.
+            scale, soft_cap, key_scale, value_scale, sinks: see `ScoreOptions`.
             window: a query sees only the last so many entries of what it would see.
             packing: layout of a packed cache, on a CPU; None: not packed.
             causal_elsewhere: leave the rows of `causal` requests as they are. Of a packed cache.
@@ -154,82 +142,71 @@ class TreeAttentionBatch:
                 value_factor,
                 sinks,
             )
-        metadata = self._see(window, query)
-        rare: dict[str, Any] = {
-            "soft_cap": soft_cap,
-            "key_scale": key_scale,
-            "value_scale": value_scale,
-            "sinks": sinks,
-        }
-        if query.is_cuda:
-            return tree_attention(
-                query,
-                kv_cache,
-                self.block_table,
-                self.query_start,
-                self.query_lens,
-                self.seq_len,
-                self.max_seq_len,
-                self.prefix_len,
-                metadata.mask_words,
-                self.tree_start,
-                scale,
-                out,
-                prefix_from=metadata.prefix_from,
-                unknown_up_to=self.unknown_up_to,
-                **rare,
-            )
-        gathered: Any = metadata.plan  # never None on a CPU
-        return attend_reference(query, kv_cache, gathered, scale, out, **rare)
+        options = ScoreOptions(scale, soft_cap, key_scale, value_scale, sinks)
+        return tree_attention(query, kv_cache, self._see(window), self.bounds, options, out)
 
-    def _see(self, window: int | None, query: torch.Tensor) -> LayerMask:
-        """Return the mask under `window`; the first layer of each window computes it."""
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what all layers of a kind share; the first of them makes it."""
         if self.plan is None:
             self.plan = {}
-        if window not in self.plan:
-            prefix_from, mask_words, plan = None, self.mask_words, None
+        if key not in self.plan:
+            self.plan[key] = make()
+        return self.plan[key]
+
+    def _see(self, window: int | None) -> VisibleEntries:
+        """Return what the queries see under `window`."""
+
+        def make() -> VisibleEntries:
+            prefix_from, mask_words = None, self.mask_words
             if window is not None:
                 prefix_from, mask_words = see_last(self.prefix_len, mask_words, window)
-            if not query.is_cuda:
-                plan = plan_reference(
-                    self.block_table,
-                    self.block_size,
-                    self.query_start_host,
-                    self.seq_len_host,
-                    self.prefix_len,
-                    mask_words,
-                    self.tree_start,
-                    query.dtype,
-                    prefix_from,
-                )
-            self.plan[window] = LayerMask(prefix_from, mask_words, plan)
-        return self.plan[window]
+            tables = self.block_table, self.query_start, self.seq_len
+            return VisibleEntries(
+                *tables, self.prefix_len, prefix_from, mask_words, self.tree_start
+            )
+
+        return self._once(window, make)
 
     def causal(self) -> np.ndarray:
         """[R] bool, on a CPU: requests whose rows see all up to their own, and nothing else."""
-        if self.plan is None:
-            self.plan = {}
-        if "causal" not in self.plan:
-            self.plan["causal"] = _loops().find_causal(*self._rows(self.mask_words))
-        return self.plan["causal"]
+        return self._once("causal", lambda: _loops().find_causal(*self._rows(self.mask_words)))
 
     def _plan_packed(
         self, window: int | None, group: int, kv_heads: int, causal_elsewhere: bool
     ) -> PackedSchedule:
-        """What is the same in every layer with this window, worked out by the first that asks."""
-        if self.plan is None:
-            self.plan = {}
-        key = window, group, kv_heads, causal_elsewhere
-        if key not in self.plan:
+        def make() -> PackedSchedule:
             left_out = self.causal() if causal_elsewhere else None
-            prefix_from, mask_words = None, self.mask_words
-            if window is not None:
-                prefix_from, mask_words = see_last(self.prefix_len, mask_words, window)
-            rows = self._rows(mask_words)
-            self.plan[key] = _loops().plan_packed(rows, group, kv_heads, left_out, prefix_from)
-        return self.plan[key]
+            seen = self._see(window)
+            rows = self._rows(seen.mask_words)
+            return _loops().plan_packed(rows, group, kv_heads, left_out, seen.prefix_from)
+
+        return self._once((window, group, kv_heads, causal_elsewhere), make)
 
     def _rows(self, mask_words: torch.Tensor) -> Rows:
         return _loops().rows_of(
             self.query_start_host, self.seq_len, self.prefix_len, mask_words, self.tree_start
         )
+
+
+def see_last(
+    prefix_len: torch.Tensor, mask_words: torch.Tensor, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep the last `window` entries that every query sees, itself included.
+
+    What a query sees ends with itself and has one entry per position, so the last `window`
+    positions are the last `window` entries that it sees, wherever they lie.
+
+    Returns:
+        prefix_from: [T] int32, the first entry of the prefix that is seen; prefix_len or more
+            where none is; and mask_words [T, W] int64 without the bits that are too old.
+    """
+    bit = torch.arange(64, device=mask_words.device)
+    bits = ((mask_words[..., None] >> bit) & 1).flatten(1)  # [T, 64·W], the path from the root down
+    # How many of the path there are from each bit on, itself included.
+    newest = bits.flip(1).cumsum(1).flip(1)
+    prefix_from = (prefix_len + newest[:, 0] - window).clamp(min=0).int()
+    if window >= bits.shape[1]:  # no path is longer
+        return prefix_from, mask_words
+    kept = (bits * (newest <= window)).unflatten(1, (-1, 64))
+    # Bits do not overlap: the sum is their union, in wrapping arithmetic for bit 63.
+    return prefix_from, (kept << bit).sum(-1)

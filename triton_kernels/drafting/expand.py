@@ -23,6 +23,8 @@ from ..tree.candidate_keys import (
 )
 from ..tree.select_tree import TreeTensors, by_text, select_constants, select_part, warps_for
 
+_DEPTH_BITS = MAX_DEPTH * DEPTH_ONE  # of a key
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -114,13 +116,6 @@ class Growing:
             B=limits.width,
             S=limits.num_starts,
             CELLS=next_power_of_2(rows * limits.block_size * limits.width),
-            DEPTH=MAX_DEPTH * DEPTH_ONE,
-            DEPTH_ONE=DEPTH_ONE,
-            ROOT=ROOT_HASH,
-            FIRST=FIRST,
-            CLOSED=CLOSED,
-            INDEX=INDEX_BITS,
-            FACTOR=PATH_FACTOR,
         )
         kept, size = (self.fields, self.score, self.started), self.score.numel()
         grid, num_warps = (self.num_requests,), warps_for(count)
@@ -172,13 +167,6 @@ class BlockConstants(NamedTuple):
     B: int
     S: int
     CELLS: int  # >= ROWS · K · B
-    DEPTH: int  # the depth's bits of a key; as all below: see `candidate_keys.py`
-    DEPTH_ONE: int
-    ROOT: int
-    FIRST: int
-    CLOSED: int
-    INDEX: int
-    FACTOR: int
 
 
 class NextStarts(NamedTuple):
@@ -200,6 +188,12 @@ def _attach_block(
     started_ptr,  # [max(1, BLOCKS-2), S] int64, one request's
     request,  # int64
     GROW: tl.constexpr,  # BlockConstants
+    ROOT: tl.constexpr = ROOT_HASH,
+    DEPTH: tl.constexpr = _DEPTH_BITS,
+    DEPTH_ONE: tl.constexpr = DEPTH_ONE,
+    FACTOR: tl.constexpr = PATH_FACTOR,
+    FIRST: tl.constexpr = FIRST,
+    CLOSED: tl.constexpr = CLOSED,
 ):
     """One caterpillar per row: a chain of top-1 tokens, each with its siblings."""
     path_hash_ptr, key_ptr, parent_ptr = (
@@ -212,13 +206,13 @@ def _attach_block(
     row, position, branch = cell // (GROW.K * GROW.B), cell // GROW.B % GROW.K, cell % GROW.B
     if GROW.BLOCK == 1:
         tl.store(token_ptr, 0)
-        tl.store(path_hash_ptr, GROW.ROOT)
+        tl.store(path_hash_ptr, ROOT)
         tl.store(key_ptr, 0)
         tl.store(parent_ptr, 0)
         tl.store(score_ptr, 0.0)
         node = tl.full([GROW.CELLS], 0, tl.int64)
         total = tl.full([GROW.CELLS], 0.0, tl.float32)
-        text = tl.full([GROW.CELLS], GROW.ROOT, tl.int64)
+        text = tl.full([GROW.CELLS], ROOT, tl.int64)
         above = tl.full([GROW.CELLS], 0, tl.int64)
         first_cell = 1
     else:
@@ -227,13 +221,13 @@ def _attach_block(
         valid = tl.load(drafts.start_valid + start, mask=inside, other=0).to(tl.int1)
         total = tl.where(valid, tl.load(score_ptr + node), float("-inf"))
         text = tl.load(path_hash_ptr + node)
-        above = tl.load(key_ptr + node) & GROW.DEPTH
+        above = tl.load(key_ptr + node) & DEPTH
         first_cell = 1 + (1 + (GROW.BLOCK - 2) * GROW.S) * GROW.K * GROW.B
         if GROW.BLOCK < GROW.BLOCKS:
             # The root is no start.
             begun = started_ptr + (GROW.BLOCK - 2) * GROW.S + row
             begins = inside & (cell % (GROW.K * GROW.B) == 0)
-            tl.store(begun, tl.where(valid, text, GROW.ROOT), mask=begins)
+            tl.store(begun, tl.where(valid, text, ROOT), mask=begins)
 
     line = (request * GROW.ROWS + row) * GROW.K
     for j in range(GROW.K):  # in the order of the chain, as the reference adds
@@ -245,10 +239,10 @@ def _attach_block(
         # Rounding may leave a certain token's log-probability above 0.
         gain = tl.minimum(tl.where(which < tl.maximum(width, 1), gain, float("-inf")), 0.0)
         total = tl.where(ahead, total + gain, total)
-        text = tl.where(ahead, word + text * GROW.FACTOR, text)
+        text = tl.where(ahead, word + text * FACTOR, text)
 
     index = first_cell + cell
-    tie = above + (position + 1).to(tl.int64) * GROW.DEPTH_ONE + index
+    tie = above + (position + 1).to(tl.int64) * DEPTH_ONE + index
     rank = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
     own = tl.load(drafts.top_token + line * GROW.B + cell % (GROW.K * GROW.B), mask=inside, other=0)
     tl.store(token_ptr + index, own, mask=inside)
@@ -261,10 +255,10 @@ def _attach_block(
     if GROW.BLOCK < GROW.BLOCKS:
         level = tl.load(drafts.bucket + line + position, mask=inside, other=0)
         width = tl.load(drafts.branching + level)
-        open_key = tl.where(width > 0, rank, rank | GROW.CLOSED)
+        open_key = tl.where(width > 0, rank, rank | CLOSED)
         # The main chain goes on from row 0 of every block, which starts at its last end.
         chain_end = cell == (GROW.K - 1) * GROW.B
-        open_key = tl.where(chain_end, open_key | GROW.FIRST, open_key)
+        open_key = tl.where(chain_end, open_key | FIRST, open_key)
         tl.store(token_ptr + 4 * size + index, open_key, mask=inside)
     tl.debug_barrier()
 
@@ -281,6 +275,8 @@ def _attach_and_start_kernel(
     COUNT: tl.constexpr,  # candidates so far
     PLACES: tl.constexpr,  # >= COUNT
     STARTS: tl.constexpr,  # >= S
+    CLOSED: tl.constexpr = CLOSED,
+    INDEX: tl.constexpr = INDEX_BITS,
 ):
     """Hang block BLOCK, and choose the S best nodes so far to start from, each text once."""
     request = tl.program_id(0).to(tl.int64)
@@ -294,13 +290,11 @@ def _attach_and_start_kernel(
     place = tl.arange(0, PLACES)
     inside = (place > 0) & (place < COUNT)
     # Too few candidates for all starts: the last one, closed, stands in.
-    closed = tl.minimum(tl.maximum(place, 1), COUNT - 1).to(tl.int64) | GROW.CLOSED
+    closed = tl.minimum(tl.maximum(place, 1), COUNT - 1).to(tl.int64) | CLOSED
     open_key = tl.load(may_start + place, mask=inside, other=0)
     open_key = tl.where(inside, open_key, closed)
     if GROW.BLOCK > 1:
-        _, candidate, rank, leader = by_text(
-            key, path_hash, COUNT, PLACES, GROW.INDEX, GROW.FACTOR, True, 0x7FFFFFFFFFFFFFFF
-        )
+        _, candidate, rank, leader = by_text(key, path_hash, COUNT, PLACES, True)
         best = (leader == rank).to(tl.int64)
         at = tl.gather(candidate, rank, 0)
         tl.store(scratch + at, best, mask=rank < COUNT)
@@ -314,13 +308,13 @@ def _attach_and_start_kernel(
     chosen = ~tl.topk(~open_key, STARTS)
     slot = tl.arange(0, STARTS)
     out = request * GROW.S + slot
-    node = chosen & GROW.INDEX
+    node = chosen & INDEX
     drafted = (node - 1) // GROW.B
     tl.store(starts.node + out, node, mask=slot < GROW.S)
     tl.store(starts.token + out, tl.load(token + node), mask=slot < GROW.S)
     tl.store(starts.row + out, drafted // GROW.K, mask=slot < GROW.S)
     tl.store(starts.position + out, drafted % GROW.K, mask=slot < GROW.S)
-    tl.store(starts.valid + out, chosen < GROW.CLOSED, mask=slot < GROW.S)
+    tl.store(starts.valid + out, chosen < CLOSED, mask=slot < GROW.S)
 
 
 @jit(do_not_specialize=["size"])

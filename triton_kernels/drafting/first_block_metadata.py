@@ -49,7 +49,7 @@ def first_block_metadata_triton(
     given = (x.contiguous() for x in (position, index, kv_slot, row_start, last))
     most = max(rows * K, requests * K, requests + 1)
     _first_block_metadata_kernel[(cdiv(most, _CELLS),)](
-        *given, made, rows, requests, K=K, CELLS=_CELLS, num_warps=4
+        *given, made, rows, requests, K=K, num_warps=4
     )
     return made
 
@@ -67,7 +67,7 @@ def _first_block_metadata_kernel(
     num_rows,  # T
     num_requests,  # R
     K: tl.constexpr,
-    CELLS: tl.constexpr,
+    CELLS: tl.constexpr = _CELLS,
 ):
     """CELLS positions of rows, as many of newest rows, and as many requests."""
     cell = tl.program_id(0) * CELLS + tl.arange(0, CELLS)

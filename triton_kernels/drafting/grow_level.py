@@ -89,7 +89,6 @@ class GrowingLevels:
             TOP_K=limits.top_k,
             C=limits.candidates,
             CELLS=max(2, next_power_of_2(rows * limits.top_k)),
-            DEPTH_ONE=DEPTH_ONE,
         )
         kept, numbers = (self.fields, self.score), (self.score.numel(), self.level, done)
         if last:
@@ -119,8 +118,6 @@ class GrowingLevels:
                 WIDTH=limits.width,
                 # A top-k of 1 does not compile with Triton 3.6.
                 GROWN=max(2, next_power_of_2(limits.width)),
-                CLOSED=CLOSED,
-                INDEX=INDEX_BITS,
                 num_warps=1 if rows * limits.top_k <= 128 else 4,
             )
         return grown
@@ -167,7 +164,6 @@ class LevelConstants(NamedTuple):
     TOP_K: int
     C: int  # candidates of a request
     CELLS: int  # >= ROWS · TOP_K
-    DEPTH_ONE: int  # see `candidate_keys.py`
 
 
 @jit
@@ -180,6 +176,7 @@ def _attach_level(
     level,
     first_cell,
     GROW: tl.constexpr,  # LevelConstants
+    DEPTH_ONE: tl.constexpr = DEPTH_ONE,
 ):
     """Write a level's candidates, the first of which is `first_cell`; returns their keys."""
     first_row = request * GROW.ROWS
@@ -202,7 +199,7 @@ def _attach_level(
     # Rounding may leave a certain token's log-probability above 0.
     total += tl.minimum(gain, 0.0)
     index = first_cell + cell
-    tie = level.to(tl.int64) * GROW.DEPTH_ONE + index
+    tie = level.to(tl.int64) * DEPTH_ONE + index
     key = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
     own = tl.load(drafts.token + first_row * GROW.TOP_K + cell, mask=inside, other=0)
     tl.store(fields_ptr + index, own, mask=inside)
@@ -226,8 +223,8 @@ def _attach_and_grow_kernel(
     GROW: tl.constexpr,  # LevelConstants
     WIDTH: tl.constexpr,
     GROWN: tl.constexpr,  # >= WIDTH
-    CLOSED: tl.constexpr,
-    INDEX: tl.constexpr,
+    CLOSED: tl.constexpr = CLOSED,
+    INDEX: tl.constexpr = INDEX_BITS,
 ):
     """Hang a level, and choose the WIDTH best of its nodes, which grow next."""
     request = tl.program_id(0).to(tl.int64)

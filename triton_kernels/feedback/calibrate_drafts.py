@@ -53,7 +53,7 @@ def update_calibration_triton(
         own if len(own) else None,
         own_trees if len(own) else None,
         beta,
-        result.pointers,
+        result,
         result.strides,
         rates,
         len(result.req_idx),
@@ -75,7 +75,7 @@ def _learn_kernel(
     own_ptr,  # [S] fp32; or None
     own_trees_ptr,  # [S] fp32; or None
     beta_ptr,  # [R] fp32
-    result,  # ResultPointers
+    result,  # VerificationResult
     strides,  # ResultStrides
     rates,  # LearnRates
     num_requests,  # R
@@ -88,7 +88,8 @@ def _learn_kernel(
 ):
     node, place = tl.arange(0, NODES)[None, :], tl.arange(0, PLACES)[None, :]
     greedy, sampling = tl.exp(tl.load(log_ptr)), tl.exp(tl.load(log_ptr + 1))
-    cold_pull, hot_pull, cold_trees, hot_trees = 0.0, 0.0, 0.0, 0.0
+    kind = tl.arange(0, 2)  # of requests: greedy, and sampling
+    pull, learned = tl.zeros([2], tl.float32), tl.zeros([2], tl.float32)
     for first in range(0, num_requests, BLOCK):
         request = first + tl.arange(0, BLOCK)
         there = request < num_requests
@@ -130,29 +131,25 @@ def _learn_kernel(
                 mask=counts,
             )
         is_greedy = greedy * tl.load(result.temperatures + at, mask=there, other=0.0) <= sampling
-        cold_pull += tl.sum(tl.where(is_greedy, error, 0.0), 0)
-        hot_pull += tl.sum(tl.where(is_greedy, 0.0, error), 0)
-        cold_trees += tl.sum((counts & is_greedy).to(tl.float32), 0)
-        hot_trees += tl.sum((counts & (is_greedy == 0)).to(tl.float32), 0)
+        decides = counts[:, None] & (is_greedy[:, None] == (kind == 0)[None, :])
+        pull += tl.sum(tl.where(decides, error[:, None], 0.0), 0)
+        learned += tl.sum(decides.to(tl.float32), 0)
 
-    cold_count = tl.minimum(tl.load(trees_ptr) + cold_trees, rates.memory)
-    cold_log = tl.load(log_ptr) + cold_pull / (rates.prior + cold_count)
-    hot_count = tl.minimum(tl.load(trees_ptr + 1) + hot_trees, rates.memory)
-    hot_log = tl.load(log_ptr + 1) + hot_pull / (rates.prior + hot_count)
-    cold_log = tl.minimum(tl.maximum(cold_log, rates.lowest), rates.highest)
-    hot_log = tl.minimum(tl.maximum(hot_log, rates.lowest), rates.highest)
+    trees = tl.minimum(tl.load(trees_ptr + kind) + learned, rates.memory)
+    log = tl.load(log_ptr + kind) + pull / (rates.prior + trees)
+    log = tl.minimum(tl.maximum(log, rates.lowest), rates.highest)
     tl.debug_barrier()  # every warp reads these, one writes them; `own` is written
-    tl.store(trees_ptr, cold_count)
-    tl.store(log_ptr, cold_log)
-    tl.store(trees_ptr + 1, hot_count)
-    tl.store(log_ptr + 1, hot_log)
+    tl.store(trees_ptr + kind, trees)
+    tl.store(log_ptr + kind, log)
+    greedy = tl.exp(tl.sum(tl.where(kind == 0, log, 0.0), 0))
+    sampling = tl.exp(tl.sum(tl.where(kind == 1, log, 0.0), 0))
     for first in range(0, num_requests, BLOCK):
         request = first + tl.arange(0, BLOCK)
         there = request < num_requests
         at = tl.load(result.req_idx + request * strides.req_idx, mask=there, other=0).to(tl.int64)
         # Temperature 0 is a greedy target's; so is one so low that its β would be above that.
         heat = tl.load(result.temperatures + at, mask=there, other=0.0)
-        beta = tl.minimum(tl.exp(cold_log), tl.exp(hot_log) / tl.maximum(heat, 1e-30))
+        beta = tl.minimum(greedy, sampling / tl.maximum(heat, 1e-30))
         if own_ptr is not None:
             beta *= tl.exp(tl.load(own_ptr + at, mask=there, other=0.0))
         tl.store(beta_ptr + request, beta, mask=there)

@@ -48,7 +48,7 @@ def count_step_triton(
     if count:
         _count_step_kernel[(cdiv(count, block),)](
             total,
-            result.pointers,
+            result,
             result.strides,
             drafted,
             strides,
@@ -66,7 +66,7 @@ def count_step_triton(
 @jit(do_not_specialize=["num_requests"])
 def _count_step_kernel(
     total_ptr,  # [9 + 3 · drafters + 4] int64
-    result,  # ResultPointers
+    result,  # VerificationResult
     strides,  # ResultStrides
     drafted,  # Drafted; or None
     by_request,  # Drafted, strides; or None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..op import op
-from ..optional_triton import cdiv, group_of, jit, next_power_of_2, tl
+from ..optional_triton import cdiv, jit, next_power_of_2, tl
 from .slab_tensors import SlabTensors, StepToRecord
 
 _COLUMNS = 1024  # of a program
@@ -18,23 +18,20 @@ def record_step_triton(slabs: SlabTensors, step: StepToRecord) -> None:
     result = step.result
     states = [x if x.stride(1) == 1 else x.contiguous() for x in (*step.states, step.last)]
     rows, count, hidden = len(step.request), len(result.req_idx), slabs.last.shape[2]
-    given = (result.req_idx, result.num_run, result.accepted, result.path)
     if rows + count:
         _record_step_kernel[(rows + count, cdiv(hidden, _COLUMNS))](
-            group_of(SlabPointers, slabs),
-            group_of(RowPointers, step),
+            slabs,
+            RowPointers._make(getattr(step, name) for name in RowPointers._fields),
             *states,
             tuple(x.stride(0) for x in states),
-            *given,
-            RequestStrides(*(x.stride(0) for x in given)),
-            result.origin,
+            result,
+            result.strides,
             step.parent,
             rows,
             WIDTH=slabs.token.shape[1],
             HIDDEN=hidden,
             NUM_NODES=step.parent.shape[1],
             NODES=next_power_of_2(step.parent.shape[1]),
-            BLOCK=_COLUMNS,
         )
 
 
@@ -81,20 +78,6 @@ def record_step(slabs: SlabTensors, step: StepToRecord) -> None:
     slabs.committed.index_add_(0, req_idx, (result.accepted.int() + 1) * live)
 
 
-class SlabPointers(NamedTuple):
-    """What the kernel writes of `SlabTensors`, and reads."""
-
-    states: torch.Tensor  # [G, WIDTH, 3 * HIDDEN]
-    last: torch.Tensor  # [G, WIDTH, HIDDEN]
-    token: torch.Tensor  # [G, WIDTH] int32
-    begin: torch.Tensor  # [G] int32
-    end: torch.Tensor  # [G] int32
-    of_slot: torch.Tensor  # [S] int32
-    missed: torch.Tensor  # [S] fp32
-    steps: torch.Tensor  # [S] int32
-    committed: torch.Tensor  # [S] int32
-
-
 class RowPointers(NamedTuple):
     """Which rows a step committed, as `StepToRecord` has them."""
 
@@ -106,57 +89,32 @@ class RowPointers(NamedTuple):
     newest: torch.Tensor  # [R] int64
 
 
-class RequestStrides(NamedTuple):
-    """Of what is of the requests."""
-
-    req_idx: int
-    num_run: int
-    accepted: int
-    path: int
-
-
-# States and what is of the requests may be parts of something, and begin anywhere.
-@jit(
-    do_not_specialize=[
-        "low_ptr",
-        "mid_ptr",
-        "high_ptr",
-        "last_ptr",
-        "req_idx_ptr",
-        "num_run_ptr",
-        "accepted_ptr",
-        "path_ptr",
-        "num_rows",
-    ]
-)
+# States may be parts of something, and begin anywhere.
+@jit(do_not_specialize=["low_ptr", "mid_ptr", "high_ptr", "last_ptr", "num_rows"])
 def _record_step_kernel(
-    slabs,  # SlabPointers
+    slabs,  # SlabTensors
     rows,  # RowPointers
     low_ptr,  # [B, HIDDEN], as the three after it
     mid_ptr,
     high_ptr,
     last_ptr,
     state_strides,  # of these four
-    req_idx_ptr,  # [R] integers
-    num_run_ptr,  # [R] integers
-    accepted_ptr,  # [R] int32
-    path_ptr,  # [R, D + 1] int64
-    strides,  # RequestStrides
-    origin_ptr,  # [S, NUM_NODES] uint8
+    result,  # VerificationResult
+    strides,  # ResultStrides
     parent_ptr,  # [S, NUM_NODES] int32
     num_rows,  # T
     WIDTH: tl.constexpr,
     HIDDEN: tl.constexpr,
     NUM_NODES: tl.constexpr,
     NODES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr = _COLUMNS,
 ):
     """BLOCK columns of one row, or the sums of one request."""
     program = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if program < num_rows:
         of = tl.load(rows.request + program)
-        slab = tl.load(slabs.of_slot + tl.load(req_idx_ptr + of * strides.req_idx)).to(tl.int64)
+        slab = tl.load(slabs.of_slot + tl.load(result.req_idx + of * strides.req_idx)).to(tl.int64)
         place = tl.load(rows.position + program) - tl.load(slabs.begin + tl.maximum(slab, 0))
         padding = tl.load(rows.cache_slot + program) < 0
         if (slab >= 0) & (place >= 0) & (place < WIDTH) & (padding == 0):
@@ -177,17 +135,17 @@ def _record_step_kernel(
                 tl.store(slabs.token + to, tl.load(rows.token + program).to(tl.int32))
     elif part == 0:
         of = program - num_rows
-        owner = tl.load(req_idx_ptr + of * strides.req_idx).to(tl.int64)
+        owner = tl.load(result.req_idx + of * strides.req_idx).to(tl.int64)
         slab = tl.load(slabs.of_slot + owner).to(tl.int64)
         if slab >= 0:
             after = tl.load(rows.position + tl.load(rows.newest + of)) + 1
             limit = tl.load(slabs.begin + slab) + WIDTH
             after = tl.minimum(after, limit).to(tl.int32)
             tl.store(slabs.end + slab, tl.maximum(after, tl.load(slabs.end + slab)))
-            run = tl.load(num_run_ptr + of * strides.num_run)
-            if (run > 0) & (tl.load(origin_ptr + owner * NUM_NODES) > 0):
-                depth = tl.load(accepted_ptr + of * strides.accepted)
-                stopped = tl.load(path_ptr + of * strides.path + depth)
+            run = tl.load(result.num_run + of * strides.num_run)
+            if (run > 0) & (tl.load(result.origin + owner * NUM_NODES) > 0):
+                depth = tl.load(result.accepted + of * strides.accepted)
+                stopped = tl.load(result.path + of * strides.path + depth)
                 node = tl.arange(0, NODES)
                 seen = (node < NUM_NODES) & (node < run)
                 above = tl.load(parent_ptr + owner * NUM_NODES + node, mask=seen, other=-1)

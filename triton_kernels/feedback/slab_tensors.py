@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..verify.verification_result import VerificationResult
 
 
-@dataclass(frozen=True)
-class SlabTensors:
+class SlabTensors(NamedTuple):
     """G slabs of W rows each, and sums of S request slots; contiguous, on one device.
 
     Row i of a slab is of the token x_p, p = begin + i. A row's place follows from its position

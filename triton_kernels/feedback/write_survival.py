@@ -22,17 +22,9 @@ def write_survival_triton(
     bins_per_nat: int,
     steps: torch.Tensor,
 ) -> None:
-    """Write `steps`.
+    """Launch the kernel; see `AcceptanceEstimator.write_survival`.
 
-    Args:
-        req_idx: [R] integers; may be a column of a table.
-        score: [S, N] fp32, by slot, the trees' scores; contiguous.
-        temperature: [R] fp32.
-        judged, reached: [2, bins] fp32, as `AcceptanceEstimator` keeps them; bins a power of two.
-        believed: [bins] fp32, what a bin is worth before anything was seen.
-        prior: nodes that each bin counts before anything was seen.
-        bins_per_nat: of scores.
-        steps: [≥ R, N] fp32, written to in its first R rows, as `AcceptanceEstimator.steps` says.
+    What is of requests may be columns of a table; `score` is contiguous; bins are a power of two.
     """
     if len(req_idx):
         _write_survival_kernel[(len(req_idx),)](

@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..optional_triton import jit, next_power_of_2, tl
-from .paged_rows import CacheStrides, entry_offset
 
 if TYPE_CHECKING:  # it needs numba
     from ..attention.cpu_packing import Packing
+
+
+class CacheStrides(NamedTuple):
+    """Strides of a cache [num_blocks, num_kv_heads, block_size, C]."""
+
+    block: int
+    head: int
+    entry: int
+    dim: int
 
 
 class KVCacheSet:
@@ -175,8 +183,10 @@ def _move_path_kernel(
     row = tl.minimum(root + place, last_row)
     target = tl.load(slot_mapping_ptr + row, mask=live, other=-1)
     live = live & (source >= 0) & (target >= 0)
-    read = cache + entry_offset(source, cache_strides, BLOCK_SIZE)
-    write = cache + entry_offset(target, cache_strides, BLOCK_SIZE)
+    read = cache + source // BLOCK_SIZE * cache_strides.block
+    read += source % BLOCK_SIZE * cache_strides.entry
+    write = cache + target // BLOCK_SIZE * cache_strides.block
+    write += target % BLOCK_SIZE * cache_strides.entry
     for start in range(0, WIDTH, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         mask = live[:, None] & (column < WIDTH)[None, :]

@@ -86,7 +86,6 @@ def committed_tokens_triton(step: StepRows, num_rows: int) -> CommittedRows:
             rows,
             count,
             num_rows - 1,
-            BLOCK=_ROWS,
         )
     return out
 
@@ -100,7 +99,7 @@ def _committed_tokens_kernel(
     num_rows,  # T
     num_requests,  # R
     last_row,  # of the batch
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr = _ROWS,
 ):
     """BLOCK rows, and as many requests: every request has a row, so the programs suffice."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

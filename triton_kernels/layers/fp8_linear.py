@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 
-from ..kv_cache.store_kv import LARGEST
 from ..op import op
 from ..optional_triton import cdiv, jit, next_power_of_2, tl
 
@@ -26,7 +25,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The largest of a row becomes the largest that 8 bits can say.
     """
     weight = weight.float()
-    scale = weight.abs().amax(1).clamp(min=1e-12) / LARGEST
+    scale = weight.abs().amax(1).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (weight / scale[:, None]).to(torch.float8_e4m3fn), scale
 
 

@@ -46,29 +46,17 @@ def rotate_pair(
     Args:
         query: [Q, ..., heads, D], or [T, ..., heads, D], of all rows.
         key: [T, ..., kv heads, D], all of one dtype.
-        rope: T·K positions in all; with a table the reference runs, without one the kernel, or on a
-            CPU a loop.
+        rope: T·K positions in all; with a table torch runs, differentiably, without one the kernel,
+            or on a CPU a loop.
         keep: [Q] int64, rows whose queries are wanted; None: all, and Q = T.
         norms: those of Qwen3.
     """
-    if rope.table is not None:
-        return rotate_pair_reference(query, key, rope, keep, norms)
-    if key.is_cuda:
+    if rope.table is None and key.is_cuda:
         return rotate_pair_triton(query, key, rope, keep, norms)
-    return rotate_pair_numba(query, key, rope.base, rope.turn, keep, norms)
-
-
-def rotate_pair_reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    rope: Rope,
-    keep: torch.Tensor | None = None,
-    norms: Norms | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments as `rotate_pair` has them; differentiable."""
+    if rope.table is None:
+        return rotate_pair_numba(query, key, rope.base, rope.turn, keep, norms)
     if norms is not None:
         query, key = norms[0](query), norms[1](key)
-    assert rope.table is not None  # else a kernel or a loop would rotate
     # The cast only matters under autocast.
     cos, sin = (x.to(key.dtype).view(*key.shape[:-2], 1, key.shape[-1]) for x in rope.table)
     key = _rotate(key, cos, sin)

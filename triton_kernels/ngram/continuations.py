@@ -73,7 +73,6 @@ def follow_triton(texts: Texts, how: Following) -> TreeTensors:
             DEPTH=next_power_of_2(how.depth),
             VOTES=how.votes,
             NATS=how.nats,
-            DEPTH_ONE=DEPTH_ONE,
         )
         _follow_kernel[(count,)](
             texts.table,
@@ -108,7 +107,6 @@ class _Constants(NamedTuple):
     DEPTH: int  # >= D
     VOTES: int
     NATS: int
-    DEPTH_ONE: int
 
 
 @jit
@@ -151,6 +149,7 @@ def _follow_kernel(
     power,
     FOLLOW: tl.constexpr,  # _Constants
     SELECT: tl.constexpr,  # SelectConstants
+    DEPTH_ONE: tl.constexpr = DEPTH_ONE,
 ):
     """One request: its B best occurrences, D tokens of each."""
     request = tl.program_id(0).to(tl.int64)
@@ -196,7 +195,7 @@ def _follow_kernel(
     owner = tl.where(k[None, :] == parts[:, None], leader[:, None], b[:, None])
     parent = tl.where(k[None, :] > 0, owner * FOLLOW.D + k[None, :], 0)
     index = 1 + b[:, None] * FOLLOW.D + k[None, :]
-    tie = (k[None, :] + 1).to(tl.int64) * FOLLOW.DEPTH_ONE + index
+    tie = (k[None, :] + 1).to(tl.int64) * DEPTH_ONE + index
     key = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
 
     to_token, to_parent = (

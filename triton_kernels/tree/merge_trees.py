@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..optional_triton import jit, tl
-from .candidate_keys import DEPTH_ONE, ROOT_HASH
+from .candidate_keys import DEPTH_ONE, PATH_FACTOR, ROOT_HASH
 from .select_tree import TreeTensors, select_constants, select_part, warps_for
 
 
@@ -36,17 +36,12 @@ def merge_trees_triton(
     budget: int,
     max_depth: int,
 ) -> tuple[TreeTensors, torch.Tensor, torch.Tensor]:
-    """Launch the merge.
+    """Launch the kernel; see `combine.merge.merge`.
 
-    Args:
-        first, second: what DraftTrees of n₁ and of n₂ node slots hold, by name.
-        joins: equal texts become one node.
-        budget: N.
-        max_depth: no path is longer.
+    first, second: what DraftTrees hold, by name. joins: equal texts become one node.
 
     Returns:
-        the trees; origin [R, N] uint8; [R] bool, both drafters drafted something and name the same
-        first token.
+        the trees; origin [R, N] uint8; [R] bool, both drafters agree on the first token.
     """
     num_requests, ours = first["token"].shape
     theirs = second["token"].shape[1]
@@ -70,8 +65,6 @@ def merge_trees_triton(
             THEIRS=theirs,
             JOINS=joins,
             CLIMBS=max(0, max_depth - 1).bit_length(),
-            ROOT=ROOT_HASH,
-            DEPTH_ONE=DEPTH_ONE,
             SELECT=select_constants(count, budget, max_depth),
             num_warps=warps_for(count),
         )
@@ -92,9 +85,10 @@ def _merge_kernel(
     THEIRS: tl.constexpr,
     JOINS: tl.constexpr,
     CLIMBS: tl.constexpr,
-    ROOT: tl.constexpr,
-    DEPTH_ONE: tl.constexpr,
     SELECT: tl.constexpr,  # SelectConstants
+    ROOT: tl.constexpr = ROOT_HASH,
+    DEPTH_ONE: tl.constexpr = DEPTH_ONE,
+    FACTOR: tl.constexpr = PATH_FACTOR,
 ):
     """One request: its root, the nodes of its first tree, and those of its second."""
     request = tl.program_id(0).to(tl.int64)
@@ -126,7 +120,7 @@ def _merge_kernel(
     tl.store(to_score + place, total, mask=inside)
     if JOINS:
         # As `path_hashes`: the root's own hash counts once per path, in its topmost node.
-        factor = tl.full([SELECT.PLACES], SELECT.FACTOR, tl.int64)
+        factor = tl.full([SELECT.PLACES], FACTOR, tl.int64)
         path = tl.where(place == 0, 0, word + tl.where(above == 0, ROOT, 0) * factor)
         jump = above
         for step in tl.static_range(CLIMBS):

@@ -64,9 +64,6 @@ class SelectConstants(NamedTuple):
     W: int
     WORDS: int  # >= W
     STEPS: int  # doublings that reach from the deepest node to the root
-    CLOSED: int  # as the next two: see `candidate_keys.py`
-    INDEX: int
-    FACTOR: int
 
 
 def warps_for(candidates: int) -> int:
@@ -89,9 +86,6 @@ def select_constants(count: int, budget: int, max_depth: int) -> SelectConstants
         W=words,
         WORDS=next_power_of_2(words),
         STEPS=max(0, min(max_depth, budget) - 1).bit_length(),
-        CLOSED=CLOSED,
-        INDEX=INDEX_BITS,
-        FACTOR=PATH_FACTOR,
     )
 
 
@@ -134,10 +128,9 @@ def by_text(
     path_hash_ptr,  # [COUNT] int64, read only if JOINS
     COUNT: tl.constexpr,
     PLACES: tl.constexpr,
-    INDEX: tl.constexpr,
-    FACTOR: tl.constexpr,
     JOINS: tl.constexpr,
-    LAST: tl.constexpr,
+    INDEX: tl.constexpr = INDEX_BITS,
+    FACTOR: tl.constexpr = PATH_FACTOR,
 ):
     """Rank one request's candidates, and find the best of every text.
 
@@ -146,7 +139,7 @@ def by_text(
     """
     place = tl.arange(0, PLACES)
     # What pads the sort stands behind all candidates.
-    ranked = tl.sort(tl.load(key_ptr + place, mask=place < COUNT, other=LAST))
+    ranked = tl.sort(tl.load(key_ptr + place, mask=place < COUNT, other=0x7FFFFFFFFFFFFFFF))
     candidate = (ranked & INDEX).to(tl.int32)
     rank, leader = place, place
     if JOINS:
@@ -174,22 +167,16 @@ def select_part(
     request,  # int64
     JOINS: tl.constexpr,
     SELECT: tl.constexpr,  # SelectConstants
+    CLOSED: tl.constexpr = CLOSED,
 ):
     """From one request's candidates to its tree."""
     place = tl.arange(0, SELECT.PLACES)
     inside = place < SELECT.COUNT
     node = tree.node + request * SELECT.COUNT
     ranked, candidate, rank, leader = by_text(
-        key_ptr,
-        path_hash_ptr,
-        SELECT.COUNT,
-        SELECT.PLACES,
-        SELECT.INDEX,
-        SELECT.FACTOR,
-        JOINS,
-        LAST=0x7FFFFFFFFFFFFFFF,
+        key_ptr, path_hash_ptr, SELECT.COUNT, SELECT.PLACES, JOINS
     )
-    kept = inside & (ranked < SELECT.CLOSED)
+    kept = inside & (ranked < CLOSED)
     winner = place
     if JOINS:
         tl.store(node + rank, leader.to(tl.int64), mask=rank < SELECT.COUNT)

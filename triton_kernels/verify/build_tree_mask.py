@@ -69,7 +69,6 @@ def build_tree_mask_triton(
         out,
         COLUMNS=depth.shape[1],
         W=out.mask_words.shape[1],
-        ROWS=_ROWS,
         num_warps=4,
     )
 
@@ -88,7 +87,7 @@ def _build_tree_mask_kernel(
     out,  # MaskTensors
     COLUMNS: tl.constexpr,  # N + 1
     W: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr = _ROWS,
 ):
     """One request, or, of the last program, what fills up the batch."""
     request = tl.program_id(0)

@@ -50,10 +50,6 @@ def reallocate_drafts_triton(
         NUM_NODES=num_nodes,
         NODES=next_power_of_2(num_nodes),
         PROBES=num_nodes.bit_length(),
-        TILE=_TILE,
-        REQUESTS=_REQUESTS,
-        DIGIT_BITS=_DIGIT_BITS,
-        DIGITS=_DIGITS,
         num_warps=8,
     )
 
@@ -128,10 +124,10 @@ def _reallocate_drafts_kernel(
     NUM_NODES: tl.constexpr,
     NODES: tl.constexpr,
     PROBES: tl.constexpr,
-    TILE: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    DIGIT_BITS: tl.constexpr,
-    DIGITS: tl.constexpr,
+    TILE: tl.constexpr = _TILE,
+    REQUESTS: tl.constexpr = _REQUESTS,
+    DIGIT_BITS: tl.constexpr = _DIGIT_BITS,
+    DIGITS: tl.constexpr = _DIGITS,
 ):
     # Survivals as whole numbers of the same order, and -1 where there is no draft.
     node, some = tl.arange(0, NODES)[None, :], tl.arange(0, TILE // NODES)

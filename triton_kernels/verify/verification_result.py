@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ..optional_triton import group_of
 
-
-@dataclass(frozen=True)
-class VerificationResult:
+class VerificationResult(NamedTuple):
     """The verdicts on R requests, each in one of S request slots.
 
     What is of the requests may be columns of a table; what is of the slots is contiguous.
@@ -38,27 +34,9 @@ class VerificationResult:
     temperatures: torch.Tensor
 
     @property
-    def pointers(self) -> ResultPointers:
-        """As kernels take it."""
-        return group_of(ResultPointers, self)
-
-    @property
     def strides(self) -> ResultStrides:
-        """As kernels take them."""
-        of_requests = self.req_idx, self.num_run, self.accepted, self.path
-        return ResultStrides(*(x.stride(0) for x in of_requests))
-
-
-class ResultPointers(NamedTuple):
-    """`VerificationResult` as kernels take it."""
-
-    req_idx: torch.Tensor
-    num_run: torch.Tensor
-    accepted: torch.Tensor
-    path: torch.Tensor
-    score: torch.Tensor
-    origin: torch.Tensor
-    temperatures: torch.Tensor
+        """Return the strides of what is of the requests."""
+        return ResultStrides(*(x.stride(0) for x in self[:4]))
 
 
 class ResultStrides(NamedTuple):

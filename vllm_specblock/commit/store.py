@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_specblock.triton_kernels.kv_cache.store_kv import LARGEST, store_kv_triton
 from vllm_specblock.triton_kernels.op import op
 
 if TYPE_CHECKING:  # it needs numba
     from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
 
 FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
 
 
-@op(store_kv_triton)
+def store_kv_vllm(
+    kv_cache: torch.Tensor,
+    kv_index: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    packing: Packing | None = None,
+) -> None:
+    """Launch vLLM's own kernel; arguments as `store_kv` has them."""
+    if not len(kv_index):
+        return
+    dtype, scales = "auto", (_one(kv_cache.device),) * 2  # not read
+    if key_scale is not None and value_scale is not None:
+        kv_cache, dtype, scales = kv_cache.view(torch.uint8), "fp8", (key_scale, value_scale)
+    else:
+        key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
+    halves = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    torch.ops._C_cache_ops.reshape_and_cache_flash(
+        key, value, *halves, kv_index.contiguous(), dtype, *scales
+    )
+
+
+@cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), device=device)
+
+
+@op(store_kv_vllm)
 def store_kv(
     kv_cache: torch.Tensor,
     kv_index: torch.Tensor,
@@ -33,7 +62,7 @@ def store_kv(
         kv_index: [T] int64, block · block size + offset; negative for padding. In torch, padding
             goes to entry 0, in vLLM's null block, which is never read: no branch depends on
             the data. The kernel stores it nowhere.
-        key, value: [T, kv heads, D].
+        key, value: [T, kv heads, D]; numbers of a row are consecutive.
         key_scale, value_scale: [] fp32 each, what a stored number is to be multiplied by; given
             for a float8_e4m3fn cache only, where what is out of range becomes the largest number.
         packing: how the cache is packed, on a CPU; padding is then stored nowhere.

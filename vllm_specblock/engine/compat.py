@@ -485,6 +485,10 @@ HOOKS: tuple[Hook, ...] = (
     *_on("entrypoints/llm.py", "offline answers",
         "LLM.generate(self, prompts, sampling_params, ...)", "LLM.generate(..., use_tqdm)"),
     *_on("outputs.py", "offline answers", "CompletionOutput: token_ids"),
+    *_on("_custom_ops.py", "keys and values on a GPU",
+        "reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype,"
+        " k_scale, v_scale)",
+        "reshape_and_cache_flash ~ torch.ops._C_cache_ops.reshape_and_cache_flash("),
     # ---- a CPU; the kernels that are replaced there follow below ----
     *_on("config/vllm.py", _CPU,
         "VllmConfig.use_v2_model_runner ~ envs.VLLM_USE_V2_MODEL_RUNNER ... if not HAS_TRITON:",

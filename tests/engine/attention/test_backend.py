@@ -26,11 +26,10 @@ def prompt_queries() -> TreeAttentionBatch:
     start = torch.tensor([0, TOKENS], dtype=torch.int32)
     return TreeAttentionBatch(
         torch.tensor([[3, 1, 2]], dtype=torch.int32),
-        16,
         start,
         [0, TOKENS],
         bound,
-        [TOKENS],
+        TOKENS,
         torch.arange(1, TOKENS + 1, dtype=torch.int32),
         torch.zeros(TOKENS, 1, dtype=torch.int64),
         bound,
@@ -140,7 +139,7 @@ def test_requests_without_trees_by_flash_attention(window, soft_cap):
         stand_in_flash, rest, batch.query, batch.kv_cache, 32**-0.5, out, window, soft_cap
     )
     assert (out[:3] == 7).all()
-    out[:3] = batch.oracle(window=window, soft_cap=soft_cap)[0][:3]
+    out[:3] = batch.oracle(window=window, soft_cap=soft_cap)[:3]
     check(out, batch, window=window, soft_cap=soft_cap)
     assert flash_causal.after_trees(metadata, 4) is None
 

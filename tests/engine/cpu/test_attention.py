@@ -119,11 +119,10 @@ def test_a_layer_beside_vllms_kernel(dtype):
     key, value = entries[slots].chunk(2, dim=-1)
     queries = TreeAttentionBatch(
         batch.block_table,
-        BLOCK,
         batch.query_start,
         start,
         batch.seq_len,
-        batch.seq_len.tolist(),
+        int(batch.seq_len.max()),
         batch.prefix_len,
         batch.mask_words,
         batch.tree_start,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from vllm_specblock.triton_kernels.attention.tree_attention_reference import (
-    attend_reference,
-    plan_reference,
+from vllm_specblock.triton_kernels.attention.tree_attention import (
+    BatchBounds,
+    ScoreOptions,
+    VisibleEntries,
 )
+from vllm_specblock.triton_kernels.attention.tree_attention_reference import tree_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 LAYOUTS = {
@@ -66,7 +68,7 @@ class Blind:
 
 @dataclass
 class Batch:
-    """Arguments of `tree_attention`, and what each query sees as a set of entries."""
+    """What `tree_attention` reads, and what each query sees as a set of entries."""
 
     query: torch.Tensor
     kv_cache: torch.Tensor
@@ -78,24 +80,25 @@ class Batch:
     tree_start: torch.Tensor
     visible: list[tuple[int, set[int]]]  # per query: its request, the entries that it sees
 
-    def arguments(self):
-        lens = set((self.query_start[1:] - self.query_start[:-1]).tolist())
+    def arguments(
+        self, query_lens=None, max_seq_len=None, unknown_up_to=0, prefix_from=None, **scores
+    ):
+        tables = self.block_table, self.query_start, self.seq_len, self.prefix_len, prefix_from
+        bounds = BatchBounds(
+            query_lens or set(self.query_start.diff().tolist()),
+            max_seq_len or int(self.seq_len.max()),
+            unknown_up_to,
+        )
         return (
             self.query,
             self.kv_cache,
-            self.block_table,
-            self.query_start,
-            lens,
-            self.seq_len,
-            int(self.seq_len.max()),
-            self.prefix_len,
-            self.mask_words,
-            self.tree_start,
-            self.query.shape[-1] ** -0.5,
+            VisibleEntries(*tables, self.mask_words, self.tree_start),
+            bounds,
+            ScoreOptions(self.query.shape[-1] ** -0.5, **scores),
         )
 
     def oracle(self, window=None, soft_cap=0.0, key_scale=1.0, value_scale=1.0, sinks=None):
-        """Query by query over its set of entries, in float64 -> out, log of the sums.
+        """Query by query over its set of entries, in float64 -> out.
 
         What a query sees is consecutive in position, in the order of its entries: the prefix,
         then its path from the root down. A window keeps the last of it. `sinks` [heads] are scores
@@ -105,7 +108,6 @@ class Batch:
         group = num_heads // self.kv_cache.shape[1]
         block_size = self.kv_cache.shape[2]
         out = torch.zeros(num_tokens, num_heads, size, dtype=torch.float64)
-        lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64)
         for t, (request, entries) in enumerate(self.visible):
             if not entries:
                 continue
@@ -121,8 +123,7 @@ class Batch:
                     scores = torch.cat([scores, sinks[head].double()[None]])
                     value = torch.cat([value, torch.zeros(1, size, dtype=torch.float64)])
                 out[t, head] = scores.softmax(0) @ value * value_scale
-                lse[t, head] = scores.logsumexp(0)
-        return out, lse
+        return out
 
 
 def signed(value: int) -> int:
@@ -200,38 +201,29 @@ def check(got: torch.Tensor, batch: Batch, **rare) -> None:
     assert got.dtype == batch.query.dtype
     torch.testing.assert_close(
         got.cpu().double(),
-        batch.oracle(**rare)[0],
+        batch.oracle(**rare),
         atol=tolerance,
         rtol=tolerance,
         check_dtype=False,
     )
 
 
-def reference(batch: Batch, max_seq_len: int = 1 << 30, **rare) -> torch.Tensor:
-    """The torch reference; `rare` as in `tree_attention`."""
-    plan = plan_reference(
-        batch.block_table.cpu(),
-        batch.kv_cache.shape[2],
-        batch.query_start.tolist(),
-        batch.seq_len.clamp(max=max_seq_len).tolist(),
-        batch.prefix_len.cpu(),
-        batch.mask_words.cpu(),
-        batch.tree_start.cpu(),
-        batch.query.dtype,
-        None if (start := rare.pop("prefix_from", None)) is None else start.cpu(),
-    )
-    query = batch.query.cpu()
-    out = torch.full_like(query, torch.nan)
-    return attend_reference(query, batch.kv_cache.cpu(), plan, query.shape[-1] ** -0.5, out, **rare)
+def reference(batch: Batch, **options) -> torch.Tensor:
+    """The torch reference, on the CPU; `options` as in `Batch.arguments`."""
+    out = torch.full_like(batch.query, torch.nan, device="cpu")
+
+    def host(x):
+        if isinstance(x, tuple):
+            return type(x)(*map(host, x))
+        return x.cpu() if isinstance(x, torch.Tensor) else x
+
+    return tree_attention.reference(*map(host, batch.arguments(**options)), out)
 
 
 MIXED = [Chunk(5, 19), Tree(37, 12), Chunk(20, 1), Tree(3, 9), Chunk(0, 4)]
 
 
-def load(kernels):
-    return kernels.load("tree_attention")
-
-
-def launch(kernels, batch: Batch, **rare) -> torch.Tensor:
-    out = torch.full_like(batch.query, torch.nan)
-    return load(kernels).tree_attention(*batch.arguments(), out, **rare)
+def launch(kernels, batch: Batch, out=None, **options) -> torch.Tensor:
+    out = torch.full_like(batch.query, torch.nan) if out is None else out
+    module = kernels.load("tree_attention")
+    return module.tree_attention_triton(*batch.arguments(**options), out)

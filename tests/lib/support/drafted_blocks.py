@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import HealthCheck, Phase, settings
+
+
+def few_examples(count: int) -> settings:
+    """Of interpreted kernels: to shrink a failure would take minutes."""
+    return settings(
+        deadline=None,
+        max_examples=count,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
 
 
 def random_block(draw, shape, vocab, *rows):

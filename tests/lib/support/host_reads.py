@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = (f"{ROOT / 'vllm_specblock'}/", f"{ROOT / 'triton_kernels'}/")
 _VLLM = importlib.util.find_spec("vllm")
 VLLM = tuple(f"{folder}/" for folder in (_VLLM.submodule_search_locations if _VLLM else ()))
-STAND_INS = ("_reference.py", "_numba.py", "/packed.py", "/paged_rows.py")
+STAND_INS = ("_reference.py", "_numba.py")
 """Ends of the files that run in a kernel's place."""
 CPU_ONLY = f"{ROOT / 'vllm_specblock' / 'cpu'}/"
 

@@ -72,11 +72,10 @@ def test_nothing_is_left_to_compile():
         start = [length * request for request in range(requests + 1)]
         TreeAttentionBatch(
             table[:requests],
-            block,
             torch.tensor(start, dtype=torch.int32, device="cuda"),
             start,
             one[:requests],
-            [entries] * requests,
+            entries,
             one,
             torch.zeros(rows, 1, dtype=torch.int64, device="cuda"),
             one[:requests],

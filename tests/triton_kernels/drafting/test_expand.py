@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from support.drafted_blocks import coarse_block, random_block
+from support.drafted_blocks import coarse_block, few_examples, random_block
 from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
 
 from vllm_specblock import candidates
@@ -15,14 +15,6 @@ from vllm_specblock.drafters.specblock import growth as module
 from vllm_specblock.drafters.specblock.growth import Expansion, FusedExpansion
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.tree import DraftTree
-
-EXAMPLES = settings(
-    deadline=None,
-    max_examples=8,
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],  # to shrink a failure takes the interpreter minutes
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 
 def scattered(requests: int, count: int, vocab: int, seed: int) -> tuple:
@@ -57,7 +49,7 @@ def assert_same_tree(got, wanted: DraftTree) -> None:
         assert torch.equal(mine.cpu(), theirs), name
 
 
-@EXAMPLES
+@few_examples(8)
 @given(st.integers(1, 140), st.integers(1, 4), st.integers(1, 130), st.integers(0, 10**6))
 def test_select_equals_torch(kernels, count, vocab, budget, seed):
     fields, depth = scattered(2, count, vocab, seed)
@@ -113,7 +105,7 @@ SHAPES = st.builds(
 )
 
 
-@EXAMPLES
+@few_examples(8)
 @given(SHAPES, st.sampled_from([random_block, certain_block]), st.integers(0, 10**6))
 @example(TreeShape(3, 3, 5, (2, 4, 6, 4), 60), random_block, 2)  # twins that are both open
 @example(TreeShape(3, 3, 5, (2, 4, 6, 0), 60), random_block, 3)

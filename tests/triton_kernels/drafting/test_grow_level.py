@@ -6,21 +6,14 @@ from dataclasses import fields
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from support.drafted_blocks import few_examples
 from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
 from vllm_specblock.drafters.eagle3 import growth as module
 from vllm_specblock.drafters.eagle3.growth import FusedLevels, LevelRows, Levels
 from vllm_specblock.tree import DraftTree
-
-EXAMPLES = settings(
-    deadline=None,
-    max_examples=12,
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],  # to shrink a failure takes the interpreter minutes
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 
 def a_level(draw: torch.Generator, coarse: bool, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +66,7 @@ GROWTHS = st.tuples(st.integers(1, 8), st.integers(1, 10), st.integers(1, 10), s
 GROWTHS = GROWTHS.map(lambda d: LevelLimits(d[0], d[1], min(d[1], d[2]), d[3]))
 
 
-@EXAMPLES
+@few_examples(12)
 @given(GROWTHS, st.integers(1, 3), st.booleans(), st.integers(0, 10**6))
 @example(LevelLimits(1, 1, 1, 5), 2, False, 0)
 @example(LevelLimits(1, 10, 10, 5), 1, True, 0)

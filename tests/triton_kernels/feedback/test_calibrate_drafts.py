@@ -13,7 +13,7 @@ from vllm_specblock.feedback.calibration import DraftCalibration
 
 
 def some_requests(count: int, seed: int) -> list[SimpleNamespace]:
-    """Some drafted by one head, some by both, some of nobody; greedy, cold and hot."""
+    """Some drafted by one head, some by both, some by none; greedy, cold and hot."""
     draw = random.Random(seed)
     requests = []
     for _ in range(count):
@@ -46,9 +46,9 @@ def launch_of(form, sharpness, verified, head):
 
 
 # More requests than the program takes at once: 2048 / 8 nodes.
-@pytest.mark.parametrize("count", [1, 3, 7, 300])
-@pytest.mark.parametrize("head", [0, 1])
-@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize(
+    ("count", "head", "apart"), [(1, 0, True), (7, 1, False), (7, 0, True), (300, 1, True)]
+)
 def test_as_torch_learns(form, count, head, apart):
     slots = count + SPARE_SLOTS if apart else 0
     mine, theirs = DraftCalibration(form.device, slots), DraftCalibration("cpu", slots)

@@ -42,9 +42,7 @@ def some_verified(count: int, nodes: int) -> tuple[torch.Tensor, ...]:
 
 
 # 2048 places for nodes in a program: 128 requests with 16 of them, 8 with 256.
-@pytest.mark.parametrize(
-    ("count", "nodes"), [(1, 12), (3, 1), (7, 60), (300, 12), (19, 200), (0, 12)]
-)
+@pytest.mark.parametrize(("count", "nodes"), [(3, 1), (300, 12), (19, 200), (0, 12)])
 @pytest.mark.parametrize("drafters", [1, 2])
 def test_as_torch_counts(kernels, count, nodes, drafters):
     _, theirs, into = counted_twice(kernels, drafters)

@@ -19,17 +19,18 @@ def on(device: torch.device, found):
     if isinstance(found, torch.Tensor):
         there = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=device)
         return there.copy_(found)
+    if isinstance(found, SlabTensors | VerifiedTrees):
+        return type(found)(*(on(device, each) for each in found))
     if isinstance(found, tuple):
         return tuple(on(device, each) for each in found)
-    if isinstance(found, SlabTensors | StepToRecord | VerifiedTrees):
+    if isinstance(found, StepToRecord):
         return type(found)(*(on(device, getattr(found, f.name)) for f in fields(found)))
     return found
 
 
 def same(mine: SlabTensors, theirs: SlabTensors) -> None:
-    for field in fields(SlabTensors):
-        one, other = getattr(mine, field.name).cpu(), getattr(theirs, field.name)
-        assert one.dtype == other.dtype and torch.equal(one, other), field.name
+    for name, one, other in zip(SlabTensors._fields, mine, theirs):
+        assert one.dtype == other.dtype and torch.equal(one.cpu(), other), name
 
 
 def plainly(slabs: SlabTensors, step: StepToRecord) -> SlabTensors:
@@ -72,47 +73,25 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("spread", "seed"), [(False, 0), (True, 1)], ids=["plain", "strided"])
-def test_torch_records_row_after_row(shape, spread, seed):
+def test_torch_records_row_after_row(shape):
     slabs, rows, hidden, slots, requests, nodes = shape
-    made = some_slabs(seed, slabs, rows, hidden, slots, torch.float32)
-    step = some_step(seed, made, requests, nodes, spread=spread)
+    made = some_slabs(1, slabs, rows, hidden, slots, torch.float32)
+    step = some_step(1, made, requests, nodes, spread=True)
     wanted = plainly(made, step)
     record_step.reference(made, step)
     same(made, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "spread"), [(torch.bfloat16, False), (torch.float32, True)], ids=str
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("spread", [False, True], ids=["plain", "strided"])
 def test_as_torch_does(forms, dtype, shape, spread):
     slabs, rows, hidden, slots, requests, nodes = shape
-    for seed in range(3):
+    for seed in range(2):
         made = some_slabs(seed, slabs, rows, hidden, slots, dtype)
         step = some_step(seed, made, requests, nodes, spread=spread, fillers=seed)
         mine = on(forms.device, made)
         forms.load("record_step").record_step_triton(mine, on(forms.device, step))
         record_step.reference(made, step)
         same(mine, made)
-
-
-def test_a_repeated_row_is_written_once_more(forms):
-    """A step that is repeated leaves the same rows; only sums grow."""
-    made = some_slabs(1, 4, 20, 8, 9, torch.float32)
-    step = some_step(1, made, 8)
-    record_step.reference(made, step)
-    mine = on(forms.device, made)
-    forms.load("record_step").record_step_triton(mine, on(forms.device, step))
-    for name in ("states", "last", "token", "end"):
-        assert torch.equal(getattr(mine, name).cpu(), getattr(made, name)), name
-
-
-def test_nobody_is_recorded(forms):
-    made = some_slabs(2, 3, 12, 8, 9, torch.float32)
-    made.of_slot.fill_(-1)
-    step = some_step(2, made, 8)
-    mine = on(forms.device, made)
-    forms.load("record_step").record_step_triton(mine, on(forms.device, step))
-    same(mine, made)
-    record_step.reference(mine_cpu := on(torch.device("cpu"), made), step)
-    same(mine_cpu, made)

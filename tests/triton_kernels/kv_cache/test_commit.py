@@ -25,20 +25,6 @@ def make_caches(layers=3, width=10, layout="heads first", dtype=torch.float32, d
     return caches
 
 
-def moved(caches, source, target, moves):
-    """What the caches should hold afterwards."""
-    expected = [cache.clone() for cache in caches]
-    rows = zip(source.flatten().tolist(), target.flatten().tolist(), moves.flatten().tolist())
-    for start, stop, goes in rows:
-        if not goes or start < 0 or stop < 0:
-            continue
-        for before, after in zip(caches, expected):
-            after[stop // BLOCK_SIZE, :, stop % BLOCK_SIZE] = before[
-                start // BLOCK_SIZE, :, start % BLOCK_SIZE
-            ]
-    return expected
-
-
 def some_paths(count: int, depth: int, seed: int, nodes: int = 5) -> tuple:
     """Requests with a verdict each, their rows anywhere in the cache and some of them nowhere.
 
@@ -65,16 +51,18 @@ def some_paths(count: int, depth: int, seed: int, nodes: int = 5) -> tuple:
     return slot, AcceptedRows(rows.cumsum(0) - rows, base, path, accepted.int()), num_rows
 
 
-def moved_paths(caches, slot_mapping, accepted_rows, num_rows):
+def moved(caches, slot_mapping, accepted_rows, num_rows):
     """What the caches should hold afterwards: node path[j] of every path at the j-th row."""
-    pairs = [
-        (first + own - 1 + nodes[place], first + own - 1 + place)
-        for first, own, nodes, end in zip(*(x.tolist() for x in accepted_rows))
-        for place in range(1, end + 1)
-    ]
-    rows = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).clamp(max=num_rows - 1)
-    source, target = slot_mapping[rows].unbind(1)
-    return moved(caches, source, target, source != target)
+    expected = [cache.clone() for cache in caches]
+    for first, own, nodes, end in zip(*(x.tolist() for x in accepted_rows)):
+        for place in range(1, end + 1):
+            rows = (min(first + own - 1 + at, num_rows - 1) for at in (nodes[place], place))
+            source, target = (int(slot_mapping[row]) for row in rows)
+            if source >= 0 and target >= 0:
+                (block, at), (to, slot) = divmod(source, BLOCK_SIZE), divmod(target, BLOCK_SIZE)
+                for before, after in zip(caches, expected):
+                    after[to, :, slot] = before[block, :, at]
+    return expected
 
 
 @pytest.fixture(params=["torch", "kernel", "kernel, columns"])
@@ -83,7 +71,7 @@ def mover(request, kernels):
     module = kernels.load("commit")
 
     def move(caches, slots, rows, num_rows):
-        expected = moved_paths(caches, slots, rows, num_rows)
+        expected = moved(caches, slots, rows, num_rows)
         launch = move_path.reference if request.param == "torch" else module.move_path_triton
         rows = AcceptedRows(*(x.to(kernels.device) for x in rows))
         if request.param.endswith("columns"):
@@ -97,11 +85,11 @@ def mover(request, kernels):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("count", "depth"), [(1, 1), (4, 3), (4, 5), (4, 8), (5, 13)])
+@pytest.mark.parametrize(("count", "depth"), [(1, 1), (4, 5), (5, 13)])
 def test_paths(mover, count, depth, layout):
     device, move = mover
     changed = 0
-    for seed in range(4):
+    for seed in range(3):
         caches = make_caches(layout=layout, device=device)
         before = [cache.clone() for cache in caches]
         expected = move(caches, *some_paths(count, depth, seed))
@@ -122,8 +110,7 @@ def test_a_path_that_shifts_down(mover):
     assert (caches[0] != make_caches(device=device)[0]).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8], ids=str)
-@pytest.mark.parametrize("width", [8, 130])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 130), (torch.uint8, 8)], ids=str)
 def test_any_dtype_and_width(mover, dtype, width):
     device, move = mover
     caches = make_caches(width=width, dtype=dtype, device=device)

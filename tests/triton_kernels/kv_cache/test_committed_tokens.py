@@ -15,8 +15,8 @@ HUGE = 2**40
 def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 11) -> dict:
     """Arguments of `committed_tokens`: decodes, prompt chunks and requests without a verdict.
 
-    The batch has `spare` rows that are nobody's, and one request at the end that has none.
-    Whatever may not be looked at would be far outside of everything.
+    The batch has `spare` rows of no request, and one request at the end without rows. Values that
+    may not be read are far outside of every tensor.
     """
     draw = torch.Generator().manual_seed(seed)
 
@@ -32,7 +32,7 @@ def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 1
     accepted = accepted.minimum((scheduled - base).int())
     unused = torch.arange(depth + 1) > accepted[:, None]
     path[unused & (among(0, 1, *path.shape) > 0)] = HUGE
-    # Someone who fills up the batch: a layout like everyone's, not one row, and an old verdict.
+    # A padding request: a layout like the others', no rows, and an old verdict.
     base[-1], scheduled[-1], accepted[-1], drafted[-1] = 1, 0, 3, True
 
     start = scheduled.cumsum(0) - scheduled
@@ -41,9 +41,9 @@ def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 1
     known = torch.full((count, 3), HUGE)
     known[:, 0] = torch.randperm(slots, generator=draw)[:count]
     text, temperature = among(0, 30_000, slots, longest).int(), torch.rand(slots, generator=draw)
-    nobody = torch.ones(slots, dtype=torch.bool)
-    nobody[known[:, 0]] = False
-    text[nobody], temperature[nobody] = -1, float("nan")
+    unused = torch.ones(slots, dtype=torch.bool)
+    unused[known[:, 0]] = False
+    text[unused], temperature[unused] = -1, float("nan")
     positions = among(0, longest - 1, num_rows)  # up to the last token that there is place for
     rows = base + torch.where(drafted, depth, 0)
     row_start = torch.nn.functional.pad(rows.cumsum(0), (1, 0))
@@ -81,41 +81,16 @@ def step_of(args: dict) -> tuple[StepRows, int]:
     return StepRows(**{name: args[name] for name in StepRows._fields}), args["num_rows"]
 
 
-def assert_as_torch(kernels, args: dict, form=dict) -> None:
+# Rows of one program, of several; 300 requests are more than a program's, too. Depth 0: no drafts.
+@pytest.mark.parametrize(("count", "depth"), [(1, 5), (3, 5), (17, 5), (300, 5), (130, 0)])
+@pytest.mark.parametrize("form", [dict, spread], ids=["plain", "strided"])
+def test_as_torch_does(kernels, count, depth, form):
     launch = kernels.load("committed_tokens").committed_tokens_triton
+    args = ragged(count, seed=count, depth=depth)
     found = launch(*step_of(put(kernels.device, form(args))))
     for name, wanted in committed_tokens(*step_of(args))._asdict().items():
         mine = getattr(found, name)
         assert mine.dtype == wanted.dtype and torch.equal(mine.cpu(), wanted), name
-
-
-# Rows of one program, of several; 300 requests are more than a program's, too.
-@pytest.mark.parametrize("count", [1, 2, 3, 17, 300])
-@pytest.mark.parametrize(
-    ("form", "seed"), [(dict, 0), (spread, 1), (spread, 2)], ids=["plain", "strided", "again"]
-)
-def test_as_torch_does(kernels, count, form, seed):
-    assert_as_torch(kernels, ragged(count, seed), form)
-
-
-def test_one_row_a_request(kernels):
-    """No drafts at all: nothing of a path is looked at, and there are as many rows as requests."""
-    count = 130
-    each = torch.arange(count)
-    args = ragged(count, 0)
-    args |= {
-        "request": each,
-        "local": torch.zeros(count, dtype=torch.int64),
-        "row_start": torch.arange(count + 1).int(),
-        "query_start": each,
-        "base": torch.ones(count, dtype=torch.int64),
-        "path": torch.full_like(args["path"], HUGE),
-        "accepted": torch.zeros(count, dtype=torch.int32),
-    }
-    launch = kernels.load("committed_tokens").committed_tokens_triton
-    found = launch(*step_of(put(kernels.device, args)))
-    wanted = committed_tokens(*step_of(args | {"path": torch.zeros_like(args["path"])}))
-    assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, wanted, strict=True))
 
 
 def test_no_requests(kernels):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from vllm_specblock.triton_kernels import optional_numba
 from vllm_specblock.triton_kernels.layers import layers_numba
-from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair_reference
+from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair
 
 pytestmark = pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # bf16: one step of 2^-8, of sums apart
@@ -62,6 +62,6 @@ def test_rotation(kept, normed, dtype):
     rope = Rope(base, turn, (angle.cos().to(dtype), angle.sin().to(dtype)))
     norms = (norm_over(size, dtype), norm_over(size, dtype)) if normed else None
     found = layers_numba.rotate_pair_numba(query, key, base, turn, keep, norms)
-    for got, wanted in zip(found, rotate_pair_reference(query, key, rope, keep, norms)):
+    for got, wanted in zip(found, rotate_pair(query, key, rope, keep, norms)):
         # Each of the two cosines may round the other way.
         torch.testing.assert_close(got, wanted, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -110,18 +110,6 @@ def test_each_rank_feature_to_a_thousandth(kernels, numbers, vocab, width, scope
 
 
 @torch.no_grad()
-def test_of_equal_logits_the_first_comes_first(kernels):
-    logits = torch.zeros(2, 1, 1200, device=kernels.device)
-    logits[0, 0, [7, 1100, 3]] = 1.0
-    logits[1] = -0.5
-    normed, offset = torch.zeros(2, 1, SIZE), torch.zeros(1200, dtype=torch.int64)
-    head = rank_head(torch.float32, kernels.device)
-    launch = kernels.load("lm_and_rank_head").lm_and_rank_head_triton
-    _, token, _ = launch(normed.to(kernels.device), logits, offset.to(kernels.device), head, 5, 10)
-    assert token[:, 0].tolist() == [[3, 7, 1100, 0, 1], [0, 1, 2, 3, 4]]
-
-
-@torch.no_grad()
 def test_no_rows(kernels):
     normed, logits, offset = inputs(2, 64, torch.float32, kernels.device)
     head = rank_head(torch.float32, kernels.device)

@@ -47,8 +47,7 @@ def test_sum_and_norm(kernels, shape, dtype):
     assert_same(normed, wanted[1], dtype)
 
 
-@pytest.mark.parametrize("places", [(), (4,)], ids=["one", "four"])
-@pytest.mark.parametrize("kept", [[6, 0, 2], [], [5] * 9])
+@pytest.mark.parametrize(("places", "kept"), [((), [6, 0, 2]), ((4,), []), ((4,), [5] * 9)])
 @torch.no_grad()
 def test_sum_of_kept_rows(kernels, kept, places):
     """`left` is half of a wider tensor, and `keep` the column of a table."""

@@ -111,7 +111,7 @@ def assert_same(
 
 @pytest.mark.parametrize(
     ("num_requests", "num_nodes"),
-    [(0, 70), (1, 12), (5, 1), (9, 7), (4, 60), (3, 63), (3, 64), (2, 256)],
+    [(0, 70), (1, 12), (5, 1), (9, 7), (3, 63), (3, 64), (2, 256)],
 )
 @pytest.mark.parametrize("who", ["all", "some", "none"])
 def test_as_torch(kernels, num_requests, num_nodes, who):
@@ -134,7 +134,7 @@ def test_as_torch(kernels, num_requests, num_nodes, who):
         assert_same(kernels, Combined(combined.tree, 2), flags)
 
 
-@pytest.mark.parametrize("num_nodes", [62, 63, 64, 127, 128, 256])
+@pytest.mark.parametrize("num_nodes", [63, 64, 256])
 def test_words_at_their_edges(kernels, num_nodes):
     """Chains set every bit, the sign bits among them; one ends before its slots do."""
     combined = grown([list(range(num_nodes)), list(range(num_nodes - 5))], num_nodes, 0.01)

@@ -20,7 +20,7 @@ def trees_of(slots: int, num_nodes: int, draw) -> tuple[torch.Tensor, torch.Tens
 
 
 def ragged(counts: list[tuple[int, int]], fillers: int, slots: int, draw) -> BatchRows:
-    """Requests of (rows before the root, nodes); at the end rows of nobody."""
+    """Requests of (rows before the root, nodes); at the end rows of no request."""
     before, nodes = torch.tensor(counts).unbind(1)
     scheduled = before + 1 + nodes
     done = torch.randint(0, 5000, (len(counts),), generator=draw)
@@ -73,7 +73,7 @@ def assert_ragged_as_torch(kernels, counts, fillers: int, num_nodes: int, column
 
 
 @pytest.mark.parametrize("column", [False, True])
-@pytest.mark.parametrize("num_nodes", [1, 10, 63, 64, 256])
+@pytest.mark.parametrize("num_nodes", [1, 63, 64, 256])
 def test_decodes_chunks_and_fillers(kernels, num_nodes, column):
     """Full trees, cut trees, roots alone, a prompt of several tiles, and one with placeholders."""
     half = num_nodes // 2
@@ -88,7 +88,7 @@ def test_one_request(kernels, fillers):
 
 
 def test_a_batch_of_vllms_own(kernels):
-    """Dummy batches stand at position 0 throughout, whatever their length."""
+    """Dummy batches have position 0 in all rows, at any length."""
     depth, ancestors = trees_of(4, 6, torch.Generator().manual_seed(0))
     count, each = 3, 5
     start = torch.arange(0, count * each + 1, each)

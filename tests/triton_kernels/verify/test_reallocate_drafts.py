@@ -42,7 +42,7 @@ def launch_of(forms):
 
 @pytest.mark.parametrize(
     ("num_requests", "num_nodes"),
-    [(1, 1), (3, 7), (8, 60), (33, 64), (65, 63), (256, 120)],
+    [(1, 1), (3, 7), (33, 64), (65, 63), (256, 120)],
 )
 @pytest.mark.parametrize("even", [False, True], ids=["continuous", "ties"])
 def test_as_torch(forms, num_requests, num_nodes, even):
@@ -107,7 +107,7 @@ def test_survival_is_rounded_once(forms):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5, 3.0])
-def test_the_budget_is_kept_whatever_the_confidence(forms, value):
+def test_the_budget_is_kept_at_any_confidence(forms, value):
     """What follows is laid out for so many rows: any other number would be read past its end."""
     confidence, _, _ = some_batch(5, 60, even=False)
     confidence[1:3, 7] = confidence[4, 0] = value

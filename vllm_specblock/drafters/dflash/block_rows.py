@@ -64,11 +64,10 @@ class BlockRows:
         first = first.int()
         queries = TreeAttentionBatch(
             table,
-            rows.block_size,
             torch.arange(0, count * size + 1, size, dtype=torch.int32, device=last.device),
             [size * request for request in range(count + 1)],
             (first + size).clamp(max=self.max_position),
-            [min(rows.max_position + 1 + size, self.max_position)] * count,
+            min(rows.max_position + 1 + size, self.max_position),
             first[:, None].expand(-1, size).flatten(),
             self.mask_words.repeat(count, 1),
             first,

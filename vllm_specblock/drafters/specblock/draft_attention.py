@@ -90,14 +90,13 @@ class DraftAttentionBuilder:
         Returns:
             the attention, and [T] int64: RoPE's position of each row's first.
         """
-        K, table, size = self.K, rows.block_table, rows.block_size * self.K
-        requests = len(rows.row_start_host) - 1
+        K, table, requests = self.K, rows.block_table, len(rows.row_start_host) - 1
         of = self._first(rows)
         words, ends = self.no_bits[: len(of.prefix_len)], of.ends
-        limit = [(rows.max_position + 1) * K] * requests
+        limit = (rows.max_position + 1) * K
 
         def sees(start: torch.Tensor, host: list[int], prefix: torch.Tensor) -> TreeAttentionBatch:
-            return TreeAttentionBatch(table, size, start, host, ends, limit, prefix, words, ends)
+            return TreeAttentionBatch(table, start, host, ends, limit, prefix, words, ends)
 
         queries = sees(of.query_start, [row * K for row in rows.row_start_host], of.prefix_len)
         kept = sees(of.kept_start, [K * r for r in range(requests + 1)], of.kept_prefix)
@@ -181,11 +180,10 @@ class DraftAttentionBuilder:
         limit = min(self.newest_bound + 1 + (block - 1) * S, self.max_position) * K
         queries = TreeAttentionBatch(
             table,
-            self.token_block * K,
             metadata.query_start,
             each,
             metadata.seq_len,
-            [limit] * self.requests,
+            limit,
             metadata.prefix_len,
             metadata.mask_words,
             metadata.tree_start,

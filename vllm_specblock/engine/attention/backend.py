@@ -104,18 +104,17 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         max_seq_len, max_query_len = batch.max_seq_len, batch.max_query_len
         if count < batch.num_reqs:
             # Trees only; with `adaptive` their lengths are known on the device only.
-            max_seq_len, max_query_len = None, self.num_speculative_tokens + 1
+            max_seq_len = int(batch.seq_lens_cpu_upper_bound[:count].max())  # a host tensor
+            max_query_len = self.num_speculative_tokens + 1
         return TreeAttentionBatch(
             batch.block_table_tensor[:count],
-            self.kv_cache_spec.block_size,
             batch.query_start_loc[: count + 1],
             starts[: count + 1].tolist(),  # a host tensor
             batch.seq_lens[:count],
-            batch.seq_lens_cpu_upper_bound[:count].tolist(),  # a host tensor
+            max_seq_len,
             tree_mask.prefix_len,
             tree_mask.mask_words,
             tree_mask.tree_start,
-            max_seq_len,
             max_query_len,
             unknown_up_to=self.num_speculative_tokens + 1 if tree_mask.adaptive else 0,
         )

@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, FIRST, INDEX_BITS
+from vllm_specblock.triton_kernels.tree.candidate_keys import (
+    CLOSED,
+    DEPTH_ONE,
+    FIRST,
+    INDEX_BITS,
+    MAX_DEPTH,
+    PATH_FACTOR,
+    ROOT_HASH,
+)
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
 from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 
@@ -47,8 +55,8 @@ def reshape_and_cache(a: Arguments, grid: Grid) -> None:
 
 def tree_attention(a: Arguments, grid: Grid) -> None:
     """One launch, split or whole: what is split writes its result, and no part of it."""
-    given, out = a.given, a.into.out
-    starts, most = given.query_start.tolist(), grid[1]
+    rule, out = a.seen, a.into.out
+    starts, most = rule.query_start.tolist(), grid[1]
     if most > a.num_requests:
         out[starts[-1] : a.num_tokens] = 0
         most = a.num_requests
@@ -59,18 +67,18 @@ def tree_attention(a: Arguments, grid: Grid) -> None:
     for i, (first, stop) in enumerate(itertools.pairwise(starts[: most + 1])):
         if not a.above < (stop - first) * a.TILE.GROUP <= a.up_to:
             continue
-        entry = torch.arange(min(int(given.seq_len[i]), a.max_seq_len))
-        seen = entry < given.prefix_len[first:stop, None]
-        if given.prefix_from is not None:
-            seen &= entry >= given.prefix_from[first:stop, None]
-        column = entry - given.tree_start[i]
+        entry = torch.arange(min(int(rule.seq_len[i]), a.max_seq_len))
+        seen = entry < rule.prefix_len[first:stop, None]
+        if rule.prefix_from is not None:
+            seen &= entry >= rule.prefix_from[first:stop, None]
+        column = entry - rule.tree_start[i]
         inside = (column >= 0) & (column < mask_bits)
         column = column.clamp(0, mask_bits - 1)
-        bits = given.mask_words32[first:stop][:, column >> 5] >> (column & 31)
+        bits = rule.mask_words[first:stop][:, column >> 5] >> (column & 31)
         seen |= ((bits & 1) != 0) & inside
         used = seen.any(0).nonzero().flatten()
-        entries = given.kv_cache[given.block_table[i, used // size].long(), :, used % size]
-        out[first:stop] = attend(given.query[first:stop], entries, seen[:, used], a)
+        entries = a.kv_cache_ptr[rule.block_table[i, used // size].long(), :, used % size]
+        out[first:stop] = attend(a.query_ptr[first:stop], entries, seen[:, used], a)
 
 
 def attend(query: torch.Tensor, entries: torch.Tensor, seen: torch.Tensor, a: Arguments):
@@ -78,8 +86,8 @@ def attend(query: torch.Tensor, entries: torch.Tensor, seen: torch.Tensor, a: Ar
     entries = entries.float().repeat_interleave(a.TILE.GROUP, dim=1)
     keys, values = entries.split(a.TILE.HEAD, dim=-1)
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * a.scale
-    if a.given.key_scale is not None:
-        scores *= a.given.key_scale
+    if a.key_scale_ptr is not None:
+        scores *= a.key_scale_ptr
     if a.READ.CAPPED:
         scores = a.soft_cap * torch.tanh(scores / a.soft_cap)
     scores = scores.masked_fill(~seen, float("-inf"))
@@ -143,14 +151,6 @@ def fp8_linear(a: Arguments, grid: Grid) -> None:
     if a.residual_ptr is not None:
         total += a.residual_ptr.view(total.shape).float()
     a.out_ptr.copy_(total)
-
-
-def store_kv(a: Arguments, grid: Grid) -> None:
-    rows = (a.kv_index_ptr >= 0).nonzero().flatten()
-    slots, cache = a.kv_index_ptr[rows].long(), a.kv_cache_ptr
-    assert a.key_scale_ptr is None
-    both = torch.cat([a.key_ptr[rows], a.value_ptr[rows]], -1).to(cache.dtype)
-    cache[slots // a.BLOCK_SIZE, :, slots % a.BLOCK_SIZE] = both
 
 
 def best_of_chunk(a: Arguments, grid: Grid) -> None:
@@ -225,16 +225,16 @@ def attach_block(a: Arguments, requests: int) -> None:
     token, path_hash, key, parent, may_start, _ = a.fields_ptr.unbind()
     score, first = a.score_ptr, 1
     if grow.BLOCK == 1:
-        for field, value in ((token, 0), (path_hash, grow.ROOT), (key, 0), (parent, 0), (score, 0)):
+        for field, value in ((token, 0), (path_hash, ROOT_HASH), (key, 0), (parent, 0), (score, 0)):
             field[:, 0] = value
         node = torch.zeros(requests, 1, dtype=torch.int64)
         total, text, above = score[:, :1], path_hash[:, :1], key[:, :1]
     else:
         node, first = given.start_node, 1 + (1 + (grow.BLOCK - 2) * grow.S) * grow.K * grow.B
         total = torch.where(given.start_valid, score.gather(1, node), float("-inf"))
-        text, above = path_hash.gather(1, node), key.gather(1, node) & grow.DEPTH
+        text, above = path_hash.gather(1, node), key.gather(1, node) & (MAX_DEPTH * DEPTH_ONE)
         if grow.BLOCK < grow.BLOCKS:
-            begun = torch.where(given.start_valid, text, grow.ROOT)
+            begun = torch.where(given.start_valid, text, ROOT_HASH)
             a.started_ptr[:, grow.BLOCK - 2] = begun
     word = given.top_token.view(cells)
     width = given.branching[given.bucket].view(cells[:3])[..., None]
@@ -245,10 +245,10 @@ def attach_block(a: Arguments, requests: int) -> None:
     total, text = total[..., None], text[..., None]
     for k in range(grow.K):
         totals[:, :, k] = total + gain[:, :, k]
-        texts[:, :, k] = word[:, :, k] + text * grow.FACTOR
+        texts[:, :, k] = word[:, :, k] + text * PATH_FACTOR
         total, text = totals[:, :, k, :1], texts[:, :, k, :1]
     index = first + torch.arange(gain[0].numel()).view(cells[1:])
-    depth = (1 + torch.arange(grow.K)) * grow.DEPTH_ONE
+    depth = (1 + torch.arange(grow.K)) * DEPTH_ONE
     rank = (totals.abs().view(torch.int32).long() << 32) + above[..., None, None]
     rank += depth[:, None] + index
     up = (index - torch.arange(grow.B) - grow.B).expand(cells).clone()
@@ -423,7 +423,6 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "_norm_pair_kernel": (norm_pair, "out_ptr"),
     "_layer_shift_kernel": (layer_shift, "out_ptr"),
     "_fp8_linear_kernel": (fp8_linear, "out_ptr"),
-    "_store_kv_kernel": (store_kv, ""),
     "_best_of_chunk_kernel": (best_of_chunk, "out.best"),
     "_merge_and_rank_kernel": (merge_and_rank, "logprob_ptr token_ptr"),
     "topk_tokens._merge_kernel": (merge_chunks, "logprob_ptr token_ptr"),

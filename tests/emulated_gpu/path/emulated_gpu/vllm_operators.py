@@ -69,12 +69,14 @@ def silu_and_mul(result, input):
 def reshape_and_cache_flash(
     key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, *scales
 ):
-    assert kv_cache_dtype == "auto"
     size = key_cache.shape[1]
     rows = (slot_mapping >= 0).nonzero().flatten()
     slots = slot_mapping[rows]
-    for cache, new in ((key_cache, key), (value_cache, value)):
-        cache[slots // size, slots % size] = new[: len(slot_mapping)][rows].to(cache.dtype)
+    for cache, new, scale in zip((key_cache, value_cache), (key, value), scales):
+        new = new[: len(slot_mapping)][rows]
+        if kv_cache_dtype != "auto":
+            new = (new.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        cache[slots // size, slots % size] = new
 
 
 def fa3_fwd(

@@ -1,0 +1,147 @@
+"""Tree attention in splits: equal bits in every batch, captured graph and form of launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.attention import MIXED, Chunk, Tree, check, launch, make_batch
+from vllm_specblock.triton_kernels.attention import attention_schedule
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
+    TreeAttentionBatch,
+    see_last,
+)
+
+
+def batch_of(batch, **bounds) -> TreeAttentionBatch:
+    return TreeAttentionBatch(
+        batch.block_table,
+        batch.query_start,
+        batch.query_start.tolist(),
+        batch.seq_len,
+        int(batch.seq_len.max()),
+        batch.prefix_len,
+        batch.mask_words,
+        batch.tree_start,
+        **bounds,
+    )
+
+
+def test_layers_of_one_step_may_have_different_windows():
+    batch = make_batch(MIXED)
+    queries = batch_of(batch)
+    for window in (None, 5, 40, None, 5):
+        out = queries.attend(batch.query, batch.kv_cache, 32**-0.5, window=window)
+        check(out, batch, window=window)
+
+
+@pytest.fixture
+def short_splits(monkeypatch):
+    """Splits at lengths that the interpreter can afford."""
+    monkeypatch.setattr(attention_schedule, "SPLIT_ENTRIES", 128)
+    monkeypatch.setattr(attention_schedule, "PROGRAMS", 16)
+
+
+LONG = [Tree(700, 12), Chunk(301, 40), Tree(90, 3), Chunk(530, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_contexts_in_splits(kernels, short_splits, dtype):
+    for requests in (LONG[:1], LONG):  # a program for each split; one for all
+        batch = make_batch(
+            requests, group=3, num_kv_heads=2, dtype=dtype, device=kernels.device, tail=2
+        )
+        check(launch(kernels, batch), batch)
+
+
+def test_splits_of_more_tiles_than_one(kernels, short_splits):
+    """183 rows are two tiles of 128, in the workspace side by side."""
+    batch = make_batch([Tree(700, 60)], group=3, num_kv_heads=1, device=kernels.device)
+    check(launch(kernels, batch), batch)
+
+
+def test_splits_under_a_window(kernels, short_splits):
+    batch = make_batch(LONG[:1], device=kernels.device)
+    prefix_from, batch.mask_words = see_last(batch.prefix_len, batch.mask_words, 400)
+    check(launch(kernels, batch, prefix_from=prefix_from), batch, window=400)
+
+
+@pytest.mark.parametrize("unknown_up_to", [0, 20])
+def test_bits_do_not_depend_on_the_batch(kernels, short_splits, unknown_up_to):
+    """Alone a request's splits have programs of their own; in company one program reads them all;
+    beside a long chunk other tiles are launched."""
+    rare = {"unknown_up_to": unknown_up_to}
+    requests = [Tree(700, 12), *[Chunk(600, 1)] * 7, Chunk(20, 70)]
+    crowd = make_batch(requests, group=2, dtype=torch.bfloat16, device=kernels.device)
+    wanted = launch(kernels, crowd, **rare)
+    check(wanted, crowd)
+    for first, count in ((0, 1), (0, 2), (1, 1), (0, 4), (8, 1)):
+        few = chunk_of(crowd, first, count)
+        begin = int(crowd.query_start[first])
+        assert torch.equal(launch(kernels, few, **rare), wanted[begin : begin + len(few.query)])
+
+
+def chunk_of(batch, first: int, count: int, requests: int = 0):
+    """Requests `first` … of a batch, and after them others without rows, up to `requests`."""
+    part = slice(first, first + max(count, requests))
+    start = batch.query_start[first : first + count + 1]
+    rows = slice(int(start[0]), int(start[-1]))
+    start = torch.cat([start, start[-1:].expand(max(requests - count, 0))])
+    return replace(
+        batch,
+        query=batch.query[rows],
+        block_table=batch.block_table[part],
+        query_start=start - start[0],
+        seq_len=batch.seq_len[part],
+        prefix_len=batch.prefix_len[rows],
+        mask_words=batch.mask_words[rows],
+        tree_start=batch.tree_start[part],
+    )
+
+
+@pytest.mark.parametrize("there", [1, 7, 8])
+def test_requests_that_are_not_there_do_not_decide(kernels, short_splits, there):
+    """A captured graph has room for twelve: the device finds out whether eight are there, from
+    which on one program reads all splits."""
+    rare = {"unknown_up_to": 20}
+    requests = [Tree(700, 12), *[Chunk(600, 1)] * 11]
+    batch = make_batch(requests, group=2, dtype=torch.bfloat16, device=kernels.device)
+    wanted = launch(kernels, batch, **rare)
+    check(wanted, batch)
+    graph = chunk_of(batch, 0, there, len(requests))
+    assert len(graph.query_start) == len(requests) + 1
+    assert torch.equal(launch(kernels, graph, **rare), wanted[: len(graph.query)])
+
+
+def test_the_batches_above_are_launched_differently(short_splits):
+    """Else the two tests above show nothing."""
+    classes = attention_schedule.tile_classes(32, torch.bfloat16, attention_schedule.HOPPER_SHARED)
+
+    def plan(lens, requests, unknown=0, max_seq_len=720):
+        bounds = requests, 2, max_seq_len, unknown
+        launches = attention_schedule.plan_launches(classes, lens, 2, *bounds)
+        return [(each.tile.rows, each.whole, each.requests, each.whole_from) for each in launches]
+
+    assert plan({13}, 1) == [(64, False, 1, 0)]
+    assert [form[:2] for form in plan({1, 13, 70}, 9)] == [(16, True), (64, True), (128, True)]
+    assert plan({20}, 7, 20) == [(64, False, 7, 0)]
+    assert plan({20}, 8, 20) == [(64, False, 7, 8), (64, True, 8, 8)]
+    assert plan({20}, 12, 20)[1] == (64, True, 12, 8)
+    assert plan({20}, 12, 20, max_seq_len=100) == [(64, True, 12, 0)]  # there is one split
+
+
+def test_lengths_that_were_not_foreseen_are_attended(kernels, short_splits):
+    """A captured graph knows the largest length only."""
+    batch = make_batch([Tree(300, 20), Chunk(40, 1), Chunk(0, 9)], device=kernels.device)
+    for lens in ({21}, {1, 64}):
+        check(launch(kernels, batch, query_lens=lens), batch)
+
+
+def test_requests_of_unknown_length_share_a_class(kernels, short_splits):
+    """For any lengths on the device, beside short and long requests."""
+    trees = [Tree(300, 20), Chunk(40, 1), Tree(61, 5), Tree(700, 39)]
+    for requests, longest in ((trees, 40), ([*trees, Chunk(9, 120)], 120)):
+        batch = make_batch(requests, device=kernels.device)
+        bounds = batch_of(batch, max_query_len=longest, unknown_up_to=40).bounds
+        check(launch(kernels, batch, **bounds._asdict()), batch)
