@@ -73,8 +73,7 @@ class DraftRecorder:
 
     def counted(self, name: str) -> int:
         """One of the recorder's counts on this rank; 0 where it has none."""
-        recorder = self.model_runner.speculator.recorder
-        counts = {} if recorder is None else recorder.counts()
+        counts = self.model_runner.speculator.recorder.counts()
         return counts.get((f"adapt_{name}", 0), 0)
 
 

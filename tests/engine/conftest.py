@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="engine tests run real vLLM")
 
-from support.engines import Engine, make_engine
+from support.engines import Engine, shared_engine
 from support.matrix import Reference
 from vllm.plugins import load_general_plugins
 
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def plain() -> Engine:
     """vLLM without us: the same runner, its own attention."""
-    return make_engine(None)
+    return shared_engine(None)
 
 
 @pytest.fixture(scope="session")
@@ -43,4 +43,4 @@ def reference(plain) -> Reference:
 @pytest.fixture(scope="session")
 def tree() -> Engine:
     """The example pair, 24 nodes."""
-    return make_engine({"num_speculative_tokens": 24})
+    return shared_engine({"num_speculative_tokens": 24})

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from support.engines import ROOT, Engine, make_engine, record_preemptions
+from support.engines import ROOT, Engine, make_engine, record_preemptions, shared_engine
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
-from support.recorded_graph import stand_in
+from support.recorded_graph import capture
 from vllm import SamplingParams
-from vllm.config.compilation import CUDAGraphMode
 
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
@@ -98,7 +97,7 @@ def same_drafts(watching: Engine, off: Engine, monkeypatch, requests, texts, exp
 
 @pytest.fixture(scope="module")
 def off() -> Engine:
-    return make_engine({"num_speculative_tokens": 24})
+    return shared_engine({"num_speculative_tokens": 24})
 
 
 @pytest.fixture(scope="module")
@@ -141,11 +140,12 @@ def test_watching_changes_nothing(watching, off, reference, monkeypatch, name):
 
 def test_crowded(monkeypatch, reference):
     """Chunked prompts, preemption and the length limit at once; resumed requests are others."""
-    engines = [crowded_engine({"num_speculative_tokens": 10, **more}) for more in (WATCH, {})]
-    preempted = record_preemptions(engines[0])
+    engine = crowded_engine({"num_speculative_tokens": 10, **WATCH})
+    preempted, sink = record_preemptions(engine), kept(engine, monkeypatch)
     requests = to_the_limit(0.0)[:8]
     expected = reference("crowded 0.0", requests, PROMPTS[:8])
-    sink = same_drafts(*engines, monkeypatch, requests, PROMPTS[:8], expected)
+    check(engine, requests, expected, PROMPTS[:8])
+    flush(engine)
     assert preempted, "the cache was large enough for everybody: this tested no preemption"
     assert len(sink.offers) > 8
     texts = [[*text, *answer[0].tokens] for text, answer in zip(PROMPTS, expected)]
@@ -190,10 +190,10 @@ def test_more_requests_than_slabs(watching, monkeypatch):
 
 def test_the_second_of_two_drafters_adapts(monkeypatch, reference):
     merged = {"num_speculative_tokens": 10, "draft_policy": "merge"}
-    engines = [make_engine(merged | {"second_drafter": TABLES | more}) for more in (WATCH, {})]
-    requests, texts = params(8, max_tokens=90), PROMPTS[:8]
-    expected = reference("greedy, 90", requests, texts)
-    sink = same_drafts(*engines, monkeypatch, requests, texts, expected)
+    engine = make_engine(merged | {"second_drafter": TABLES | WATCH})
+    sink, requests, texts = kept(engine, monkeypatch), params(8, max_tokens=90), PROMPTS[:8]
+    check(engine, requests, reference("greedy, 90", requests, texts), texts)
+    flush(engine)
     assert len(sink.offers) == 8
 
 
@@ -344,17 +344,7 @@ def test_marked_requests_only(watching, monkeypatch):
     assert recorder.counts()[recording.OPTED_OUT, 0] == before + 2
 
 
-# ---- off, and in graphs ----
-
-
-def test_off_there_is_nothing(off, monkeypatch):
-    """No object, and not one operation more than where `record_step` does nothing."""
-    assert off.speculator.recorder is None
-    for name in ("record", "between_steps", "pause", "begin", "end"):
-        monkeypatch.setattr(recording.Recorder, name, None)
-    monkeypatch.setattr(recording, "record_step", None)
-    off.generate(PROMPTS[:3], params(3, max_tokens=10))
-
+# ---- in graphs ----
 
 SIZES = (1, 3)
 
@@ -362,14 +352,7 @@ SIZES = (1, 3)
 def captured(engine: Engine, monkeypatch):
     """The engine's graphs as vLLM captures them, played back on the CPU."""
     monkeypatch.setattr(engine.speculator, "pad_rows", True)
-    stand_in(monkeypatch)
-    config = engine.speculator.vllm_config.compilation_config
-    sizes = [25 * size for size in SIZES]
-    monkeypatch.setattr(config, "cudagraph_capture_sizes", sizes)
-    monkeypatch.setattr(config, "max_cudagraph_capture_size", max(sizes))
-    engine.speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
-    engine.speculator.capture()
-    return engine.speculator.graphs.graphs
+    return capture(engine, monkeypatch, [25 * size for size in SIZES])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a recording knows no compiled kernels")
@@ -377,7 +360,6 @@ def test_a_graph_records(watching, off, reference, monkeypatch):
     """Replays record what eager steps record; and recording is all that it adds to a graph."""
     requests = params(3, max_tokens=40)
     expected = reference("three for a graph", requests, PROMPTS[:3])
-    manager = watching.speculator.graphs
     sink = kept(watching, monkeypatch)
     watching.llm.reset_prefix_cache()
     check(watching, requests, expected, PROMPTS[:3])
@@ -402,6 +384,3 @@ def test_a_graph_records(watching, off, reference, monkeypatch):
             patch.setattr(recording, "record_step", lambda *_: None)
             plain.append([graph.names for graph in captured(engine, patch).values()])
     assert plain[0] == plain[1] and all(a > len(b) > 50 for a, b in zip(whole, plain[0]))
-    for engine in (watching, off):
-        engine.speculator.graphs = manager if engine is watching else engine.speculator.graphs
-        engine.speculator.graphs.graphs.clear()

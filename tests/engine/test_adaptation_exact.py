@@ -14,8 +14,7 @@ import torch
 from lib.weight_swaps import NAN, Swaps, Versions, make_versions
 from support.engines import DRAFTER, ROOT, Engine, make_engine, record_preemptions
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
-from support.recorded_graph import stand_in
-from vllm.config.compilation import CUDAGraphMode
+from support.recorded_graph import capture
 from vllm.platforms import current_platform
 
 from vllm_specblock.adapt.link.staged import StagedVersion
@@ -68,23 +67,20 @@ def test_prefix_cache_hits(engine, plain, versions, monkeypatch):
     swaps.require(100, accepted=20)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_crowded(versions, reference, monkeypatch, temperature):
+def test_crowded(versions, reference, monkeypatch):
     """Chunked prompts, preemption and the length limit at once."""
     crowded = crowded_engine({"num_speculative_tokens": 10})
     preempted = record_preemptions(crowded)
     swaps = swapping(crowded, versions, monkeypatch)
-    requests = to_the_limit(temperature)[:8]
-    check(
-        crowded, requests, reference(f"crowded {temperature}", requests, PROMPTS[:8]), PROMPTS[:8]
-    )
+    for temperature in (0.0, 1.0):
+        requests, texts = to_the_limit(temperature)[:8], PROMPTS[:8]
+        check(crowded, requests, reference(f"crowded {temperature}", requests, texts), texts)
     assert preempted, "the cache was large enough for everybody: this tested no preemption"
     swaps.require(200, accepted=20)
 
 
 COMBINATIONS = {
     "merge": ({"second_drafter": {"model": str(TABLES)}, "draft_policy": "merge"}, (0, 1)),
-    "route": ({"second_drafter": {"model": str(TABLES)}}, (0, 1)),
     "adaptive verification": ({"enable_adaptive_verification": True}, (0,)),
 }
 
@@ -172,13 +168,7 @@ def test_a_graph_drafts_by_the_new_weights(versions, reference, monkeypatch):
         return found
 
     eager = drafts()
-    stand_in(monkeypatch)
-    sizes = [11 * count for count in (1, 3)]
-    config = speculator.vllm_config.compilation_config
-    monkeypatch.setattr(config, "cudagraph_capture_sizes", sizes)
-    monkeypatch.setattr(config, "max_cudagraph_capture_size", max(sizes))
-    speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
-    speculator.capture()
+    graphs = capture(graphed, monkeypatch, [11 * count for count in (1, 3)])
     assert drafts() == eager
-    replays = sum(graph.replays for graph in speculator.graphs.graphs.values())
+    replays = sum(graph.replays for graph in graphs.values())
     assert replays > 0.7 * len(eager)

@@ -69,12 +69,9 @@ def counts(engine: Engine) -> dict[str, int]:
     return {name: count for (name, _), count in engine.speculator.recorder.counts().items()}
 
 
-@pytest.mark.parametrize("trainer", ["cpu", "folder"])
-def test_a_start_and_a_sleep_serve_what_is_current(out, tmp_path, reference, trainer):
+def test_a_start_and_a_sleep_serve_what_is_current(out, reference):
     """From the first step on, whether a trainer comes up or not."""
     adapt = {"out": str(out)}
-    if trainer == "folder":
-        adapt["trainer"] = str(tmp_path / "requests")
     requests, texts = params(2, max_tokens=20), PROMPTS[:2]
     expected = reference("two to start with", requests, texts)
     engine = make_engine({**NODES, "adapt": adapt})

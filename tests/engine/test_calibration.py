@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from support.engines import ROOT, make_engine
+from support.engines import ROOT, make_engine, shared_engine
 from support.matrix import PROMPTS, params
 from vllm import SamplingParams
 
@@ -26,7 +26,7 @@ def mean_betas(engine) -> list[float]:
 
 
 def test_a_trained_drafter_is_found_to_be_too_flat_for_a_greedy_target(plain):
-    engine = make_engine({"num_speculative_tokens": 24})
+    engine = shared_engine({"num_speculative_tokens": 24})
     (head,) = engine.speculator.draft_policy.drafters
     assert head.calibration.trees.tolist() == [0, 0], "learned before anyone asked"
     serve(engine, plain, 0.0)
@@ -41,7 +41,7 @@ def test_a_trained_drafter_is_found_to_be_too_flat_for_a_greedy_target(plain):
 
 
 def test_requests_are_told_apart_and_slots_begin_anew():
-    engine = make_engine({"num_speculative_tokens": 24})
+    engine = shared_engine({"num_speculative_tokens": 24})
     (head,) = engine.speculator.draft_policy.drafters
     engine.generate(PROMPTS[:2], params(2, temperature=0, max_tokens=32))
     assert len(head.calibration.own.unique()) == 3  # nobody's, and two that differ

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import shutil
 import subprocess
 import sys
 from textwrap import dedent
-from typing import get_args
 
 import pytest
 import torch
-from support.engines import ROOT
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
@@ -154,48 +150,6 @@ def test_as_many_values_as_the_runner_unpacks(counted, monkeypatch):
     assert compat.reallocated(*starts, 2) == expected
 
 
-def arguments_of(function) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
-def test_entries_are_patched():
-    from vllm.v1.worker.gpu import model_runner, spec_decode
-
-    from vllm_specblock.engine.patches import PATCHES
-
-    assert "vllm.engine.arg_utils.EngineArgs.create_speculative_config" in PATCHES
-    assert model_runner.init_speculator is spec_decode.init_speculator
-    original = PATCHES["vllm.v1.worker.gpu.spec_decode.init_speculator"]
-    assert arguments_of(original) == arguments_of(spec_decode.init_speculator)
-
-
-def test_our_overrides_take_what_the_originals_take():
-    from vllm.v1.attention.backend import AttentionImpl
-    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
-
-    from vllm_specblock.engine.attention.backend import TreeAttentionImpl
-    from vllm_specblock.engine.runner.model_state import TreeModelState
-    from vllm_specblock.engine.runner.sampler import TreeSampler
-    from vllm_specblock.engine.runner.speculator import TreeSpeculator
-
-    assert arguments_of(TreeSampler._verify) == arguments_of(RejectionSampler._verify)
-    chunks = arguments_of(RejectionSampler._verify_in_chunks)
-    mine = arguments_of(TreeSampler._verify_in_chunks)
-    assert mine[:-1] == chunks[: len(mine) - 1] and mine[-2:] == ["pos", "rest"]
-    call = inspect.getsource(RejectionSampler.__call__).split("self._verify_in_chunks(")[1]
-    assert "=" not in call.split(")")[0]
-    theirs = arguments_of(BaseSpeculator.propose)
-    assert theirs[:6] == arguments_of(TreeSpeculator.propose)[:6]
-    assert arguments_of(TreeAttentionImpl.forward) == [
-        *arguments_of(AttentionImpl.forward)[:8], "output_scale", "output_block_scale",
-    ]  # fmt: skip
-    for name in ("prepare_inputs", "prepare_dummy_inputs", "add_request", "custom_sampler"):
-        theirs = arguments_of(getattr(DefaultModelState, name))
-        assert arguments_of(getattr(TreeModelState, name)) == theirs
-
-
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="nothing is replaced elsewhere")
 def test_kernels_that_are_replaced_on_a_cpu_are_there():
     from vllm.triton_utils.dispatcher import _registry
@@ -203,32 +157,3 @@ def test_kernels_that_are_replaced_on_a_cpu_are_there():
     from vllm_specblock.cpu.kernels import REPLACED
 
     assert len(REPLACED) == 20 and set(REPLACED) <= set(_registry)
-
-
-def own_methods(tree: ast.AST) -> set[str]:
-    """Names that dictionaries in a source have under "method", ours aside."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values):
-                named = isinstance(key, ast.Constant) and key.value == "method"
-                if named and isinstance(value, ast.Constant):
-                    found.add(value.value)
-    return found - {"specblock"}
-
-
-def test_methods_of_vllms_that_we_ask_for_are_there():
-    """What baselines and offline engines ask for: 0.33 has no "medusa" and "mlp_speculator"."""
-    from vllm.config.speculative import SpeculativeMethod
-
-    def names(of) -> set[str]:
-        inner = get_args(of)
-        return {of} if isinstance(of, str) else {name for each in inner for name in names(each)}
-
-    files = [
-        path
-        for folder in ("vllm_specblock", "benchmarks", "research")
-        for path in (ROOT / folder).rglob("*.py")
-    ]
-    asked = set().union(*(own_methods(ast.parse(path.read_text())) for path in files))
-    assert {"eagle3", "extract_hidden_states", "ngram_gpu"} <= asked <= names(SpeculativeMethod)

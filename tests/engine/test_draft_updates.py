@@ -1,4 +1,4 @@
-"""vLLM's update of a draft model gives a SpecBlock drafter other weights."""
+"""A drafter's weights in vLLM's workers: updates, and sleep that would discard them."""
 
 from __future__ import annotations
 
@@ -130,3 +130,17 @@ def test_targets_are_updated_as_before():
     plain.start_weight_update()
     plain.finish_weight_update()
     assert not plain._weight_update_active
+
+
+def test_sleep_of_level_two_is_refused_for_trees_alone(monkeypatch):
+    ours = worker(head_of("specblock")[0])
+    with pytest.raises(ValueError, match=r"sleep\(level=2\).*take level 1, or a new engine\.$"):
+        ours.sleep(2)
+
+    def reached():
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", reached)  # vLLM's first call
+    for others, level in ((ours, 1), (worker(head_of("specblock")[0], speculative=False), 2)):
+        with pytest.raises(InterruptedError):
+            others.sleep(level)

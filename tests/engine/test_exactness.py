@@ -55,7 +55,7 @@ def test_stop_strings(tree: Engine, plain: Engine, reference):
     check(tree, requests, plain.generate(PROMPTS, requests))
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("length", [1, 2, 5])
 def test_max_tokens_inside_a_path(tree: Engine, reference, length):
     name = f"max_tokens {length}"
     check(tree, params(max_tokens=length), reference(name, params(max_tokens=length)))
@@ -180,7 +180,7 @@ def test_asynchronous_scheduling(reference, monkeypatch):
         check(engine, params(**CASES[name]), reference(name, params(**CASES[name])))
 
 
-@pytest.mark.parametrize("nodes", [1, 3, 60])
+@pytest.mark.parametrize("nodes", [1, 3])
 def test_sizes_of_trees(reference, nodes):
     engine = make_engine({"num_speculative_tokens": nodes, "num_blocks": 1 if nodes == 1 else 2})
     for name in ("greedy", "temperature 1"):

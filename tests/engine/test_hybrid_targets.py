@@ -85,6 +85,9 @@ def target(request, tmp_path_factory):
     }
 
 
+only_mamba = pytest.mark.parametrize("target", ["Mamba-2"], indirect=True)
+
+
 @pytest.fixture(scope="module")
 def plain(target):
     return make_engine(None, **target, max_num_batched_tokens=64)
@@ -126,6 +129,7 @@ def test_tokens_are_vllms_own_beside_prompts_in_chunks(plain, ours, prompts, tem
     assert accepted["vllm:spec_decode_num_accepted_tokens"] > 20, "hardly a tree was right"
 
 
+@only_mamba
 def test_pauses_leave_the_states_right(target, plain, prompts, monkeypatch):
     ours = make_engine({**DRAFTS, "enable_adaptive_verification": True}, **target)
     controller, turns = ours.runner.adaptive_verification.controller, iter(range(10**6))
@@ -137,6 +141,7 @@ def test_pauses_leave_the_states_right(target, plain, prompts, monkeypatch):
     assert next(turns) > 15
 
 
+@only_mamba
 def test_preempted_requests_begin_again(target, plain, prompts):
     few = {**target, "num_gpu_blocks_override": 7}
     ours = make_engine(DRAFTS, **few)
@@ -147,6 +152,7 @@ def test_preempted_requests_begin_again(target, plain, prompts):
     assert counts["vllm:num_preemptions"] > 0
 
 
+@only_mamba
 def test_prefix_caching_is_off_and_refused(target):
     assert not configure(DRAFTS, target["model"]).cache_config.enable_prefix_caching
     with pytest.raises(OptionError, match="enable_prefix_caching is on"):

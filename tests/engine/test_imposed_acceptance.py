@@ -20,41 +20,24 @@ def rates(best, count):
     return found + [0.0] * (count - len(found))
 
 
-@pytest.fixture(scope="module")
-def imposed():
-    with pytest.MonkeyPatch.context() as patch:
-        impose(rates(BEST, NODES), patch.setattr)
-        return make_engine({"num_speculative_tokens": NODES})
-
-
 def counted(engine):
     values = {each.name: getattr(each, "value", 0) for each in engine.llm.get_metrics()}
     return (values["vllm:spec_decode_num_drafts"], values["vllm:spec_decode_num_accepted_tokens"])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tau_is_what_the_trees_scores_say(imposed, temperature):
+def test_tau_is_what_the_trees_scores_say(monkeypatch):
+    impose(rates(BEST, NODES), monkeypatch.setattr)
+    imposed = make_engine({"num_speculative_tokens": NODES})
     head = imposed.speculator.draft_policy.drafters[0]
     tree = synthetic_tree(head.drafter.shape, BEST)
     expected = tree.logprob.exp().sum().item()
-    before = counted(imposed)
     params = [
-        SamplingParams(temperature=temperature, seed=i, max_tokens=TOKENS, ignore_eos=True)
+        SamplingParams(temperature=1.0, seed=i, max_tokens=TOKENS, ignore_eos=True)
         for i in range(8)
     ]
     answers = imposed.generate(prompts(8), params)
     assert all(len(each.tokens) == TOKENS for (each,) in answers)
-    drafts, accepted = (b - a for a, b in zip(before, counted(imposed)))
+    drafts, accepted = counted(imposed)
     # About 300 steps of a standard deviation below 2.5: three of their mean's are 0.45. What is
     # over the end of an answer counts as accepted by nobody: a request loses up to one step's.
     assert drafts > 200 and accepted / drafts == pytest.approx(expected, abs=0.4)
-
-
-def test_outputs_do_not_depend_on_the_batch(imposed):
-    params = [
-        SamplingParams(temperature=0, seed=i, max_tokens=40, ignore_eos=True) for i in range(3)
-    ]
-    asked = prompts(3)
-    together = imposed.generate(asked, params)
-    alone = [imposed.generate([each], one)[0] for each, one in zip(asked, params)]
-    assert [each.tokens for (each,) in together] == [each.tokens for (each,) in alone]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from support import dflash
-from support.engines import DRAFTER, ROOT, Engine, make_engine, record_drafts
+from support.engines import DRAFTER, ROOT, Engine, record_drafts, shared_engine
 from support.matrix import PROMPTS, params
 from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -58,10 +58,9 @@ KINDS = {
         "draft_policy": "merge",
         "skip_drafter": False,
     },
-    "ngram": {"kind": "ngram", "model": None},
     "dflash": {"calibrate_drafts": False},
 }
-WITHOUT_DROP = {"ngram", "dflash"}
+WITHOUT_DROP = {"dflash"}
 """Kinds with cache rows that do not depend on the next token."""
 
 
@@ -78,7 +77,7 @@ def engine(kind, tmp_path_factory) -> Engine:
         raw = dflash.FOR_TINY_PAIR[kind]
         folder = dflash.write(tmp_path_factory.mktemp(kind), dflash.make_model(raw), raw)
         given = given | {"model": str(folder)}
-    return make_engine({"num_speculative_tokens": 24, **given})
+    return shared_engine({"num_speculative_tokens": 24, **given})
 
 
 @pytest.fixture

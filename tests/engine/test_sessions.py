@@ -107,14 +107,9 @@ def test_sessions_that_stop_inside_accepted_paths(tree: Engine, expected):
     assert_alive(tree)
 
 
-@pytest.mark.parametrize(
-    "speculative", [{"num_speculative_tokens": 5}, {"kind": "ngram", "model": None}], ids=str
-)
-def test_chunked_prompts(expected, speculative):
+def test_chunked_prompts(expected):
     """The token budget of a step is smaller than most chunks."""
-    engine = make_engine(
-        {"num_speculative_tokens": 6, **speculative}, max_num_batched_tokens=24, max_num_seqs=3
-    )
+    engine = make_engine({"num_speculative_tokens": 5}, max_num_batched_tokens=24, max_num_seqs=3)
     assert run(engine) == expected
     assert_alive(engine)
 

@@ -24,11 +24,6 @@ from vllm_specblock.engine import target_model
 from vllm_specblock.engine.attention.backend import TreeAttentionBackend
 from vllm_specblock.engine.runner.caches import caches_of
 
-BACKENDS = {
-    "another backend": CPUAttentionBackend,
-    "ours, without its causal mask": create_encoder_only_attention_backend(TreeAttentionBackend),
-}
-
 
 class OwnAttention(Attention):
     """A subclass, which may store or mask differently."""
@@ -42,20 +37,25 @@ def no_weights(monkeypatch):
     monkeypatch.setattr(DefaultModelLoader, "load_weights", load_weights)
 
 
-@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_a_layer_with_another_backend_is_refused(backend, no_weights, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        (Attention, CPUAttentionBackend),
+        (Attention, create_encoder_only_attention_backend(TreeAttentionBackend)),
+        (OwnAttention, None),
+    ],
+    ids=["another backend", "ours, without its causal mask", "a subclass"],
+)
+def test_a_layer_that_ignores_the_mask_is_refused(kind, backend, no_weights, monkeypatch):
     def attention(*args, prefix, **kwargs):
-        own = {"attn_backend": backend} if "layers.3." in prefix else {}
-        return Attention(*args, prefix=prefix, **kwargs, **own)
+        if "layers.3." in prefix:
+            return kind(*args, prefix=prefix, **kwargs, attn_backend=backend)
+        return Attention(*args, prefix=prefix, **kwargs)
 
     monkeypatch.setattr(llama, "Attention", attention)
-    with pytest.raises(OptionError, match=r"Attention layers \(model.layers.3.self_attn.attn, "):
-        make_engine({"kind": "ngram", "model": None})
-
-
-def test_a_subclass_of_attention_is_refused(no_weights, monkeypatch):
-    monkeypatch.setattr(llama, "Attention", OwnAttention)
-    with pytest.raises(OptionError, match="OwnAttention layers"):
+    with pytest.raises(
+        OptionError, match=rf"{kind.__name__} layers \(model.layers.3.self_attn.attn"
+    ):
         make_engine({"kind": "ngram", "model": None})
 
 

@@ -55,20 +55,19 @@ def llama_answer() -> str:
     return "; ".join(json.dumps({"name": name, "parameters": given}) for name, given in CALLS)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 9])
-def test_llama3_json_takes_deltas_of_a_path(tokenizer, size):
-    ids = tokenizer(llama_answer(), add_special_tokens=False)["input_ids"]
-    cuts = [*range(size, len(ids), size), len(ids)]
-    assert streamed(tokenizer, "llama3_json", ids, cuts) == expected()
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 9])
-def test_hermes_takes_deltas_of_a_path(tokenizer, size):
+def hermes_answer() -> str:
     calls = (json.dumps({"name": name, "arguments": given}) for name, given in CALLS)
-    answer = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+@pytest.mark.parametrize("size", [1, 4, 9])
+@pytest.mark.parametrize(
+    ("parser", "answer"), [("llama3_json", llama_answer()), ("hermes", hermes_answer())]
+)
+def test_deltas_of_a_path(tokenizer, parser, answer, size):
     ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
     cuts = [*range(size, len(ids), size), len(ids)]
-    assert streamed(tokenizer, "hermes", ids, cuts) == expected()
+    assert streamed(tokenizer, parser, ids, cuts) == expected()
 
 
 @pytest.mark.xfail(strict=True, reason="vLLM 0.32: see docs/troubleshooting.md")
@@ -83,11 +82,3 @@ def test_llama3_json_takes_a_delta_from_one_name_to_the_next(tokenizer):
     second = min(cut for cut, length in enumerate(lengths, 1) if length >= end)
     cuts = [*range(1, first + 1), *range(second, len(ids) + 1)]
     assert streamed(tokenizer, "llama3_json", ids, cuts) == expected()
-
-
-@pytest.mark.xfail(strict=True, reason="vLLM 0.32 does not stream this parser's calls")
-def test_phi4_mini_json_streams_calls(tokenizer):
-    """If it passes, drop the advice in docs/troubleshooting.md."""
-    calls = [{"name": name, "arguments": given} for name, given in CALLS[:2]]
-    ids = tokenizer(f"functools{json.dumps(calls)}", add_special_tokens=False)["input_ids"]
-    assert streamed(tokenizer, "phi4_mini_json", ids, [*range(1, len(ids) + 1)])

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import pytest
 from support.drafters import install
-from support.engines import Engine, make_engine, record_drafts
+from support.engines import (
+    Engine,
+    keep_async_scheduling,
+    make_engine,
+    record_drafts,
+    shared_engine,
+)
 from support.matrix import CASES, PROMPTS, Checker, params
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.platforms.cpu import CpuPlatform
 
 check = Checker()
 
 NO = {"specblock_draft": 0}
 
 
-@pytest.fixture(scope="module", params=["SpecBlock, fixed", "n-gram, adaptive"])
+@pytest.fixture(scope="module", params=[False, True], ids=["fixed", "adaptive"])
 def engine(request) -> Engine:
     """An engine with per-request metrics."""
-    speculative = {
-        "SpecBlock, fixed": {"num_speculative_tokens": 12, "calibrate_drafts": False},
-        "n-gram, adaptive": {
-            "kind": "ngram",
-            "model": None,
-            "num_speculative_tokens": 12,
-            "enable_adaptive_verification": True,
-        },
-    }[request.param]
-    engine = make_engine(speculative, per_request_spec_decode_metrics="summary")
+    engine = make_engine(
+        {"num_speculative_tokens": 12, "enable_adaptive_verification": request.param},
+        per_request_spec_decode_metrics="summary",
+    )
     manager = engine.runner.adaptive_verification
     if manager is not None:  # a busy machine would pause drafting
         manager.controller.drafts = lambda *_: True
@@ -134,13 +133,7 @@ def test_a_prompt_of_one_token_is_not_padded(engine, monkeypatch, extra):
 
 def test_asynchronous_scheduling(reference, monkeypatch):
     """The scheduler gives placeholders only to requests with drafts."""
-    original = CpuPlatform.check_and_update_config
-
-    def keeping_async(vllm_config):
-        original(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keeping_async))
+    keep_async_scheduling(monkeypatch)
     engine = make_engine({"num_speculative_tokens": 12}, per_request_spec_decode_metrics="summary")
     for every in (1, 2):
         for name in ("greedy", "temperature 1"):
@@ -160,25 +153,10 @@ def test_a_wrong_value_is_refused(engine, given):
     assert len(engine.generate([PROMPTS[0]], greedy)[0][0].tokens) == greedy.max_tokens
 
 
-def test_adaptive_trees(reference):
-    """The budget manager treats a request without drafts as plain decoding."""
-    engine = make_engine({"num_speculative_tokens": 12, "enable_adaptive_verification": True})
-    for every in (3, 1, 2):
-        requests = opting_out(params(**CASES["temperature 1"]), every)
-        check(engine, requests, reference("temperature 1", params(**CASES["temperature 1"])))
-    controller, seen = engine.runner.adaptive_verification.controller, []
-    observe = controller.observe
-    controller.observe = lambda step, *rest: seen.append(step) or observe(step, *rest)
-    requests = params(2, max_tokens=60)
-    engine.generate(PROMPTS[:2], [*opting_out(requests[:1]), requests[1]])
-    of_two = [step for step in seen if step.requests == 2]
-    assert of_two and all(step.rows <= 2 + 12 for step in of_two), "nodes of one request alone"
-
-
 @pytest.fixture(scope="module")
 def following() -> Engine:
     """An engine with reproducible drafts."""
-    return make_engine({"num_speculative_tokens": 24, "calibrate_drafts": False})
+    return shared_engine({"num_speculative_tokens": 24, "calibrate_drafts": False})
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -2,7 +2,6 @@
 
     python tests/targets/sweep.py                 # all; continues a run that was interrupted
     python tests/targets/sweep.py --only Llama    # these again, in the results that are there
-    python tests/targets/sweep.py --table         # prints the results
 
 Each engine has a forked process of its own, generates greedy and seeded tokens in float32, and
 has the same random weights. Verdicts:
@@ -52,11 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=FAMILIES, metavar="FAMILY")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    if options.table:
-        print(table(read(options.results)))
-        return 0
     BUILD.mkdir(parents=True, exist_ok=True)
     store = options.results if options.only else UNFINISHED
     results = read(store)
@@ -68,12 +63,13 @@ def main() -> int:
         start = time.monotonic()
         results[name] = run(name, FAMILIES[name])
         write(store, results)
-        print(f"{row(name, results[name])} {time.monotonic() - start:.0f} s", flush=True)
+        entry, took = results[name], time.monotonic() - start
+        said = " ".join(str(entry[key]) for key in ("verdict", "reason", "where") if key in entry)
+        print(f"{name:28} {said} ({took:.0f} s)", flush=True)
     gc.unfreeze()
     if not options.only:
         write(options.results, results)
         UNFINISHED.unlink()
-        print(table(results))
     return int(any(entry["verdict"] in ("different", "fails") for entry in results.values()))
 
 
@@ -193,28 +189,6 @@ def read(path: Path) -> dict[str, Any]:
 def write(path: Path, results: dict[str, Any]) -> None:
     ordered = {name: results[name] for name in sorted(results, key=str.lower)}
     path.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
-
-
-def table(results: dict[str, Any]) -> str:
-    counts: dict[str, int] = {}
-    for entry in results.values():
-        counts[entry["verdict"]] = counts.get(entry["verdict"], 0) + 1
-    lines = [row(name, entry) for name, entry in results.items()]
-    return "\n".join([*lines, ", ".join(f"{count} {what}" for what, count in counts.items())])
-
-
-def row(name: str, entry: dict[str, Any]) -> str:
-    verdict = entry["verdict"]
-    if entry.get("control") == "identical":
-        verdict += ", BUT SO IS THE CONTROL"
-    drafter = entry.get("drafter", {})
-    parts = [verdict, entry.get("reason", ""), entry.get("where", "")]
-    for label, counted in (("n-gram", entry), ("SpecBlock", drafter)):
-        if "drafted" in counted:
-            parts.append(f"{label} {counted['accepted']} / {counted['drafted']}")
-    if drafter and drafter["verdict"] != "identical":
-        parts.append(f"SpecBlock {drafter['verdict']}: {drafter.get('reason')}")
-    return f"{name:28} {'  '.join(part for part in parts if part)}"
 
 
 if __name__ == "__main__":

@@ -54,7 +54,6 @@ class DrafterKind:
         checkpoint: "module" or "module:object" with `read_config`, `check_tensors` and `load`;
             None: no weights.
         reads_text: it reads the requests' tokens on the device.
-        vllm_reads_config: vLLM takes its config.json for that of a drafter of its own "eagle3".
         adapts: it can learn while it serves (`adapt/`).
         needs_block_drop: its cache row of a token depends on the next token, so a request must
             recompute the last cached block of its prefix.
@@ -64,7 +63,6 @@ class DrafterKind:
     drafter: str
     checkpoint: str | None = None
     reads_text: bool = False
-    vllm_reads_config: bool = False
     adapts: bool = False
     needs_block_drop: bool = True
 

@@ -465,7 +465,6 @@ HOOKS: tuple[Hook, ...] = (
         "KVTransferConfig: kv_connector kv_connector_module_path kv_role"
         " kv_connector_extra_config"),
     *_on(_CONNECTOR, _EXTRACT,
-        "ExampleHiddenStatesConnector.__init__(self, vllm_config, role, kv_cache_config)",
         "ExampleHiddenStatesConnector.register_kv_caches(self, kv_caches)",
         "ExampleHiddenStatesConnector._submit_async_write(self, pending)",
         "ExampleHiddenStatesConnector._write_tensors(tensors, event, filename, lock_fd)",

@@ -161,7 +161,7 @@ def test_flash_attention_takes_what_it_knows(monkeypatch):
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_an_engine_whose_prompts_go_to_flash_attention(monkeypatch, adaptive):
+def test_an_engine_whose_prompts_go_to_flash_attention(plain, monkeypatch, adaptive):
     """Prompts in chunks beside trees: the last requests of a batch go that way, trees do not."""
     from support.engines import make_engine
     from support.matrix import PROMPTS, Checker, params
@@ -175,7 +175,6 @@ def test_an_engine_whose_prompts_go_to_flash_attention(monkeypatch, adaptive):
     monkeypatch.setattr("vllm_specblock.cpu.attention.packed_cache", lambda *_: None)
     monkeypatch.setattr(flash_causal, "takes", lambda spec, device: True)
     monkeypatch.setattr(flash_causal, "flash_attention", lambda head_size: counting)
-    plain = make_engine(None)
     ours = make_engine(
         {"num_speculative_tokens": 8, "enable_adaptive_verification": adaptive},
         max_num_batched_tokens=48,

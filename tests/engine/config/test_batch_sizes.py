@@ -1,4 +1,4 @@
-"""What trees want of vLLM's scheduler and graphs where nobody says otherwise."""
+"""Default sizes of steps and of CUDA graphs for trees."""
 
 from __future__ import annotations
 
@@ -23,30 +23,24 @@ def arguments(**changes) -> EngineArgs:
     return EngineArgs(model=str(TARGET), speculative_config={"method": "specblock"}, **changes)
 
 
-def room(monkeypatch, device: str, nodes: int, **changes) -> int | None:
+@pytest.mark.parametrize(
+    ("device", "nodes", "changes", "tokens"),
+    [
+        ("H200", 60, {}, 16384),
+        ("small", 60, {}, 256 * 61),
+        ("small", 60, {"max_num_seqs": 64}, 8192),
+        ("small", 255, {}, 256 * 256),
+        # What is given or suffices stays.
+        ("small", 60, {"max_num_batched_tokens": 4096}, 4096),
+        ("small", 60, {"enable_chunked_prefill": False}, None),
+        ("small", 60, {"max_num_seqs": 16}, None),
+    ],
+)
+def test_as_many_requests_run_as_without_trees(monkeypatch, device, nodes, changes, tokens):
     monkeypatch.setattr(EngineArgs, "get_batch_defaults", lambda self, size: DEVICES[device])
     args = arguments(**changes)
     make_room(args, nodes, SimpleNamespace(world_size=1))
-    return args.max_num_batched_tokens
-
-
-def test_as_many_requests_run_as_without_trees(monkeypatch):
-    assert room(monkeypatch, "H200", 60) == 16384
-    assert room(monkeypatch, "small", 60) == 256 * 61
-    assert room(monkeypatch, "small", 60, max_num_seqs=64) == 8192
-    assert room(monkeypatch, "small", 255) == 256 * 256
-
-
-@pytest.mark.parametrize(
-    ("changes", "stays"),
-    [
-        ({"max_num_batched_tokens": 4096}, 4096),
-        ({"enable_chunked_prefill": False}, None),
-        ({"max_num_seqs": 16}, None),  # the default holds them
-    ],
-)
-def test_what_somebody_says_or_what_suffices_stays(monkeypatch, changes, stays):
-    assert room(monkeypatch, "small", 60, **changes) == stays
+    assert args.max_num_batched_tokens == tokens
 
 
 def sizes(nodes: int, **changes) -> list[int] | None:

@@ -20,7 +20,6 @@ PROMPTS = [each[:20] * 3 for each in prompts(6)]  # repetitive, hence easy to dr
 ENDS = {
     "max_tokens 1": {"max_tokens": 1},
     "max_tokens 2": {"max_tokens": 2},
-    "max_tokens 3": {"max_tokens": 3},
     "max_tokens 60": {"max_tokens": 60},
     "stop token": {"max_tokens": 60, "stop_token_ids": list(range(3, 400, 7))},
     "stop string": {"max_tokens": 60, "stop": ["e", "s", "\n"]},

@@ -27,8 +27,7 @@ from vllm.v1.metrics.reader import get_metrics_snapshot
 from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
 from vllm_specblock.engine.metrics import acceptance, exporter
-from vllm_specblock.engine.metrics.counters import DrafterCounters
-from vllm_specblock.engine.metrics.draft_clock import DRAFTING_NS, DRAFTING_STEPS, DraftClock
+from vllm_specblock.engine.metrics.counters import DRAFTING_NS, DRAFTING_STEPS, DrafterCounters
 
 quick = settings(deadline=None, max_examples=100)
 SLOTS, DEPTH = 12, 6
@@ -205,8 +204,6 @@ def test_metrics_of_two_engines(config):
 def test_counters_reach_the_reader_with_every_name(config):
     sink = exporter.make_sink(vllm_config(config), rank=0)
     counters = DrafterCounters(2, "cpu", sink)
-    clock = DraftClock(torch.device("cpu"))
-    counters.sources = [clock.counts]
     counters.publish()
     assert set(shown().values()) == {0}
     one = torch.ones(1, dtype=torch.bool)
@@ -218,8 +215,8 @@ def test_counters_reach_the_reader_with_every_name(config):
     )
     size = torch.tensor([4], dtype=torch.int32)
     counters.count(verified, Drafted(one, one, one, size, None, size, None))
-    clock.begin()
-    clock.end()
+    counters.clock.begin()
+    counters.clock.end()
     counters.publish()
     named = {"_".join([name, *labels[1:]]): value for (name, *labels), value in shown().items()}
     assert {name for name, *_ in shown()} == exporter.HELP.keys() - exporter.LEARNING.keys()
@@ -351,21 +348,17 @@ def behind_the_end(engine: Engine) -> int:
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
-
-
 NGRAM = {"second_drafter": {"kind": "ngram"}}
 SHARED = ("shared_nodes", "shared_accepted_nodes")
 """Counted for both drafters."""
-ENGINES = {"alone": {}, "routed": NGRAM, "merged": NGRAM | {"draft_policy": "merge"}}
+ENGINES = {"alone": {}, "merged": NGRAM | {"draft_policy": "merge"}}
 
 
 @pytest.mark.parametrize("how", ENGINES)
 def test_a_real_run_agrees_with_vllms_own_counters(how):
     """And the dashboard asks for nothing that a merging engine, or one that learns, lacks."""
     engine = make_engine({"num_speculative_tokens": 24, **ENGINES[how]})
-    for params in (GREEDY, SAMPLED) if how == "routed" else (GREEDY,):
-        engine.generate(prompts(4), params)
+    engine.generate(prompts(4), GREEDY)
     got, heads = counted(engine), "1" if how == "alone" else "12"
 
     def total(name: str) -> int:
@@ -381,8 +374,5 @@ def test_a_real_run_agrees_with_vllms_own_counters(how):
         assert unanswered() == {name for name in asked() if of_adaptation(name)}
         return
     assert total("chosen_trees") == got["spec_decode_num_drafts", None] > 0
-    assert all(got["specblock_chosen_trees", head] > 0 for head in heads)
-    if how == "alone":  # while every tree fills its slots
-        assert verified == got["spec_decode_num_draft_tokens", None]
-    else:
-        assert got["specblock_second_skipped", None] == 0
+    # While every tree fills its slots.
+    assert verified == got["spec_decode_num_draft_tokens", None]

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support.engines import DRAFTER, ROOT, Engine, make_engine, record_drafts
+from support.engines import Engine, make_engine, record_drafts
 from support.matrix import params
 
-KINDS = {"specblock": DRAFTER, "eagle3": ROOT / "examples/two_heads/eagle3"}
 BLOCK, NEW = 32, 40
 draw = random.Random(11)
 PROMPT = [draw.randrange(3, 2048) for _ in range(4 * BLOCK + 5)]
@@ -23,11 +22,10 @@ class Pause:
     on: bool = False
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def pausing(request) -> tuple[Engine, Pause]:
+@pytest.fixture(scope="module")
+def pausing() -> tuple[Engine, Pause]:
     engine = make_engine(
         {
-            "model": str(KINDS[request.param]),
             "num_speculative_tokens": 24,
             "calibrate_drafts": False,
             "enable_adaptive_verification": True,

@@ -7,10 +7,9 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from vllm_specblock.engine.runner.chain_fallback import looks_back
 from vllm_specblock.engine.runner.speculator import TreeSpeculator
 
-LOOK_BACK = (
+CHAINS = (
     {"repetition_penalty": 1.1},
     {"presence_penalty": 0.5},
     {"frequency_penalty": -0.5},
@@ -18,48 +17,25 @@ LOOK_BACK = (
     {"structured_outputs": StructuredOutputsParams(regex="[0-9]+")},
     {"thinking_token_budget": 8},
 )
-DO_NOT = (
+TREES = (
     {},
     {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": 7},
     {"logit_bias": {3: 1.5}, "allowed_token_ids": [3, 4], "min_tokens": 5, "logprobs": 2},
 )
 
 
-@pytest.mark.parametrize("given", LOOK_BACK, ids=lambda given: next(iter(given)))
-def test_samplings_that_look_back(given):
-    assert looks_back(SamplingParams(**given))
-
-
-@pytest.mark.parametrize("given", DO_NOT, ids=lambda given: ",".join(given) or "default")
-def test_samplings_of_one_position(given):
-    assert not looks_back(SamplingParams(**given))
-
-
-def test_nothing_is_sampled():
-    assert not looks_back(None)
-
-
-def chains(all_chains: bool, *requests: tuple[int, SamplingParams | None]) -> list[bool]:
-    """Which of three slots verify a chain after these requests."""
+@pytest.mark.parametrize("all_chains", [False, True], ids=["", "a processor of the user"])
+def test_requests_whose_sampling_looks_back_verify_a_chain(all_chains):
     state = SimpleNamespace(
-        temperature=torch.zeros(3),
-        chains=np.zeros(3, dtype=bool),
-        undrafted=np.zeros(3, dtype=bool),
+        temperature=torch.zeros(1),
+        chains=np.zeros(1, dtype=bool),
+        undrafted=np.zeros(1, dtype=bool),
         all_chains=all_chains,
         adaptive=None,
         draft_policy=SimpleNamespace(begin=lambda slot: None),
         skipped=SimpleNamespace(begin_request=lambda slot: None),
     )
-    for slot, params in requests:
-        TreeSpeculator.note_request(state, slot, params)
-    return state.chains.tolist()
-
-
-def test_a_slot_is_its_last_requests():
-    back = SamplingParams(repetition_penalty=1.1)
-    requests = [(0, back), (2, back), (2, SamplingParams()), (1, None)]
-    assert chains(False, *requests) == [True, False, False]
-
-
-def test_processors_of_the_users_make_chains_of_all():
-    assert chains(True, (0, SamplingParams())) == [True, False, False]
+    expected = [True] * len(CHAINS) + [all_chains] * (len(TREES) + 1)
+    for params, chain in zip([*(SamplingParams(**x) for x in (*CHAINS, *TREES)), None], expected):
+        TreeSpeculator.note_request(state, 0, params)
+        assert state.chains[0] == chain, params

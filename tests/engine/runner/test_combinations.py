@@ -1,6 +1,6 @@
 """Whatever heads draft, and however their trees are combined: the tokens are vLLM's own.
 
-Every combination runs the whole matrix of sampling parameters and prefix hits; three also a crowded
+Every combination runs the whole matrix of sampling parameters and prefix hits; one also a crowded
 engine with preemption and chunked prefill.
 """
 
@@ -9,7 +9,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from support.engines import DRAFTER, ROOT, Engine, make_engine, record_preemptions
+from support.engines import (
+    DRAFTER,
+    ROOT,
+    Engine,
+    make_engine,
+    record_preemptions,
+    shared_engine,
+)
 from support.matrix import (
     CASES,
     PROMPTS,
@@ -49,7 +56,7 @@ COMBINATIONS = {
 @pytest.fixture(scope="module", params=COMBINATIONS)
 def engine(request) -> Engine:
     # Small trees: sampling at every node is what takes the time on a CPU.
-    return make_engine({"num_speculative_tokens": 10, **COMBINATIONS[request.param]})
+    return shared_engine({"num_speculative_tokens": 10, **COMBINATIONS[request.param]})
 
 
 def test_matrix(engine, reference):
@@ -72,12 +79,10 @@ def test_rows_padded_as_on_a_gpu(engine, reference, monkeypatch):
     Checker()(engine, requests, reference("temperature 1", requests))
 
 
-@pytest.mark.parametrize(
-    "name", ["two SpecBlocks, route", "SpecBlock and EAGLE-3, trie", "EAGLE-3 and n-gram, route"]
-)
-def test_crowded(name, reference):
+def test_crowded(reference):
     """Chunked prefill, preemption and the length limit at once."""
-    crowded = crowded_engine({"num_speculative_tokens": 16, **COMBINATIONS[name]})
+    both = COMBINATIONS["SpecBlock and EAGLE-3, trie"]
+    crowded = crowded_engine({"num_speculative_tokens": 16, **both})
     preempted = record_preemptions(crowded)
     for temperature in (0.0, 1.0):
         requests = to_the_limit(temperature)
@@ -108,12 +113,11 @@ def record(head) -> dict[tuple, dict]:
     return drafted
 
 
-@pytest.mark.parametrize("second", [{"model": SECOND}, {"model": EAGLE3}])
-def test_second_head_drafts_what_it_would_alone(second):
+def test_second_head_drafts_what_it_would_alone():
     """It advances on tokens that the other head drafted, through chunks and prefix hits."""
     common = {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
     # What it learns depends on which of its trees were verified.
-    second = {**second, "calibrate_drafts": False}
+    second = {"model": SECOND, "calibrate_drafts": False}
     both = make_engine({"num_speculative_tokens": 16, "second_drafter": second}, **common)
     alone = make_engine({"num_speculative_tokens": 16, **second}, **common)
     requests = params(max_tokens=60)

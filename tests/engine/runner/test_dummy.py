@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.engines import ROOT, make_engine
+from support.engines import ROOT, shared_engine
 from support.matrix import PROMPTS, params
 
 HEADS = {
@@ -15,7 +15,7 @@ HEADS = {
 
 @pytest.fixture(scope="module", params=HEADS)
 def engine(request):
-    return make_engine({"num_speculative_tokens": 10, **HEADS[request.param]})
+    return shared_engine({"num_speculative_tokens": 10, **HEADS[request.param]})
 
 
 def answers(engine) -> list[list[int]]:

@@ -4,36 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.engines import FULL_GRAPHS, ROOT, make_engine
+from support.engines import FULL_GRAPHS, KINDS, make_engine, shared_engine
 from support.matrix import PROMPTS, params
-from support.recorded_graph import CaptureError, RecordedGraph, recording, stand_in
-from vllm.config.compilation import CUDAGraphMode
+from support.recorded_graph import CaptureError, RecordedGraph, capture, recording
 
 NUM_NODES = 10
 SIZES = (1, 3, 6)
 """Requests of the captured graphs: batches of 2, 4 and 5 have to be filled up."""
-SECOND = {"model": str(ROOT / "examples/two_heads/eagle3")}
-HEADS = {
-    "SpecBlock": {},
-    "EAGLE-3": SECOND,
-    "n-gram": {"kind": "ngram", "model": None},
-    "route": {"second_drafter": SECOND},
-    # As on a GPU, where nobody may decide on the host whether a drafter is left out.
-    "trie": {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge", "skip_drafter": False},
-}
 
 stands_in = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a recording knows nothing of compiled kernels"
 )
-
-
-def capture(engine) -> None:
-    """Capture the speculator's graphs as vLLM does after its own."""
-    config = engine.speculator.vllm_config.compilation_config
-    config.cudagraph_capture_sizes = [(NUM_NODES + 1) * size for size in SIZES]
-    config.max_cudagraph_capture_size = max(config.cudagraph_capture_sizes)
-    engine.speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
-    engine.speculator.capture()
 
 
 def run(engine, monkeypatch, count: int) -> tuple[list[list[int]], list[tuple]]:
@@ -84,18 +65,16 @@ def look_at_fillers(engine, monkeypatch) -> None:
     monkeypatch.setattr(manager, "run_fullgraph", looking)
 
 
-@pytest.fixture(scope="module", params=HEADS)
+@pytest.fixture(scope="module", params=KINDS)
 def engine(request):
-    return make_engine({"num_speculative_tokens": NUM_NODES, **HEADS[request.param]})
+    return shared_engine({"num_speculative_tokens": NUM_NODES, **KINDS[request.param]})
 
 
 @stands_in
 def test_graphs_draft_what_runs_eagerly(engine, monkeypatch):
     monkeypatch.setattr(engine.speculator, "pad_rows", True)
     wanted = {count: run(engine, monkeypatch, count) for count in (1, 4, 7)}
-    stand_in(monkeypatch)
-    capture(engine)
-    graphs = engine.speculator.graphs.graphs
+    graphs = capture(engine, monkeypatch, [(NUM_NODES + 1) * size for size in SIZES])
     look_at_fillers(engine, monkeypatch)
     assert sorted(desc.num_reqs for desc in graphs) == sorted(SIZES)
     for count, (answers, steps) in wanted.items():
@@ -114,13 +93,7 @@ def test_graphs_draft_what_runs_eagerly(engine, monkeypatch):
 def test_graphs_of_as_many_rows_as_the_device_gives(engine, monkeypatch):
     """With drafts shared out on the device, a size is a number of requests."""
     monkeypatch.setattr(engine.speculator, "enable_adaptive_verification", True)
-    stand_in(monkeypatch)
-    config = engine.speculator.vllm_config.compilation_config
-    monkeypatch.setattr(config, "cudagraph_capture_sizes", [2, 5, 40])
-    monkeypatch.setattr(config, "max_cudagraph_capture_size", 40)
-    engine.speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
-    engine.speculator.capture()
-    graphs = engine.speculator.graphs.graphs
+    graphs = capture(engine, monkeypatch, [2, 5, 40])
     assert sorted(desc.num_reqs for desc in graphs) == [2, 5]
     monkeypatch.setattr(engine.speculator, "enable_adaptive_verification", False)
     run(engine, monkeypatch, 3)  # 33 rows
@@ -131,49 +104,15 @@ def test_graphs_of_as_many_rows_as_the_device_gives(engine, monkeypatch):
     assert sum(graph.replays for graph in graphs.values()) == before
 
 
-# ---- what the stand-in for a graph holds, and what it refuses ----
-
-
-def recorded(step) -> RecordedGraph:
-    graph = RecordedGraph()
-    with recording(graph):
-        step()
-    return graph
-
-
-def test_a_replay_reads_the_memory_of_the_capture():
-    source, target, index = torch.zeros(3), torch.zeros(2), torch.tensor([0, 2])
-
-    def step():
-        view = source.view(3, 1)[:, 0]
-        target.copy_((view * 2 + 1)[index])
-        target.index_fill_(0, index[:1], 7.0)
-
-    graph = recorded(step)
-    source.copy_(torch.tensor([1.0, 2.0, 3.0]))
-    index.copy_(torch.tensor([1, 2]))
-    target.zero_()
-    graph.replay()
-    assert target.tolist() == [5.0, 7.0]
-
-
-@pytest.mark.parametrize(
-    "step",
-    [
-        lambda x: torch.tensor([1, 2]),
-        lambda x: torch.as_tensor([3]),
-    ],
-)
-def test_tensors_from_host_values_are_refused(step):
-    x = torch.ones(2)
-    with pytest.raises(CaptureError):
-        recorded(lambda: step(x))
+def test_a_capture_refuses_tensors_from_host_values():
+    with pytest.raises(CaptureError), recording(RecordedGraph()):
+        torch.tensor([1, 2])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
 def test_real_graphs_draft_what_runs_eagerly():
     """Both engines in turn on the GPU, every head and policy: equal answers, and graphs ran."""
-    for heads in HEADS.values():
+    for heads in KINDS.values():
         speculative = {"num_speculative_tokens": NUM_NODES, **heads}
         eager = make_engine(speculative, dtype="float32")
         # Without Inductor, whose fused kernels round otherwise than eager steps.

@@ -6,20 +6,13 @@ import contextlib
 
 import pytest
 import torch
-from support.engines import ROOT, Engine, make_engine
+from support.engines import KINDS, Engine, shared_engine
 from support.host_reads import HostRead, NoHostReads
 from support.matrix import PROMPTS, params
 
 from vllm_specblock.drafters.specblock import drafter
 
-SECOND = {"model": str(ROOT / "examples/two_heads/eagle3")}
-HEADS = {
-    "SpecBlock": {},
-    "EAGLE-3": SECOND,
-    "n-gram": {"kind": "ngram", "model": None},
-    "route": {"second_drafter": SECOND},
-    # As on a GPU, where nobody may decide on the host whether a drafter is left out.
-    "trie": {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge", "skip_drafter": False},
+WATCHED = KINDS | {
     "adaptive": {"enable_adaptive_verification": True},
     "recorded": {"adapt": {"policy": "watch"}},
 }
@@ -57,9 +50,9 @@ def generate(engine: Engine) -> None:
     engine.generate(PROMPTS[:5], requests)
 
 
-@pytest.fixture(scope="module", params=HEADS)
+@pytest.fixture(scope="module", params=WATCHED)
 def engine(request) -> Engine:
-    engine = make_engine({"num_speculative_tokens": 10, **HEADS[request.param]})
+    engine = shared_engine({"num_speculative_tokens": 10, **WATCHED[request.param]})
     manager = engine.runner.adaptive_verification
     if manager is not None:  # heads at rest draft nothing that could be watched
         manager.controller.drafts = lambda *_: True
@@ -74,7 +67,7 @@ def test_a_step_reads_no_device_value(engine, monkeypatch):
 
 def test_a_read_put_into_a_step_fails(monkeypatch):
     """The whole way: a head of ours that looks at a value fails the run."""
-    engine = make_engine({"num_speculative_tokens": 10})
+    engine = shared_engine({"num_speculative_tokens": 10})
     head = engine.speculator.draft_policy.drafters[0]
     original = drafter.SpecBlockDrafter.draft
     # Compiled as if it stood in the package's file: which file a line is of is what counts.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,17 @@ TARGET = ROOT / "examples/tiny_pair/target"
 DRAFTER = ROOT / "examples/tiny_pair/drafter"
 MAX_MODEL_LEN = 512
 FULL_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+EAGLE3 = {"model": str(ROOT / "examples/two_heads/eagle3")}
+KINDS = {
+    "SpecBlock": {},
+    "n-gram": {"kind": "ngram", "model": None},
+    "route": {"second_drafter": EAGLE3},
+    "trie": {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge", "skip_drafter": False},
+}
+"""Drafters whose steps are decided on the device, as a GPU wants it."""
 # An engine that is collected takes the process groups of all others along.
 _ALIVE: list[Engine] = []
+_SHARED: dict[str, Engine] = {}
 
 
 @dataclass
@@ -102,6 +112,22 @@ def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
             settings |= {"enforce_eager": False, "compilation_config": FULL_GRAPHS}
     engine = Engine(LLM(**{**settings, **changes}))
     _ALIVE.append(engine)
+    return engine
+
+
+def shared_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
+    """The engine with these options that all tests of a process share; its drafters learn anew.
+
+    A test must leave it as it was. vLLM's counters are those of the newest engine.
+    """
+    if speculative is not None:
+        speculative = {"model": str(DRAFTER), **speculative}
+    key = json.dumps([speculative, changes], sort_keys=True)
+    if key not in _SHARED:
+        _SHARED[key] = make_engine(speculative, **changes)
+    engine = _SHARED[key]
+    if speculative is not None:
+        engine.speculator.forget_warm_up()
     return engine
 
 

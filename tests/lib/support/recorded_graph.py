@@ -16,6 +16,7 @@ import torch
 from support.host_reads import HostReadMethods, check, reads_values
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm_specblock.triton_kernels.attention import cpu_packing
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
@@ -146,3 +147,16 @@ def stand_in(monkeypatch) -> None:
     monkeypatch.setattr(cudagraph_utils, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
+
+
+def capture(engine, monkeypatch, sizes: list[int]) -> dict:
+    """Capture the proposals of an engine for batches of `sizes` rows, as vLLM does on a GPU."""
+    stand_in(monkeypatch)
+    speculator = engine.speculator
+    config = speculator.vllm_config.compilation_config
+    monkeypatch.setattr(speculator, "graphs", speculator.graphs)  # comes back
+    monkeypatch.setattr(config, "cudagraph_capture_sizes", sizes)
+    monkeypatch.setattr(config, "max_cudagraph_capture_size", max(sizes))
+    speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+    speculator.capture()
+    return speculator.graphs.graphs

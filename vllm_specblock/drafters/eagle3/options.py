@@ -13,7 +13,6 @@ from vllm_specblock.drafters.registry import WeightedOptions, register_drafter
     "eagle3",
     "vllm_specblock.drafters.eagle3.drafter:Eagle3Drafter",
     "vllm_specblock.drafters.eagle3.checkpoint:FILES",
-    vllm_reads_config=True,
 )
 class Eagle3Config(WeightedOptions):
     """How an EAGLE-3 drafter grows its tree: EAGLE-2's, level by level (arXiv 2406.16858).

@@ -16,7 +16,6 @@ ONE_BLOCK = 16
     "specblock",
     "vllm_specblock.drafters.specblock.drafter:SpecBlockDrafter",
     "vllm_specblock.drafters.specblock.checkpoint",
-    vllm_reads_config=True,
     adapts=True,
 )
 class SpecBlockConfig(WeightedOptions):

@@ -32,10 +32,7 @@ class DraftAttentionLayer(nn.Module, AttentionLayerBase):
         self.entries_per_token = block_size
         self.dtype = vllm_config.model_config.dtype
         self.kv_cache = torch.tensor([])
-        context = vllm_config.compilation_config.static_forward_context
-        if name in context:
-            raise ValueError(f"There is a layer of the name {name!r} already.")
-        context[name] = self
+        vllm_config.compilation_config.static_forward_context[name] = self
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return DraftAttentionBackend

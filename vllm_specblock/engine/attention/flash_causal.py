@@ -45,12 +45,6 @@ def flash_attention(head_size: int) -> partial[Any]:
     return partial(flash_attn_varlen_func, fa_version=get_flash_attn_version(head_size=head_size))
 
 
-def keys_and_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a cache into FlashAttention's views, [blocks, block size, kv heads, D] each."""
-    key, value = kv_cache.transpose(1, 2).split(head_size, dim=-1)
-    return canonicalize_singleton_dim_strides(key), canonicalize_singleton_dim_strides(value)
-
-
 def takes(spec: AttentionSpec, device: torch.device) -> bool:
     """Whether FlashAttention supports layers of this kind."""
     if device.type != "cuda" or spec.dtype not in (torch.float16, torch.bfloat16):
@@ -98,11 +92,12 @@ def attend_causal(
         window: a row sees only this many entries, up to and including its own.
         scale, soft_cap: as in `tree_attention`.
     """
-    key, value = keys_and_values(kv_cache, query.shape[-1])
+    # FlashAttention's views are [blocks, block size, kv heads, D].
+    key, value = kv_cache.transpose(1, 2).chunk(2, dim=-1)
     flash(
         query[requests.first_row :],
-        key,
-        value,
+        canonicalize_singleton_dim_strides(key),
+        canonicalize_singleton_dim_strides(value),
         out=out[requests.first_row :],
         max_seqlen_q=requests.max_query_len,
         cu_seqlens_q=requests.query_start,

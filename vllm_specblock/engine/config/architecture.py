@@ -1,4 +1,4 @@
-"""What vLLM's registries know of our checkpoints: a config class, and architectures."""
+"""What vLLM's registries know of our checkpoints: a config class and an architecture."""
 
 from __future__ import annotations
 
@@ -11,18 +11,6 @@ from vllm.transformers_utils.configs.eagle import EAGLEConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_PUBLISHED = ("LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift")
-
-DRAFT_ARCHITECTURES = frozenset(
-    {
-        "SpecBlockDrafter",
-        *_PUBLISHED,
-        # vLLM prefixes the architecture of a config it does not know to be a drafter's.
-        *(f"Eagle3{name}" for name in _PUBLISHED),
-    }
-)
-"""Architectures in a checkpoint's config that mean "a SpecBlock drafter"."""
 
 
 class SpecBlockHFConfig(EAGLEConfig):

@@ -16,12 +16,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu import spec_decode
 
 from vllm_specblock.config import METHOD, OptionError
+from vllm_specblock.drafters.specblock.config_json import ARCHITECTURE
 from vllm_specblock.engine import undrafted
-from vllm_specblock.engine.config.architecture import (
-    DRAFT_ARCHITECTURES,
-    SpecBlockForDrafting,
-    SpecBlockHFConfig,
-)
+from vllm_specblock.engine.config.architecture import SpecBlockForDrafting, SpecBlockHFConfig
 from vllm_specblock.engine.config.ours import (
     WHEN_ASKED,
     asks_for_us,
@@ -40,8 +37,7 @@ _NODES = "num_speculative_tokens"
 
 def register() -> None:
     AutoConfig.register(SpecBlockHFConfig.model_type, SpecBlockHFConfig, exist_ok=True)
-    for name in sorted(DRAFT_ARCHITECTURES):
-        ModelRegistry.register_model(name, SpecBlockForDrafting)
+    ModelRegistry.register_model(ARCHITECTURE, SpecBlockForDrafting)
     register_backend(
         AttentionBackendEnum.CUSTOM, "vllm_specblock.engine.attention.backend.TreeAttentionBackend"
     )

@@ -175,30 +175,38 @@ def check_quantization(target: ModelConfig) -> None:
             )
 
 
-def check_ranks(resolved: ResolvedConfig, parallel: ParallelConfig) -> None:
-    """Refuse decisions by measurements on which two ranks might disagree."""
-    if resolved.adaptive and current_platform.is_cpu() and parallel.tensor_parallel_size > 1:
-        raise OptionError(
-            "speculative_config key 'enable_adaptive_verification' is true and "
-            f"tensor_parallel_size is {parallel.tensor_parallel_size}, but on a CPU every process "
-            "measures costs of its own: drop one of them."
-        )
-
-
-def check_lora(args: EngineArgs, resolved: ResolvedConfig) -> None:
-    """Refuse the options that do not work with LoRA adapters."""
-    if not args.enable_lora:
-        return
-    if resolved.adaptive:
-        raise OptionError(
-            "speculative_config key 'enable_adaptive_verification' is true and enable_lora is set, "
-            "but vLLM maps tokens to adapters before budgets are known: drop one of them."
-        )
-    if resolved.adapting is not None:
-        raise OptionError(
+def check_combination(
+    args: EngineArgs, resolved: ResolvedConfig, given: dict[str, Any], parallel: ParallelConfig
+) -> None:
+    """Refuse options that do not go together; `given`: the user's `speculative_config`."""
+    adaptive = "speculative_config key 'enable_adaptive_verification' is true and "
+    ranks, lora = parallel.tensor_parallel_size, args.enable_lora
+    method = given.get("rejection_sample_method", "standard")
+    for refused, sentence in (
+        (
+            # Two ranks might decide differently.
+            resolved.adaptive and current_platform.is_cpu() and ranks > 1,
+            f"{adaptive}tensor_parallel_size is {ranks}, but on a CPU every process measures costs "
+            "of its own: drop one of them.",
+        ),
+        (
+            resolved.adaptive and lora,
+            f"{adaptive}enable_lora is set, but vLLM maps tokens to adapters before budgets are "
+            "known: drop one of them.",
+        ),
+        (
+            resolved.adapting is not None and lora,
             "speculative_config key 'adapt' is given and enable_lora is set, but the trainer loads "
-            "the target without adapters: drop one of them."
-        )
+            "the target without adapters: drop one of them.",
+        ),
+        (
+            method != "standard",
+            f"speculative_config key 'rejection_sample_method' is {method!r}, but draft trees "
+            "support 'standard' only: drop the key.",
+        ),
+    ):
+        if refused:
+            raise OptionError(sentence)
 
 
 def check_weights(resolved: ResolvedConfig, dtype: torch.dtype) -> None:
@@ -215,16 +223,6 @@ def check_weights(resolved: ResolvedConfig, dtype: torch.dtype) -> None:
         raise OptionError(
             "speculative_config key 'quantization' is 'int8', but that needs a CPU with AMX tiles "
             "and dtype 'bfloat16': drop the key."
-        )
-
-
-def check_acceptance(given: dict[str, Any]) -> None:
-    """Refuse lossy acceptance; `given`: the user's `speculative_config`."""
-    method = given.get("rejection_sample_method", "standard")
-    if method != "standard":
-        raise OptionError(
-            f"speculative_config key 'rejection_sample_method' is {method!r}, but draft trees "
-            "support 'standard' only: drop the key."
         )
 
 

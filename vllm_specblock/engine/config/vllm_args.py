@@ -27,7 +27,7 @@ from vllm_specblock.engine.config.batch_sizes import capture_trees, make_room
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, resolve_config
 
 PLACEHOLDER_DRAFT_CONFIG = Path(__file__).parent / "placeholder_draft_config"
-"""vLLM wants a draft model's config also where no drafter has one that it can read."""
+"""A draft model's config for vLLM, which knows none of our drafters' own."""
 
 
 def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> ResolvedConfig:
@@ -45,18 +45,10 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     resolved = resolve(args, target, parallel)
     num_speculative_tokens = resolved.num_speculative_tokens
     validate.check_batch(args, num_speculative_tokens)
-    folder = next(
-        (
-            drafter.folder
-            for drafter in resolved.drafters
-            if drafter_kind(drafter.kind).vllm_reads_config
-        ),
-        str(PLACEHOLDER_DRAFT_CONFIG),
-    )
     args.speculative_config = {
         **{key: value for key, value in keys_of(args).items() if key in VLLM_KEYS},
         "method": "eagle3",
-        "model": folder,
+        "model": str(PLACEHOLDER_DRAFT_CONFIG),
         "num_speculative_tokens": num_speculative_tokens,
         "enable_adaptive_verification": resolved.adaptive,
         "disable_eagle_block_drop": not any(
@@ -99,11 +91,9 @@ def resolve(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> 
     given.setdefault("num_speculative_tokens", DEFAULT_NODES_ON_CPU if on_cpu else DEFAULT_NODES)
     hub = {"token": args.hf_token, "cache_dir": args.download_dir}
     resolved = resolve_config(given, target, hub)
-    validate.check_ranks(resolved, parallel)
-    validate.check_lora(args, resolved)
+    validate.check_combination(args, resolved, given, parallel)
     resolved = _with_skipping(resolved, parallel)
     validate.check_weights(resolved, target.dtype)
-    validate.check_acceptance(given)
     validate.check_adapt(resolved, parallel, target)
     return resolved
 
@@ -148,20 +138,14 @@ def finish(config: SpeculativeConfig, resolved: ResolvedConfig, target: ModelCon
     """Mark the config as ours, and tell vLLM which hidden states the target has to hand out."""
     draft = config.draft_model_config.hf_config
     draft.specblock = True
-    # Drafters stand at the target's positions, and their RoPE has no end. From 0.33 on vLLM would
-    # shorten the target's to those that a checkpoint names beside YaRN.
-    config.draft_model_config.max_model_len = target.max_model_len
     # What follows the last layer comes by itself.
     inner = [layer for layer in resolved.layers if layer < target.hf_text_config.num_hidden_layers]
     draft.eagle_aux_hidden_state_layer_ids = inner
     if not inner:  # vLLM asks the target for inner states of "eagle3" only
         config.method = "eagle"
-    # It may say that its drafter reads none, which vLLM heeds from 0.33 on.
-    draft.eagle_config = None
-    if config.model == str(PLACEHOLDER_DRAFT_CONFIG):
-        draft.hidden_size = target.get_hidden_size()
-        draft.vocab_size = target.get_vocab_size()
-        config.update_arch_()
+    draft.hidden_size = target.get_hidden_size()
+    draft.vocab_size = target.get_vocab_size()
+    config.update_arch_()
 
 
 def read_back(additional_config: dict[str, Any]) -> ResolvedConfig:

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, metadata, requires, version
+from typing import Any, Literal
 
-from vllm_specblock.engine.doctor.installation import (
-    OURS,
-    Finding,
-    as_line,
-    hooks,
-    kernels,
-    versions,
-    wrong,
-)
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from vllm_specblock.engine import compat
+from vllm_specblock.versions import is_supported, supported_releases, supported_sentence
+
+OURS = "vllm-specblock"
+COMPILERS = ("gcc", "clang", "cc")
+"""Triton compiles with one of them what launches a kernel."""
+
+Verdict = Literal["right", "note", "wrong"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was examined.
+        found: its state.
+        verdict: wrong: an engine would fail, or run without drafts; note: it is worth knowing.
+        advice: what to do, one line; may be empty.
+    """
+
+    name: str
+    found: str
+    verdict: Verdict = "right"
+    advice: str = ""
 
 
 def examine(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
@@ -39,3 +63,120 @@ def examine(target: str | None, given: dict[str, Any] | None) -> Iterator[Findin
         return
     yield runner()
     yield from pair(target, given)
+
+
+def wrong(name: str, found: str, advice: str) -> Finding:
+    return Finding(name, found, "wrong", advice)
+
+
+def as_line(error: BaseException) -> str:
+    """Return the message of an error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def installed(package: str) -> str | None:
+    """Return the version of a distribution; None: it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def versions() -> Iterator[Finding]:
+    """Judge Python, the packages we rely on, and the plugin's entry point."""
+    wanted = SpecifierSet(metadata(OURS)["Requires-Python"] or "")
+    yield _judged("Python", platform.python_version(), wanted)
+    specifiers = {each.name: each.specifier for each in map(Requirement, requires(OURS) or ())}
+    for package in ("torch", "transformers"):
+        yield _judged(package, installed(package), specifiers[package])
+    found = installed("vllm")
+    if found is None:
+        advice = (
+            f"Install vLLM {supported_releases()}; on a CPU tools/setup_env.py shows what that "
+            "takes."
+        )
+        yield wrong("vLLM", "not installed", advice)
+    elif not is_supported(found):
+        yield wrong("vLLM", found, supported_sentence(found))
+    else:
+        yield Finding("vLLM", found)
+    triton = installed("triton")
+    if triton is None:
+        yield wrong("triton", "not installed", "vLLM's Model Runner V2 needs it: install triton.")
+    else:
+        yield Finding("triton", triton)
+    yield plugin()
+
+
+def _judged(package: str, found: str | None, wanted: SpecifierSet) -> Finding:
+    if found is None or not wanted.contains(found, prereleases=True):
+        return wrong(package, found or "not installed", f"Install {package}{wanted}.")
+    return Finding(package, found)
+
+
+def plugin() -> Finding:
+    """Check that vLLM finds the plugin, and may load it."""
+    ours = installed(OURS) or "?"
+    points = entry_points(group="vllm.general_plugins")
+    names = {each.name for each in points if each.value.startswith("vllm_spec")}
+    if not names:
+        advice = f"Install it again (pip install {OURS}): vLLM finds plugins by their entry points."
+        return wrong(OURS, f"{ours}, without its entry point", advice)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and not names & set(allowed.split(",")):
+        advice = f"Add {min(names)} to VLLM_PLUGINS, or unset it."
+        return wrong(OURS, f"{ours}, and VLLM_PLUGINS={allowed!r} leaves it out", advice)
+    return Finding(OURS, ours)
+
+
+def hooks() -> Finding:
+    """Check the table of hooks against the installed vLLM."""
+    root = compat.installed()
+    if root is None:
+        return wrong("hooks", "nothing to look at", "Install vLLM.")
+    count, found = len(compat.hooks()), list(compat.broken(root))
+    if not found:
+        return Finding("hooks", f"{count} of {count} are in vLLM as they have to be")
+    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+    return wrong(
+        "hooks",
+        f"{len(found)} of {count} are not: {'; '.join(found[:3])}{more}",
+        "Install vLLM and the plugin anew, in versions that go together: this one was changed, or "
+        "is of another release.",
+    )
+
+
+def kernels() -> Finding:
+    """Find what runs the kernels on this machine."""
+    import torch
+
+    if torch.cuda.is_available():
+        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        compiler = os.environ.get("CC") or next(filter(shutil.which, COMPILERS), None)
+        if compiler is None:
+            return wrong(
+                "kernels",
+                f"{name}, and no C compiler",
+                f"Triton needs one to launch kernels: install {' or '.join(COMPILERS[:2])}, or "
+                "name one in CC.",
+            )
+        return Finding("kernels", f"Triton compiles them for sm_{major}{minor} ({name})")
+    found = installed("vllm")
+    if found is not None and "cpu" not in found:
+        return wrong(
+            "kernels",
+            "vLLM's CUDA build, and no GPU answers",
+            "Look at nvidia-smi and CUDA_VISIBLE_DEVICES, or install vLLM's CPU build.",
+        )
+    from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
+
+    if not AVAILABLE:
+        return Finding(
+            "kernels",
+            "Triton's interpreter: right, and 10 to 100 times slower",
+            "note",
+            "Install numba, whose loops stand in for them on a CPU.",
+        )
+    tiles = "with" if torch.cpu._is_amx_tile_supported() else "without"
+    numba = installed("numba")
+    return Finding("kernels", f"Numba {numba} compiles loops for this CPU, {tiles} AMX")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from vllm_specblock.engine.metrics.draft_clock import DraftClock
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.triton_kernels.feedback.count_step import Drafted, count_step_triton
 from vllm_specblock.triton_kernels.op import op
@@ -18,6 +19,9 @@ _KINDS = 3
 """Origins a node in use can have: 1 drafter 1, 2 drafter 2, 3 both."""
 
 
+DRAFTING_NS, DRAFTING_STEPS = "drafting_nanoseconds", "drafting_steps"
+
+
 class DrafterCounters:
     """Sums over all steps and requests, in one small tensor of the device.
 
@@ -26,9 +30,11 @@ class DrafterCounters:
     Args:
         num_drafters: 1 or 2.
         sink: takes the counts of every `publish`; None: no metrics.
+        source: returns further counts to publish.
 
     Attributes:
-        sources: return further counts to publish.
+        total: int64, the sums that `count` adds to.
+        clock: times drafting.
     """
 
     def __init__(
@@ -36,30 +42,33 @@ class DrafterCounters:
         num_drafters: int,
         device: torch.device | str,
         sink: Callable[[Counts], None] | None = None,
+        source: Callable[[], Counts] = dict,
     ) -> None:
-        self.num_drafters, self.sink = num_drafters, sink
-        self.sources: list[Callable[[], Counts]] = []
+        self.num_drafters, self.sink, self.source = num_drafters, sink, source
         # Nodes by origin, as (verified, accepted, first of a tree); then what was drafted.
         size = 3 * _KINDS + 3 * num_drafters + 4
-        self.total = torch.zeros(size, dtype=torch.int64, device=device)
-        self._host = self.total
-        if self.total.is_cuda:
-            self._host = torch.zeros(self.total.shape, dtype=torch.int64, pin_memory=True)
+        self._all = torch.zeros(size + DraftClock.SIZE, dtype=torch.int64, device=device)
+        self.total, spans = self._all[:size], self._all[size:]
+        self.clock, self._host = DraftClock(spans), self._all
+        if self._all.is_cuda:
+            self._host = torch.zeros(self._all.shape, dtype=torch.int64, pin_memory=True)
+
+    def clear(self) -> None:
+        self._all.zero_()
 
     def count(self, verified: VerifiedTrees, drafted: Drafted | None = None) -> None:
         """Count the trees that the target ran on in this step, and those drafted in it."""
         count_step(self.total, verified, drafted)
 
     def publish(self) -> None:
-        """Pass the counts on the host, and those of `sources`, to the sink."""
+        """Pass the counts on the host, and those of `source`, to the sink."""
         if self.sink is None:
             return
-        counts = tally(self._host.tolist(), self.num_drafters)  # a host tensor
-        for source in self.sources:
-            counts |= source()
-        self.sink(counts)
-        if self._host is not self.total:
-            self._host.copy_(self.total, non_blocking=True)
+        *sums, nanoseconds, steps, _ = self._host.tolist()  # a host tensor
+        counts = tally(sums, self.num_drafters) | self.source()
+        self.sink(counts | {(DRAFTING_NS, 0): nanoseconds, (DRAFTING_STEPS, 0): steps})
+        if self._host is not self._all:
+            self._host.copy_(self._all, non_blocking=True)
 
     def as_dict(self) -> dict[str, int]:
         """All counts by name, with "_1" or "_2" for a drafter's; waits for the device."""

@@ -6,11 +6,8 @@ request. `FeatureConnector` adds the input of the LM head, and support for CPUs.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +16,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from vllm import LLM, SamplingParams
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
     PendingSave,
@@ -33,8 +29,6 @@ from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target.feature_store import Features
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 CPU_CACHE_BYTES = 2 << 30
@@ -60,6 +54,8 @@ class FeatureExtractor:
         scratch: Path,
         engine: Mapping[str, Any] | None = None,
     ) -> None:
+        # An engine in a process of its own would outlive a killed parent.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self.scratch = scratch
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -139,13 +135,6 @@ def _take(path: str, tokens: Tensor) -> Features:
 class FeatureConnector(ExampleHiddenStatesConnector):
     """vLLM's connector; the last of the states is the target's output. Works on a CPU, too."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        if role is KVConnectorRole.SCHEDULER:
-            _end_with_parent()
-
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         _append_last_output()  # here, because this runs in every worker and nowhere else
@@ -171,19 +160,6 @@ class _Done:
 
     def query(self) -> bool:
         return True
-
-
-def _end_with_parent() -> None:
-    """End an engine in a process of its own with its parent, which may be killed."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _append_last_output() -> None:

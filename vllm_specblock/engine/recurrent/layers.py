@@ -43,9 +43,13 @@ class RecurrentLayer(ABC):
 
     Args:
         layer: vLLM's, before its cache is allocated; it is changed in place.
+
+    Attributes:
+        replaced: name of the layer's method whose inputs `verify` takes; "": an operator calls it.
     """
 
     kind: type[MambaBase]
+    replaced = ""
     waiting: Waiting | None = None
 
     def __init__(self, layer: Any) -> None:
@@ -55,6 +59,9 @@ class RecurrentLayer(ABC):
         layer.get_kv_cache_spec = partial(_one_state, layer.get_kv_cache_spec)
         backend = tree_backend(layer.get_attn_backend())
         layer.get_attn_backend = lambda: backend
+        if self.replaced:
+            self.plain = getattr(layer, self.replaced)
+            setattr(layer, self.replaced, self.forward)
 
     @property
     def histories(self) -> Tensor:
@@ -72,6 +79,10 @@ class RecurrentLayer(ABC):
         every = get_forward_context().attn_metadata
         found = every.get(self.layer.prefix) if isinstance(every, dict) else None
         return found if isinstance(found, RecurrentTreeMetadata) else None
+
+    def forward(self, *, output: Tensor, **inputs: Tensor) -> Any:
+        """Called by vLLM with keywords."""
+        return self.run(self.plain, tuple(inputs.values()), output)
 
     def run(self, plain: Callable[..., Any], inputs: tuple[Tensor, ...], out: Tensor) -> Any:
         """Fill `out` [rows, …]: requests and steps without drafts by `plain(*inputs, out)`."""
@@ -119,18 +130,11 @@ class RecurrentLayer(ABC):
 
 
 class Mamba2Layer(RecurrentLayer):
-    kind = MambaMixer2
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__(layer)
-        self.plain, layer.conv_ssm_forward = layer.conv_ssm_forward, self.forward
+    kind, replaced = MambaMixer2, "conv_ssm_forward"
 
     @property
     def states(self) -> Tensor:
         return self.layer.kv_cache[1].transpose(2, 3)
-
-    def forward(self, projected_states: Tensor, output: Tensor) -> Any:
-        return self.run(self.plain, (projected_states,), output)
 
     def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
         layer, (projected,) = self.layer, inputs
@@ -155,14 +159,7 @@ class Mamba2Layer(RecurrentLayer):
 
 
 class ShortConvLayer(RecurrentLayer):
-    kind = ShortConv
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__(layer)
-        self.plain, layer.forward_native = layer.forward_native, self.forward
-
-    def forward(self, hidden_states: Tensor, output: Tensor) -> Any:
-        return self.run(self.plain, (hidden_states,), output)
+    kind, replaced = ShortConv, "forward_native"
 
     def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
         layer = self.layer

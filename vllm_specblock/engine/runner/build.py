@@ -18,12 +18,7 @@ from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
-from vllm_specblock.engine.runner.draft_policy import (
-    DraftPolicy,
-    MergedDrafters,
-    RoutedDrafters,
-    SingleDrafter,
-)
+from vllm_specblock.engine.runner.draft_policy import DraftPolicy, SingleDrafter, TwoDrafters
 from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
 from vllm_specblock.engine.target_lora import embed_without_adapters
 from vllm_specblock.engine.target_model import embedding_of
@@ -136,8 +131,6 @@ def make_draft_policy(
     """Return the policy of `options`, which is None with a single drafter."""
     if options is None:
         return SingleDrafter(drafters[0])
-    if options.draft_policy == "merge" and options.skip_drafter:
+    if options.skip_drafter:
         return SkippingMergedDrafters(drafters, options, num_nodes, num_slots, device, controller)
-    if options.draft_policy == "merge":
-        return MergedDrafters(drafters, options, num_nodes, device)
-    return RoutedDrafters(drafters, options, device)
+    return TwoDrafters(drafters, options, num_nodes, device)

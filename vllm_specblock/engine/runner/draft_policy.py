@@ -100,36 +100,28 @@ class SingleDrafter(DraftPolicy):
         return Proposal(Combined(tree, 1), (tree.size,), None, None)
 
 
-class RoutedDrafters(DraftPolicy):
-    """Both drafters draft; the more confident tree is verified (routing paper, §5)."""
+class TwoDrafters(DraftPolicy):
+    """Both drafters draft.
 
-    def __init__(
-        self, drafters: list[Drafter], options: CombineConfig, device: torch.device
-    ) -> None:
-        self.drafters, self.how = drafters, options.confidence
-        self.always = torch.ones(1, dtype=torch.bool, device=device)
-
-    def combine(self, rows: CommittedTokens) -> Proposal:
-        first, second = (self.draft(drafter, rows) for drafter in self.drafters)
-        combined, _, agreed = route(first, second, self.how)
-        both = self.always.expand(len(first.size))
-        return Proposal(combined, (first.size, second.size), both, agreed)
-
-
-class MergedDrafters(DraftPolicy):
-    """Both drafters draft, and the union of their trees is verified at once (merged-tree paper)."""
+    Verified is the more confident tree (routing paper, §5), or the union of both (merged-tree
+    paper).
+    """
 
     def __init__(
         self, drafters: list[Drafter], options: CombineConfig, num_nodes: int, device: torch.device
     ) -> None:
-        self.drafters, self.how, self.num_nodes = drafters, options.merge, num_nodes
+        self.drafters, self.options, self.num_nodes = drafters, options, num_nodes
         self.always = torch.ones(1, dtype=torch.bool, device=device)
 
     def combine(self, rows: CommittedTokens) -> Proposal:
-        return self.union(*(self.draft(drafter, rows) for drafter in self.drafters))
+        return self.of_both(*(self.draft(drafter, rows) for drafter in self.drafters))
 
-    def union(self, first: DraftTree, second: DraftTree) -> Proposal:
-        """Both trees in one; both drafters have drafted."""
-        combined, agreed = merge(first, second, self.how, self.num_nodes, self.max_depth)
+    def of_both(self, first: DraftTree, second: DraftTree) -> Proposal:
+        """Return the proposal of both drafters' trees."""
+        how = self.options
+        if how.draft_policy == "route":
+            combined, _, agreed = route(first, second, how.confidence)
+        else:
+            combined, agreed = merge(first, second, how.merge, self.num_nodes, self.max_depth)
         both = self.always.expand(len(first.size))
         return Proposal(combined, (first.size, second.size), both, agreed)

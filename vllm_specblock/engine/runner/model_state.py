@@ -76,14 +76,12 @@ class TreeModelState(DefaultModelState):
         super().add_request(req_index, new_req_data)
         self.tree_states.reset(req_index)
         self.speculator.note_request(req_index, new_req_data.sampling_params)
-        recorder = self.speculator.recorder
-        if recorder is not None and not new_req_data.req_id.startswith(WARM_UP):
-            recorder.begin(req_index, new_req_data)
+        if not new_req_data.req_id.startswith(WARM_UP):
+            self.speculator.recorder.begin(req_index, new_req_data)
 
     def remove_request(self, req_id: str) -> None:
         super().remove_request(req_id)
-        if self.speculator.recorder is not None:
-            self.speculator.recorder.end(req_id)
+        self.speculator.recorder.end(req_id)
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables

@@ -9,14 +9,14 @@ from vllm_specblock.combine.combined import Combined
 from vllm_specblock.config import CombineConfig
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
-from vllm_specblock.engine.runner.draft_policy import MergedDrafters, Proposal
+from vllm_specblock.engine.runner.draft_policy import Proposal, TwoDrafters
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.skip_gate import DrafterGate, first_token
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.tree import DraftTree
 
 
-class SkippingMergedDrafters(MergedDrafters):
+class SkippingMergedDrafters(TwoDrafters):
     """Merged drafters, of which one is skipped in steps where the lookup suffices.
 
     A skipped drafter does not read the step either, since reading costs as much as drafting. Missed
@@ -97,7 +97,7 @@ class SkippingMergedDrafters(MergedDrafters):
             if self.blind is not None:
                 nothing = DraftTree.empty(len(self.blind), tree.token.shape[1], tree.token.device)
                 tree = tree.where(self.blind, nothing)
-            return self.union(tree, found) if self.lookup else self.union(found, tree)
+            return self.of_both(tree, found) if self.lookup else self.of_both(found, tree)
         none, never = torch.zeros_like(found.size), torch.zeros_like(found.size, dtype=torch.bool)
         sizes = (none, found.size) if self.lookup else (found.size, none)
         second = ~never if self.lookup else never

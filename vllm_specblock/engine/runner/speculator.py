@@ -26,7 +26,6 @@ from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
 from vllm_specblock.engine.config.vllm_args import read_back
 from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.metrics.counters import DrafterCounters
-from vllm_specblock.engine.metrics.draft_clock import DraftClock
 from vllm_specblock.engine.metrics.exporter import make_sink
 from vllm_specblock.engine.runner import graphs
 from vllm_specblock.engine.runner.build import load_drafters, make_draft_policy, widen_texts
@@ -72,7 +71,8 @@ class TreeSpeculator(DraftModelSpeculator):
         depth = vllm_config.model_config.hf_text_config.num_hidden_layers
         self.num_layers = len(self.resolved.layers)
         self.num_inner = sum(layer < depth for layer in self.resolved.layers)
-        self.reads_last = self.num_inner < self.num_layers or self.resolved.adapting is not None
+        self.adapts = self.resolved.adapting is not None
+        self.reads_last = self.num_inner < self.num_layers or self.adapts
         self.pad_rows = not device_of(device).on_host
         self.enable_adaptive_verification = self.resolved.adaptive
         self.use_acceptance_estimator = False  # vLLM's, for chains
@@ -107,17 +107,13 @@ class TreeSpeculator(DraftModelSpeculator):
             self.adaptive = self.skipped.adaptive = AdaptiveTrees(
                 controller, follow, backlog, self.req_states, states, confidence, device
             )
-        self.recorder: StepObserver | None = None
-        if resolved.adapting is not None:
+        self.recorder = StepObserver()
+        if self.adapts:
             make = adaptation("serving.observer").make_observer
             self.recorder = make(config, resolved, drafters, states.parent, depth)
-        self.reads_rows = follow or self.num_layers > 0 or self.recorder is not None
+        self.reads_rows = follow or self.num_layers > 0 or self.adapts
         sink = make_sink(config, get_tensor_model_parallel_rank())
-        self.clock = DraftClock(device)
-        self.counters = DrafterCounters(len(drafters), device, sink)
-        self.counters.sources = [self.clock.counts]
-        if self.recorder is not None:
-            self.counters.sources.append(self.recorder.counts)
+        self.counters = DrafterCounters(len(drafters), device, sink, self.recorder.counts)
         return draft_weights.DraftModels(drafters, resolved)
 
     def load_model(self, target_model: VllmModel) -> None:
@@ -156,8 +152,7 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def forget_warm_up(self) -> None:
         """Reset the counters and estimates after vLLM's warm-up requests."""
-        self.counters.total.zero_()
-        self.clock.total.zero_()
+        self.counters.clear()
         self.draft_policy.forget()
         if self.adaptive is not None:
             self.adaptive.acceptance.forget()
@@ -195,7 +190,7 @@ class TreeSpeculator(DraftModelSpeculator):
         states = list(aux_hidden_states or ())
         if self.reads_last:
             states.append(last_hidden_states)
-        if self.recorder is not None and not dummy_run:
+        if self.adapts and not dummy_run:
             self.recorder.between_steps(batch.idx_mapping_np)
         if skip_attn_for_dummy_run:
             self.caches.bind_null()
@@ -206,7 +201,7 @@ class TreeSpeculator(DraftModelSpeculator):
         paused = not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch)
         # 0 comes from vLLM's schedule by batch size; in 0.33 also in prompt chunks and last steps.
         draft = num_speculative_tokens != 0
-        may_skip = not draft and self.recorder is None
+        may_skip = not draft and not self.adapts
         counted, self._counted = self._counted, batch.num_draft_tokens > 0
         read, skipped = states[: self.num_layers], self.skipped
         if undrafted.all():  # a host array
@@ -237,7 +232,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 policy = self.draft_policy
                 self.adaptive.drafted(began, policy.asked, policy.read, prompts)
         # A GPU's counts are on the host one step later.
-        if not dummy_run and (counted or self._counted or self.recorder is not None):
+        if not dummy_run and (counted or self._counted or self.adapts):
             self.counters.publish()
         return tokens
 
@@ -252,11 +247,10 @@ class TreeSpeculator(DraftModelSpeculator):
         """
         verified, committed = self.settle(inputs)
         rows, req_idx = inputs.rows, inputs.rows.batch.idx_mapping
-        if self.recorder is not None:
-            self.recorder.record(rows, committed, inputs.hidden_states, verified)
+        self.recorder.record(rows, committed, inputs.hidden_states, verified)
         if self.skipped.backlog is not None:
             committed = self.skipped.backlog.catch_up(committed)
-        self.clock.begin()
+        self.counters.clock.begin()
         self.draft_policy.advance(committed)
         if not draft:
             self.counters.count(verified)
@@ -265,7 +259,7 @@ class TreeSpeculator(DraftModelSpeculator):
         proposal = self.draft_policy.combine(committed)
         # With a prompt, most of the time is spent reading it.
         if not rows.batch.has_prefill:
-            self.clock.end()
+            self.counters.clock.end()
         betas = [drafter.beta for drafter in self.draft_policy.drafters]
         trees = chain.from_iterable(zip(proposal.drafted, betas))
         # Before `store`, which overwrites the verified trees.
@@ -315,7 +309,7 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def _skip(self, batch: InputBatch, slot_mappings: Slots, states: States, paused: bool) -> None:
         """Skip the drafters in this step."""
-        if self.recorder is not None:
+        if self.adapts:
             self.recorder.pause(batch.idx_mapping_np)
         missed = partial(missed_rows, batch, states[: self.num_layers])
         kv_slot = self.caches.slots(slot_mappings)[: batch.num_tokens]

@@ -1,0 +1,117 @@
+"""Engines with settings of their own say what vLLM says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from safetensors.torch import load_file
+from support.engines import TARGET, Engine, assert_identical, make_engine
+from support.matrix import PROMPTS, Checker, params
+from vllm import SamplingParams
+
+from vllm_specblock.drafters.common.linear import Fp8Linear
+
+LOOKUP = {"num_speculative_tokens": 12, "second_drafter": {"kind": "ngram"}}
+MERGED = LOOKUP | {"draft_policy": "merge"}
+
+
+def test_a_length_that_vllm_fits_to_the_cache(plain: Engine):
+    """`max_model_len` "auto" (−1): the limit is lowered after the drafters are built."""
+    engine = make_engine(LOOKUP, max_model_len=-1, kv_cache_memory_bytes=1 << 20)
+    limit = engine.core.vllm_config.model_config.max_model_len
+    assert limit < 512, "everything fits: nothing was tested"
+    drafters = engine.speculator.draft_policy.drafters
+    assert [drafter.max_model_len for drafter in drafters] == [limit, limit]
+    texts = [text for text in PROMPTS if len(text) < limit]
+    to_the_limit = [
+        SamplingParams(temperature=0, max_tokens=limit - len(text), ignore_eos=True)
+        for text in texts
+    ]
+    assert_identical(engine.generate(texts, to_the_limit), plain.generate(texts, to_the_limit))
+
+
+def test_long_prompts_in_chunks():
+    """Thousands of tokens, with RoPE scaled beyond the trained length."""
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
+    settings = {
+        "hf_overrides": {
+            "max_position_embeddings": 4096,
+            "rope_parameters": {"rope_theta": 10000.0, **yarn},
+        },
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 512,
+    }
+    draw = random.Random(3)
+    unit = [draw.randrange(3, 2048) for _ in range(37)]
+    to_the_limit = (unit * 111)[: 4096 - 24]
+    texts = [to_the_limit, [draw.randrange(3, 2048) for _ in range(2100)], [7] * 1200]
+    plain = make_engine(None, **settings)
+    engine = make_engine(MERGED, **settings)
+    for heat in (0, 1):
+        requests = params(3, temperature=heat, max_tokens=24)
+        ours, theirs = (each.generate(texts, requests) for each in (engine, plain))
+        assert assert_identical(ours, theirs).tokens == 72
+    metrics = {metric.name: metric for metric in engine.llm.get_metrics()}
+    assert metrics["vllm:spec_decode_num_accepted_tokens"].value > 20
+
+
+def test_prompts_as_embeddings(plain: Engine):
+    """Prompts of both kinds share a batch; long ones are chunked."""
+    engine = make_engine(MERGED, enable_prompt_embeds=True, max_num_batched_tokens=96)
+    table = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
+    texts = PROMPTS[:6]
+    requests = [
+        {"prompt_token_ids": text} if index % 3 == 0 else {"prompt_embeds": table[text]}
+        for index, text in enumerate(texts)
+    ]
+    for temperature in (0.0, 1.0):
+        asked = params(len(texts), temperature=temperature, max_tokens=24)
+        found = engine.llm.generate(requests, asked, use_tqdm=False)
+        expected = plain.generate(texts, asked)
+        assert [list(answer.outputs[0].token_ids) for answer in found] == [
+            one.tokens for (one,) in expected
+        ]
+
+
+MARKERS = {"reasoning_start_str": "class", "reasoning_end_str": "return self"}
+
+
+@pytest.fixture(scope="module")
+def thinking() -> tuple[Engine, Engine]:
+    """Plain vLLM, and trees of a fixed size."""
+    return tuple(
+        make_engine(speculative, reasoning_config=MARKERS)
+        for speculative in (None, {"num_speculative_tokens": 12})
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_thinking_ends_at_its_budget(thinking, temperature):
+    plain, tree = thinking
+    ids = plain.llm.get_tokenizer().encode
+    start, end = (ids(text, add_special_tokens=False) for text in MARKERS.values())
+    assert len(end) > 1
+    texts = [[*text[:50], *start] for text in PROMPTS]
+    budgets = [0, 1, 7, 16, 30, None, 7, 3, 100, 12]
+    requests = params(temperature=temperature, max_tokens=40)
+    for request, budget in zip(requests, budgets):
+        request.thinking_token_budget = budget
+    expected = plain.generate(texts, requests)
+    Checker()(tree, requests, expected, texts)
+    for budget, (answer,) in zip(budgets, expected):
+        unforced = answer.tokens[:budget]
+        if budget is not None and budget < 30 and not {*start, *end} & {*unforced}:
+            assert answer.tokens[budget : budget + len(end)] == end
+
+
+def test_a_drafter_in_8_bits(plain: Engine):
+    """Other drafts now and then, never other tokens."""
+    engine = make_engine({"num_speculative_tokens": 20, "quantization": "fp8"})
+    (head,) = engine.speculator.draft_policy.drafters
+    assert isinstance(head.model.lm_head, Fp8Linear)
+    for heat in (0.0, 1.0):
+        sampling = params(4, temperature=heat, max_tokens=40)
+        assert engine.generate(PROMPTS[:4], sampling) == plain.generate(PROMPTS[:4], sampling)
+        accepted = engine.speculator.counters.as_dict()["accepted_nodes_1"]
+        assert accepted > 40, "hardly a draft was right"
