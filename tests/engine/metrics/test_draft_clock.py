@@ -16,7 +16,8 @@ from vllm_specblock.engine.metrics.draft_clock import (
 
 
 def test_only_whole_spans_count():
-    clock = DraftClock(torch.device("cpu"))
+    total = torch.zeros(3, dtype=torch.int64)
+    clock = DraftClock(total, total)
     for ends in (True, False, True):
         clock.begin()
         time.sleep(0.01)

@@ -205,7 +205,7 @@ def test_metrics_of_two_engines(config):
 def test_counters_reach_the_reader_with_every_name(config):
     sink = exporter.make_sink(vllm_config(config), rank=0)
     counters = DrafterCounters(2, "cpu", sink)
-    clock = DraftClock(torch.device("cpu"))
+    clock = DraftClock(counters.spans, counters.host_spans)
     counters.sources = [clock.counts]
     counters.publish()
     assert set(shown().values()) == {0}

@@ -29,6 +29,8 @@ class DrafterCounters:
 
     Attributes:
         sources: return further counts to publish.
+        total: [counts] int64.
+        spans, host_spans: [3] int64, a `DraftClock`'s: one copy takes both to the host.
     """
 
     def __init__(
@@ -41,10 +43,12 @@ class DrafterCounters:
         self.sources: list[Callable[[], Counts]] = []
         # Nodes by origin, as (verified, accepted, first of a tree); then what was drafted.
         size = 3 * _KINDS + 3 * num_drafters + 4
-        self.total = torch.zeros(size, dtype=torch.int64, device=device)
-        self._host = self.total
-        if self.total.is_cuda:
-            self._host = torch.zeros(self.total.shape, dtype=torch.int64, pin_memory=True)
+        self._sums = torch.zeros(size + 3, dtype=torch.int64, device=device)
+        self._host = self._sums
+        if self._sums.is_cuda:
+            self._host = torch.zeros(self._sums.shape, dtype=torch.int64, pin_memory=True)
+        self.total, self.spans = self._sums[:size], self._sums[size:]
+        self.host_spans = self._host[size:]
 
     def count(self, verified: VerifiedTrees, drafted: Drafted | None = None) -> None:
         """Count the trees that the target ran on in this step, and those drafted in it."""
@@ -54,12 +58,12 @@ class DrafterCounters:
         """Pass the counts on the host, and those of `sources`, to the sink."""
         if self.sink is None:
             return
-        counts = tally(self._host.tolist(), self.num_drafters)  # a host tensor
+        counts = tally(self._host.tolist()[:-3], self.num_drafters)  # a host tensor
         for source in self.sources:
             counts |= source()
         self.sink(counts)
-        if self._host is not self.total:
-            self._host.copy_(self.total, non_blocking=True)
+        if self._host is not self._sums:
+            self._host.copy_(self._sums, non_blocking=True)
 
     def as_dict(self) -> dict[str, int]:
         """All counts by name, with "_1" or "_2" for a drafter's; waits for the device."""

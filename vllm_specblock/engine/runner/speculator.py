@@ -113,8 +113,8 @@ class TreeSpeculator(DraftModelSpeculator):
             self.recorder = make(config, resolved, drafters, states.parent, depth)
         self.reads_rows = follow or self.num_layers > 0 or self.recorder is not None
         sink = make_sink(config, get_tensor_model_parallel_rank())
-        self.clock = DraftClock(device)
         self.counters = DrafterCounters(len(drafters), device, sink)
+        self.clock = DraftClock(self.counters.spans, self.counters.host_spans)
         self.counters.sources = [self.clock.counts]
         if self.recorder is not None:
             self.counters.sources.append(self.recorder.counts)
