@@ -1,12 +1,11 @@
-"""Compile recorded launches ahead of time, for GPUs that are not there.
+"""Compile launches ahead of time, for GPUs that are not there.
 
-    EMU_RECORD_LAUNCHES=FILE .venv-cuda/bin/python tests/emulated_gpu/run.py …
-    .venv-cuda/bin/python tests/emulated_gpu/compile_launches.py FILE [KERNEL …]
+    .venv-cuda/bin/python tests/emulated_gpu/compile_launches.py [FILE]
 
-Compiles each launch, and those of attention, growth and selection at Llama-3.1-8B's shapes, for
-each architecture. Adds what a program takes to `compiled.json` beside this file: registers, bytes
-spilled, accesses to spilled registers in loops with products, shared memory. Exits with 1 if one
-does not fit its GPU or a loop spills. Needs Triton with its own ptxas, and no GPU.
+Compiles attention, growth and selection at Llama-3.1-8B's shapes for each architecture, and the
+launches in FILE, which `EMU_RECORD_LAUNCHES=FILE run.py …` writes. What a program takes goes to
+`compiled.json`: registers, bytes spilled, accesses to spilled registers in loops with products,
+shared memory. Exits with 1 if one does not fit its GPU or a loop spills. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ import re
 import subprocess
 import sys
 import tempfile
-from functools import cache
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).with_name("path")))
-from emulated_gpu.launch_records import argument, as_compiled
+from emulated_gpu.launch_records import argument, launch_record
 
 TABLE = Path(__file__).with_name("compiled.json")
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -46,13 +46,10 @@ class Recorder:
     def launch(self, *positional: Any, num_warps: int = 4, num_stages: int = 3, **named: Any):
         given = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
         constants = {p.name for p in self.kernel.params if p.is_constexpr}
-        plain = {key: as_compiled(value, key in constants) for key, value in given.items()}
-        name = f"{self.kernel.fn.__module__}.{self.kernel.fn.__name__}"
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        self.lines.append(json.dumps({"kernel": name, "arguments": plain, "options": options}))
+        self.lines.append(launch_record(self.kernel.fn, given, constants, options))
 
 
-@cache
 def llama_launches(architecture: int) -> list[str]:
     """Record attention, growth and selection of Llama-3.1-8B: 32 heads of 128, N = 60, M = 2."""
     from vllm_specblock.triton_kernels.attention import attention_schedule
@@ -65,13 +62,20 @@ def llama_launches(architecture: int) -> list[str]:
                expand: ["_attach_and_start_kernel", "_attach_and_select_kernel"],
                grow_level: ["_attach_and_grow_kernel", "_attach_and_select_kernel"],
                select_tree: ["_select_kernel"]}  # fmt: skip
-    attention_schedule.shared_memory = lambda device: SHARED[architecture]
-    attention_schedule.generation = lambda device: architecture // 10
+    replaced = [
+        (attention_schedule, "shared_memory", lambda device: SHARED[architecture]),
+        (attention_schedule, "generation", lambda device: architecture // 10),
+    ]
     for module, names in kernels.items():
-        for name in names:
-            kernel = getattr(module, name)
-            kernel = kernel.kernel if isinstance(kernel, Recorder) else kernel
-            setattr(module, name, Recorder(kernel, lines))
+        replaced += [(module, name, Recorder(getattr(module, name), lines)) for name in names]
+    with ExitStack() as stack:
+        for each in replaced:
+            stack.enter_context(patch.object(*each))
+        launch_llama(attention, expand, grow_level, select_tree)
+    return list(dict.fromkeys(lines))
+
+
+def launch_llama(attention: Any, expand: Any, grow_level: Any, select_tree: Any) -> None:
     for requests, unknown in ((1, 0), (32, 0), (32, 61)):
         rows = torch.zeros(requests * 61, dtype=torch.int32)
         query = torch.empty(len(rows), 32, 128, dtype=torch.bfloat16)
@@ -100,7 +104,6 @@ def llama_launches(architecture: int) -> list[str]:
         grown = levels.attach_level(grown[0], grown[4], None, said.float(), said)
     whole = torch.zeros(1, 577, dtype=torch.int64)
     select_tree.select_triton(whole, whole, whole.float(), whole, whole, 60, 12)
-    return list(dict.fromkeys(lines))
 
 
 def compile_launch(kernel: Any, named: dict[str, Any], capability: int) -> dict[str, int]:
@@ -177,24 +180,20 @@ def faults(table: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    recorded, wanted = Path(sys.argv[1]).read_text().splitlines(), sys.argv[2:]
-    table = json.loads(TABLE.read_text()) if TABLE.exists() else []
-    known = {(row["launch"], row["architecture"]) for row in table}
+    recorded = Path(sys.argv[1]).read_text().splitlines() if sys.argv[1:] else []
+    table = []
     for architecture in SHARED:
-        for line in [*llama_launches(architecture), *recorded]:
+        for line in dict.fromkeys([*llama_launches(architecture), *recorded]):
             launch = json.loads(line)
             module, _, name = launch["kernel"].rpartition(".")
-            if (line, architecture) in known or (wanted and name not in wanted):
-                continue
             kernel = getattr(importlib.import_module(module), name)
-            kernel = kernel.kernel if isinstance(kernel, Recorder) else kernel
             named = {key: argument(value) for key, value in launch["arguments"].items()}
             took = compile_launch(kernel, named | launch["options"], architecture)
             row = {"kernel": launch["kernel"], "architecture": architecture, **took}
-            table.append(row | {"launch": line})
             print(json.dumps(row), flush=True)
-            table.sort(key=lambda row: (row["kernel"], row["architecture"], row["launch"]))
-            TABLE.write_text("[\n" + ",\n".join(map(json.dumps, table)) + "\n]\n")
+            table.append(row | {"launch": line})
+    table.sort(key=lambda row: (row["kernel"], row["architecture"], row["launch"]))
+    TABLE.write_text("[\n" + ",\n".join(map(json.dumps, table)) + "\n]\n")
     wrong = faults(table)
     print(f"{len(table)} compiled", *wrong, sep="\n")
     raise SystemExit(bool(wrong))

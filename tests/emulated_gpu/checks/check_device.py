@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 
 def test_it_is_an_h100():
@@ -21,6 +22,7 @@ def test_it_is_an_h100():
         lambda x: torch.add(x, 1, out=torch.empty(0, device=x.device)),
         lambda x: x.sum().item() * torch.ones(1),
         lambda x: x + torch.tensor(2.0),
+        lambda x: sdpa(x.view(1, 3, 11, 17), *[x[None, None, :11]] * 2, enable_gqa=True),
     ],
 )
 def test_operators(function):
@@ -118,5 +120,4 @@ def test_flash_attention_runs_in_stream_order():
 
 def causal(x: torch.Tensor) -> torch.Tensor:
     heads = x.float().transpose(0, 1)
-    out = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-    return out.transpose(0, 1).bfloat16()
+    return sdpa(heads, heads, heads, is_causal=True).transpose(0, 1).bfloat16()

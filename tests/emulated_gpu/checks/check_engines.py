@@ -51,7 +51,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.8, "top_p": 0.9, "seed": 5},
     {"presence_penalty": 0.3},
-    {"temperature": 1.0, "seed": 6},
+    {"temperature": 1.0, "seed": 6, "extra_args": {"specblock_draft": False}},
     {"structured_outputs": StructuredOutputsParams(regex="(ab|ba|[0-9]){100,400}")},
     {"temperature": 0.7, "top_k": 20, "seed": 7, "frequency_penalty": 0.6},
     {"repetition_penalty": 1.3},

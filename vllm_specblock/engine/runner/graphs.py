@@ -2,7 +2,7 @@
 
 A graph serves batches in which every request decodes one committed token and up to N nodes. It
 covers everything from the commit to the tokens of the next trees. Host values go to the device in
-one small copy before a replay. Batches with prompt chunks run eagerly.
+one small copy, when they change. Batches with prompt chunks run eagerly.
 """
 
 from __future__ import annotations
@@ -118,10 +118,9 @@ class ProposalGraphs(CudaGraphManager):
             device=device,
         )
         most = max((desc.num_reqs for desc in descs), default=0)
-        self.known = torch.zeros(most, 3, dtype=torch.int64, device=device)
-        self.known[:, _SLOT] = self.scratch_idx
-        # With `varlen`, vLLM's buffer is a different one.
-        self.query_start = torch.zeros(most + 1, dtype=torch.int32, device=device)
+        self.sent = np.zeros((most, 3), dtype=np.int64)
+        self.sent[:, _SLOT] = self.scratch_idx
+        self.known = torch.tensor(self.sent, device=device)
         # Tensors that were captured must live as long as the graph.
         self.rows: dict[int, GraphStepBatch] = {}
 
@@ -163,7 +162,7 @@ class ProposalGraphs(CudaGraphManager):
             batch = replace(
                 batch,
                 idx_mapping=self.known[:count, _SLOT],
-                query_start_loc=self.query_start[: count + 1],
+                query_start_loc=self.buffers.query_start_loc[: count + 1],
                 num_tokens=self.most_rows + 1,
                 positions=self.buffers.positions[: self.most_rows + 1],
                 num_scheduled_tokens=np.full(count, num_nodes + 1, dtype=np.int32),
@@ -218,8 +217,12 @@ class ProposalGraphs(CudaGraphManager):
         done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:count]
         known[:count, _GOES_ON] = done >= batch.prefill_len_np
         known[:count, _CHAIN] = chain
-        async_tensor_h2d(known, out=self.known[:size])
-        self.query_start[: count + 1].copy_(batch.query_start_loc[: count + 1])
+        if not np.array_equal(known, self.sent[:size]):  # changes with the batch alone
+            self.sent[:size] = known
+            async_tensor_h2d(known, out=self.known[:size])
+        starts = self.buffers.query_start_loc[: count + 1]
+        if batch.query_start_loc.data_ptr() != starts.data_ptr():  # the device allocated the drafts
+            starts.copy_(batch.query_start_loc[: count + 1])
         # n-gram lookup reads none, though vLLM passes one.
         wanted = list(zip(self.hidden_states, hidden_states or ()))
         if wanted:  # one launch for all
@@ -232,4 +235,3 @@ class ProposalGraphs(CudaGraphManager):
             # at those of an earlier batch. At position 0 it attends to nothing.
             self.block_tables.input_block_tables[self.caches.group][count:size].zero_()
             self.buffers.positions[num_rows].zero_()
-            self.query_start[count + 1 : size + 1].fill_(num_rows)

@@ -6,6 +6,7 @@ A form gets a launch's arguments by name, and its grid.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import itertools
 import operator
 import random
@@ -27,8 +28,9 @@ from vllm_specblock.triton_kernels.tree.candidate_keys import (
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
 from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 
-from emulated_gpu.vllm_operators import fa3_fwd
+from emulated_gpu.vllm_operators import fa3_fwd, reshape_and_cache_flash
 from vllm_specblock import candidates
+from vllm_specblock.cpu import sampling
 from vllm_specblock.verify.accept_path import accept_path_rows
 from vllm_specblock.verify.tree_mask import build_tree_mask
 
@@ -46,11 +48,8 @@ def unified_attention(a: Arguments, grid: Grid) -> None:
 
 def reshape_and_cache(a: Arguments, grid: Grid) -> None:
     assert not a.FP8_KV_CACHE and not a.USE_HEAD_MAJOR_LAYOUT
-    slots = a.slot_mapping_ptr
-    rows = (slots >= 0).nonzero().flatten()
-    slots = slots[rows].long()
-    for cache, new in ((a.key_cache_ptr, a.key_ptr), (a.value_cache_ptr, a.value_ptr)):
-        cache[slots // a.block_size, slots % a.block_size] = new[rows].to(cache.dtype)
+    new, caches = (a.key_ptr, a.value_ptr), (a.key_cache_ptr, a.value_cache_ptr)
+    reshape_and_cache_flash(*new, *caches, a.slot_mapping_ptr, "auto")
 
 
 def tree_attention(a: Arguments, grid: Grid) -> None:
@@ -320,40 +319,15 @@ def tree_mask(a: Arguments, grid: Grid) -> None:
     build_tree_mask.reference(rows, a.depth_ptr, a.ancestors_ptr, a.out)
 
 
-def penalties(a: Arguments, grid: Grid) -> None:
-    request = a.expanded_idx_mapping_ptr[: grid[0]].long()
-    given = a.repetition_penalty_ptr, a.frequency_penalty_ptr, a.presence_penalty_ptr
-    repeated, frequent, present = (each[request].float() for each in given)
-    for row in ((repeated != 1) | (frequent != 0) | (present != 0)).nonzero().flatten().tolist():
-        slot, place = request[row], int(a.expanded_local_pos_ptr[row])
-        counts = a.output_bin_counts_ptr[slot, : a.vocab_size].clone()
-        drafted = a.token_ids_ptr[row - place + 1 : row + 1].long()
-        drafted = drafted[(drafted >= 0) & (drafted < a.vocab_size)]  # -1: no draft
-        counts.index_add_(0, drafted, torch.ones_like(drafted, dtype=counts.dtype))
-        packed = a.prompt_bin_mask_ptr[slot, :, None] >> torch.arange(32, dtype=torch.int32)
-        seen = (packed & 1).flatten()[: a.vocab_size].bool() | (counts > 0)
-        scale = torch.where(seen, repeated[row], 1.0)
-        logits = a.logits_ptr[row, : a.vocab_size]
-        wide = logits.float()
-        wide = wide * torch.where(wide > 0, 1.0 / scale, scale)
-        logits.copy_(wide - frequent[row] * counts - present[row] * (counts > 0))
+def on_cpu(function: Callable) -> Callable[[Arguments, Grid], None]:
+    """Return a form of the function that replaces the kernel on a CPU."""
+    wanted = list(inspect.signature(function).parameters)
 
+    def form(a: Arguments, grid: Grid) -> None:
+        given = {name.removesuffix("_ptr"): value for name, value in vars(a).items()}
+        function(*(given[name] for name in wanted))
 
-def min_p(a: Arguments, grid: Grid) -> None:
-    least = a.min_p_ptr[a.expanded_idx_mapping_ptr[: grid[0]].long()].float()
-    rows = (least != 0).nonzero().flatten()
-    logits = a.logits_ptr[rows, : a.vocab_size]
-    threshold = logits.amax(-1).float() + least[rows].log()
-    a.logits_ptr[rows, : a.vocab_size] = logits.masked_fill(
-        logits < threshold[:, None], float("-inf")
-    )
-
-
-def temperature(a: Arguments, grid: Grid) -> None:
-    heat = a.temperature_ptr[a.expanded_idx_mapping_ptr[: grid[0]].long()].float()
-    rows = ((heat != 0) & (heat != 1)).nonzero().flatten()
-    logits = a.logits_ptr[rows, : a.vocab_size].float() / heat[rows, None]
-    a.logits_ptr[rows, : a.vocab_size] = logits.to(a.logits_ptr.dtype)
+    return form
 
 
 def move_path(a: Arguments, grid: Grid) -> None:
@@ -439,9 +413,9 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
         tree_mask,
         "out.prefix_len out.mask_words out.tree_start out.position out.node_position",
     ),
-    "_penalties_kernel": (penalties, "logits_ptr"),
-    "_min_p_kernel": (min_p, "logits_ptr"),
-    "_temperature_kernel": (temperature, "logits_ptr"),
+    "_penalties_kernel": (on_cpu(sampling.penalties), "logits_ptr"),
+    "_min_p_kernel": (on_cpu(sampling.min_p), "logits_ptr"),
+    "_temperature_kernel": (on_cpu(sampling.temperature), "logits_ptr"),
     "_gumbel_sample_kernel": (gumbel_sample, "local_argmax_ptr"),
     "_move_path_kernel": (move_path, ""),
 }

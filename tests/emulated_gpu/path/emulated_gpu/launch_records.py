@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+
+
+def launch_record(
+    kernel: Callable, given: dict[str, Any], constants: Collection[str], options: dict[str, int]
+) -> str:
+    """Return a launch as a line of JSON; `given` are its arguments by name."""
+    plain = {key: as_compiled(value, key in constants) for key, value in given.items()}
+    name = f"{kernel.__module__}.{kernel.__name__}"
+    return json.dumps({"kernel": name, "arguments": plain, "options": options})
 
 
 def as_compiled(value: Any, constant: bool) -> Any:

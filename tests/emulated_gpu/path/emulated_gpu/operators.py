@@ -21,6 +21,10 @@ def install() -> None:
     import _emulated_gpu
 
     replace([*with_cuda_kernel("aten::"), "aten::copy_"])
+    # A CPU has fused attention under another name only.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if os.environ.get("EMU_POISON") == "1":
         _emulated_gpu.install_poison()
 

@@ -7,7 +7,6 @@ import collections
 import functools
 import inspect
 import itertools
-import json
 import math
 import os
 import random
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from lib.interpreter import teach_bf16_dot, teach_whole_arrays
 
-from emulated_gpu.launch_records import as_compiled
+from emulated_gpu.launch_records import launch_record
 
 SHUFFLE = os.environ.get("EMU_SHUFFLE") == "1"
 HOST_FORMS = os.environ.get("EMU_HOST_FORMS") == "1"
@@ -239,10 +238,9 @@ RECORD = os.environ.get("EMU_RECORD_LAUNCHES")
 recorded: set[str] = set()
 
 
-def record(self, name: str, given: dict[str, Any], options: dict[str, Any]) -> None:
+def record(self, given: dict[str, Any], options: dict[str, Any]) -> None:
     """Add a launch to the file that `EMU_RECORD_LAUNCHES` names, as far as a compiler sees it."""
-    plain = {key: as_compiled(value, key in self.constexprs) for key, value in given.items()}
-    line = json.dumps({"kernel": name, "arguments": plain, "options": options})
+    line = launch_record(self.fn, given, self.constexprs, options)
     if line not in recorded:
         recorded.add(line)
         with open(RECORD, "a") as file:
@@ -278,7 +276,7 @@ def launch(self, *args: Any, **kwargs: Any) -> None:
         return
     name = f"{self.fn.__module__}.{self.fn.__name__}"
     if RECORD and self.fn.__module__.startswith("vllm_specblock."):
-        record(self, name, given, options)
+        record(self, given, options)
     ranges = [found for arg in given.values() for found in storages(arg)]
 
     def interpret() -> None:
