@@ -341,7 +341,7 @@ def random_candidates(
         "torch": lambda: select.reference(*fields, shape.budget, levels),
     }
     tree = ways["torch"]().tree
-    written = sum(each.nbytes for each in vars(tree).values())
+    written = sum(getattr(tree, name).nbytes for name in tree.TENSORS)
     return ways, sum(field.nbytes for field in fields) + written
 
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,6 @@ from vllm_specblock.triton_kernels.verify import (
 )
 from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import DraftTree
 
 from .conftest import INTERPRETED
@@ -355,15 +355,14 @@ def test_growth_compiles(compiler):
 def test_storing_compiles(compiler, num_nodes):
     stand_in = compiler(store_tree, "_store_trees_kernel")
     tree = DraftTree.empty(3, num_nodes, "cpu")
-    new = Combined(tree, tree.token.to(torch.uint8))
+    new = replace(tree, origin=tree.token.to(torch.uint8))
     kept = store_tree.KeptTrees(
         tree.parent, tree.token, tree.logprob, tree.ancestors, new.origin, tree.size
     )
     column = torch.zeros(3, 3, dtype=torch.int64)[:, 0]
     for chain in (None, column.bool(), column):
         store_tree.store_trees_triton(column, new, kept, chain, None, tree.token)
-    new = Combined(tree, 1)
-    store_tree.store_trees_triton(tree.size, new, kept, column, column.bool(), tree.token)
+    store_tree.store_trees_triton(tree.size, tree, kept, column, column.bool(), tree.token)
     assert len(stand_in.compiled) == 4 and fits(stand_in)
 
 
