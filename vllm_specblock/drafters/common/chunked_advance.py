@@ -5,6 +5,7 @@ Thousands of prompt rows of K positions, in an MLP's several copies, would take 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -55,10 +56,9 @@ def chunk_bounds(row_start: list[int], most: int) -> list[int]:
 
 def chunk_of(rows: CommittedTokens, start: int, end: int) -> tuple[CommittedTokens, bool]:
     """Rows `start` … `end` − 1, and whether the last of their requests goes on after them."""
-    bounds = list(pairwise(rows.row_start_host))
-    first = next(index for index, (_, after) in enumerate(bounds) if after > start)
-    after = next(index for index, (_, last) in enumerate(bounds, 1) if last >= end)
-    host = [min(max(each, start), end) - start for each in rows.row_start_host[first : after + 1]]
+    bounds = rows.row_start_host
+    first, after = bisect_right(bounds, start) - 1, bisect_left(bounds, end)
+    host = [min(max(each, start), end) - start for each in bounds[first : after + 1]]
     part = replace(
         rows,
         **{name: getattr(rows, name)[start:end] for name in rows.PER_ROW},
@@ -67,4 +67,4 @@ def chunk_of(rows: CommittedTokens, start: int, end: int) -> tuple[CommittedToke
         row_start_host=host,
         last=rows.last[first:after].clamp(max=end - 1) - start,
     )
-    return part, bounds[after - 1][1] > end
+    return part, bounds[after] > end
