@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ..optional_triton import cdiv, jit, next_power_of_2, tl
-from .layers_numba import rotate_pair_numba
 
 
 class Rope(NamedTuple):
@@ -22,7 +21,7 @@ class Rope(NamedTuple):
         base: [T] int64.
         turn: [D] float32, radians per position; the first half are the second half's negatives,
             since sin is odd and cos even: the minus of the rotation sits in sin.
-        table: cos and sin of the angles, each [T, K, 1, D]; None where a kernel or a loop rotates.
+        table: cos and sin of the angles, each [T, K, 1, D]; None where the kernel rotates.
     """
 
     base: torch.Tensor
@@ -46,16 +45,13 @@ def rotate_pair(
     Args:
         query: [Q, ..., heads, D], or [T, ..., heads, D], of all rows.
         key: [T, ..., kv heads, D], all of one dtype.
-        rope: T·K positions in all; with a table the reference runs, without one the kernel, or on a
-            CPU a loop.
+        rope: T·K positions in all; with a table the reference runs, without one the kernel.
         keep: [Q] int64, rows whose queries are wanted; None: all, and Q = T.
         norms: those of Qwen3.
     """
     if rope.table is not None:
         return rotate_pair_reference(query, key, rope, keep, norms)
-    if key.is_cuda:
-        return rotate_pair_triton(query, key, rope, keep, norms)
-    return rotate_pair_numba(query, key, rope.base, rope.turn, keep, norms)
+    return rotate_pair_triton(query, key, rope, keep, norms)
 
 
 def rotate_pair_reference(
@@ -68,7 +64,7 @@ def rotate_pair_reference(
     """Arguments as `rotate_pair` has them; differentiable."""
     if norms is not None:
         query, key = norms[0](query), norms[1](key)
-    assert rope.table is not None  # else a kernel or a loop would rotate
+    assert rope.table is not None  # else the kernel would rotate
     # The cast only matters under autocast.
     cos, sin = (x.to(key.dtype).view(*key.shape[:-2], 1, key.shape[-1]) for x in rope.table)
     key = _rotate(key, cos, sin)

@@ -11,8 +11,6 @@ from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_he
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.tree.select_tree_numba import select_numba
 from vllm_specblock.triton_kernels.verify.accept_path_numba import accept_path_numba
-from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
-from vllm_specblock.triton_kernels.verify.reallocate_drafts_numba import reallocate_drafts_numba
 from vllm_specblock.verify.accept_path import accept_path_rows
 
 
@@ -21,6 +19,5 @@ def register() -> None:
     accept_path_rows.loop = accept_path_numba
     lm_and_rank_head.loop = lm_and_rank_head_numba
     move_path.loop = move_path_numba
-    reallocate_drafts.loop = reallocate_drafts_numba
     record_step.loop = record_step_numba
     select.loop = lambda *given: selection_of(select_numba(*given))

@@ -23,12 +23,7 @@ def chunked_advance(
 ) -> torch.Tensor:
     """Call `forward` on one part after the other; earlier ones are in the cache by then.
 
-    Args:
-        rows: all of the step, T rows of R requests.
-        forward: a part with n requests → [n, ...], of the last row that it has of each.
-
-    Returns:
-        [R, ...], of the last row of each request.
+    It takes a part with n requests, and returns [n, ...] of the last row that it has of each.
     """
     if rows.row_start_host[-1] <= MAX_ROWS:
         return forward(rows)
