@@ -202,9 +202,12 @@ class DraftTree:
     def _with(
         self, other: DraftTree, pick: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> DraftTree:
-        picked = (pick(getattr(self, name), getattr(other, name)) for name in self.TENSORS)
-        one_drafters = self.origin is None and other.origin is None
-        return DraftTree(*picked, None if one_drafters else pick(self.origins(), other.origins()))
+        tree = DraftTree(
+            *(pick(getattr(self, name), getattr(other, name)) for name in self.TENSORS)
+        )
+        if self.origin is None and other.origin is None:
+            return tree
+        return replace(tree, origin=pick(self.origins(), other.origins()))
 
     def ancestor_mask(self) -> torch.Tensor:
         """[R, N+1, N+1] bool: whether node j is on the path to node i."""
