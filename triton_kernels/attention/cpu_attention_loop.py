@@ -1,7 +1,6 @@
 """Inner loop of tree attention on a CPU, over a packed KV cache.
 
 `cpu_attention.py` says which rows and what they see; `cpu_vectors.py` holds the instructions.
-Importing this module needs numba.
 """
 
 from __future__ import annotations

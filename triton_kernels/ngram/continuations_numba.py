@@ -116,8 +116,7 @@ def _follow(
                 token[r, c] = found[b, k]
                 parent[r, c] = 0 if k == 0 else (leader if k == parts else b) * depth + k
                 score[r, c] = np.float32(total / nats) if k >= parts else -np.inf
-                tie = (k + 1) * DEPTH_ONE + c
-                key[r, c] = tie
+                key[r, c] = (k + 1) * DEPTH_ONE + c
     bits = score.view(np.int32)
     for r in range(len(row)):
         for c in range(1, score.shape[1]):
