@@ -100,7 +100,8 @@ def store_trees(
     if chain is not None:
         tree = tree.chains_where(chain)
     if paused is not None and (empty := paused[req_idx]).any():  # a host tensor
-        tree = tree.where(empty, DraftTree.empty(*tree.token.shape, tree.token.device))
+        requests, nodes = tree.token.shape
+        tree = tree.where(empty, DraftTree.empty(requests, nodes, tree.token.device))
     kept.parent[req_idx] = tree.parent
     kept.depth[req_idx, 1:] = tree.depth.long()
     kept.score[req_idx] = tree.logprob
