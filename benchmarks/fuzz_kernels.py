@@ -1,6 +1,6 @@
 """Random trees through every kernel that handles trees, each held against its torch reference.
 
-    python benchmarks/fuzz_kernels.py [--trees 10000] [--seed 0] [--kernel "n-gram trees"]
+    python benchmarks/fuzz_kernels.py [--trees 10000] [--seed 0] [--kernel "selection of nodes"]
     python benchmarks/fuzz_kernels.py --triton --trees 300
 
 Of a machine without a GPU: the compiled loops that stand in for the kernels there, or, with

@@ -7,7 +7,9 @@ cut, nothing is rebuilt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -110,7 +112,11 @@ class DraftTree:
         logprob: [R, N] fp32, cumulative log-score in nats; −inf: slot not in use.
         size: [R] int32, nodes in use; they come first.
         ancestors: [R, N+1, W] int64, see `ancestor_words`.
+        origin: [R, N] uint8, bit 0: drafter 1 drafted the node, bit 1: drafter 2; 0: slot not in
+            use. None: drafter 1 drafted all of them.
     """
+
+    TENSORS: ClassVar = ("token", "parent", "depth", "logprob", "size", "ancestors")
 
     token: torch.Tensor
     parent: torch.Tensor
@@ -118,6 +124,7 @@ class DraftTree:
     logprob: torch.Tensor
     size: torch.Tensor
     ancestors: torch.Tensor
+    origin: torch.Tensor | None = None
 
     @classmethod
     def from_nodes(
@@ -173,7 +180,12 @@ class DraftTree:
             self.logprob[:, :n],
             self.size.clamp(max=n),
             self.ancestors[:, : n + 1, : words_for(n)],
+            None if self.origin is None else self.origin[:, :n],
         )
+
+    def origins(self) -> torch.Tensor:
+        """Return `origin`, of one drafter's trees too."""
+        return (self.parent >= 0).view(torch.uint8) if self.origin is None else self.origin
 
     def where(self, condition: torch.Tensor, other: DraftTree) -> DraftTree:
         """`other`'s tree for the requests where `condition` [R] bool holds, ours elsewhere."""
@@ -181,18 +193,21 @@ class DraftTree:
         def pick(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
             return torch.where(condition.view(-1, *[1] * (mine.dim() - 1)), theirs, mine)
 
-        return DraftTree(
-            *(pick(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__)
-        )
+        return self._with(other, pick)
 
     def put(self, index: torch.Tensor, other: DraftTree) -> DraftTree:
         """The same trees, but for the requests `index` [n] int64 those of `other` (n trees)."""
-        return DraftTree(
-            *(
-                getattr(self, name).index_copy(0, index, getattr(other, name))
-                for name in self.__dataclass_fields__
-            )
+        return self._with(other, lambda mine, theirs: mine.index_copy(0, index, theirs))
+
+    def _with(
+        self, other: DraftTree, pick: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> DraftTree:
+        tree = DraftTree(
+            *(pick(getattr(self, name), getattr(other, name)) for name in self.TENSORS)
         )
+        if self.origin is None and other.origin is None:
+            return tree
+        return replace(tree, origin=pick(self.origins(), other.origins()))
 
     def ancestor_mask(self) -> torch.Tensor:
         """[R, N+1, N+1] bool: whether node j is on the path to node i."""
@@ -218,6 +233,11 @@ class DraftTree:
         entry = torch.where(path, self.depth, count + 1).argsort(dim=1, stable=True)
         return entry, path.sum(1).int()
 
-    def chain_of(self, entry: torch.Tensor, length: torch.Tensor) -> DraftTree:
-        """A path as `best_path` gives it, laid out as a chain in the first slots."""
-        return DraftTree.chain(self.token.gather(1, entry), self.logprob.gather(1, entry), length)
+    def chains_where(self, condition: torch.Tensor) -> DraftTree:
+        """The best path alone, as a chain, for the requests where `condition` [R] is not 0."""
+        entry, length = self.best_path()
+        chain = DraftTree.chain(self.token.gather(1, entry), self.logprob.gather(1, entry), length)
+        if self.origin is not None:
+            origin = torch.where(chain.parent >= 0, self.origin.gather(1, entry), 0)
+            chain = replace(chain, origin=origin)
+        return self.where(condition != 0, chain)

@@ -13,7 +13,6 @@ from vllm_specblock.triton_kernels.ngram.occurrences import Texts
 from lib.fuzz_attention import packed_attention, paged_attention
 from lib.fuzz_case import MOST_DEPTH, MOST_REQUESTS, VOCAB, Case, Tensors, draw_trees
 from vllm_specblock.candidates import rank_key, select
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.combine.merge import merge
 from vllm_specblock.combine.route import route
 from vllm_specblock.commit.move import move_path
@@ -22,9 +21,13 @@ from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 from vllm_specblock.drafters.specblock.growth import expansion
 from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.engine.runner.tree_states import TreeStates
-from vllm_specblock.tree import MAX_NODES
+from vllm_specblock.tree import MAX_NODES, DraftTree
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
+
+
+def tensors_of(tree: DraftTree) -> Tensors:
+    return tuple(getattr(tree, name) for name in tree.TENSORS)
 
 
 def verification(rng: random.Random, draw: torch.Generator) -> Case:
@@ -54,7 +57,7 @@ def verification(rng: random.Random, draw: torch.Generator) -> Case:
     def call() -> Tensors:
         states = TreeStates(num_slots, nodes, deepest, "cpu")
         mask = TreeMask(len(position) + 3, requests + 1, nodes, "cpu")
-        states.store(slot, Combined(tree, origin))
+        states.store(slot, replace(tree, origin=origin))
         rows = BatchRows(
             position,
             query_start,
@@ -140,7 +143,7 @@ def selection(rng: random.Random, draw: torch.Generator) -> Case:
     def call() -> Tensors:
         made = select(token, parent, score, key, text if joins else None, budget, 255)
         node = made.node.clamp(max=budget + 1)
-        return *vars(made.tree).values(), torch.where(score > float("-inf"), node, 0)
+        return *tensors_of(made.tree), torch.where(score > float("-inf"), node, 0)
 
     return Case(requests, call)
 
@@ -168,7 +171,7 @@ def growth(rng: random.Random, draw: torch.Generator) -> Case:
             found = grown.starts(block)
             seen += [torch.where(found.valid, each, 0) for each in vars(found).values()]
             grown.next_block(found, block, *said[block - 1])
-        return *vars(grown.finish()).values(), *seen
+        return *tensors_of(grown.finish()), *seen
 
     return Case(requests, call)
 
@@ -192,8 +195,7 @@ def lookup(rng: random.Random, draw: torch.Generator) -> Case:
     position = torch.tensor([rng.randrange(-1, width - 1) for _ in range(requests)])
     index = torch.randperm(slots, generator=draw)[:requests]
     drafter.texts = Texts(table, index, position, torch.arange(requests))
-    drafter.longest = width
-    return Case(requests, lambda: tuple(vars(drafter.draft()).values()), atol=1 / 1024)
+    return Case(requests, lambda: tensors_of(drafter.draft()), atol=1 / 1024)
 
 
 def merging(rng: random.Random, draw: torch.Generator) -> Case:
@@ -205,8 +207,8 @@ def merging(rng: random.Random, draw: torch.Generator) -> Case:
     how, budget = rng.choice(["trie", "disjoint"]), rng.randrange(1, MAX_NODES + 1)
 
     def call() -> Tensors:
-        combined, agreed = merge(first, second, how, budget, deepest)
-        return *vars(combined.tree).values(), combined.origin, agreed
+        tree, agreed = merge(first, second, how, budget, deepest)
+        return *tensors_of(tree), tree.origins(), agreed
 
     return Case(requests, call)
 
@@ -222,9 +224,9 @@ def routing(rng: random.Random, draw: torch.Generator) -> Case:
     chain = torch.rand(requests, generator=draw) < 0.3
 
     def call() -> Tensors:
-        combined, chosen, agreed = route(first, second, how)
+        tree, chosen, agreed = route(first, second, how)
         kept = TreeStates(requests, nodes, deepest, "cpu")
-        tokens = kept.store(torch.arange(requests), combined, chain)
+        tokens = kept.store(torch.arange(requests), tree, chain)
         found = kept.parent, kept.depth, kept.ancestors, kept.origin, kept.score
         return tokens, *found, chosen, agreed
 
@@ -237,9 +239,12 @@ _BOTH: dict[str, Maker] = {
     "commit: keys and values move": commit,
     "selection of nodes": selection,
     "growth of SpecBlock trees": growth,
-    "n-gram trees": lookup,
-    "merging of two trees": merging,
 }
 LOOPS = _BOTH | {"attention over packed caches": packed_attention}
 """Compiled for CPUs."""
-TRITON = _BOTH | {"routing, best paths": routing, "attention over paged caches": paged_attention}
+TRITON = _BOTH | {
+    "n-gram trees": lookup,
+    "merging of two trees": merging,
+    "routing, best paths": routing,
+    "attention over paged caches": paged_attention,
+}

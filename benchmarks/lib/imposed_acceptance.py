@@ -73,7 +73,7 @@ class ImposedDrafter(Drafter):
         self.num_nodes, self.max_depth = drafter.num_nodes, drafter.max_depth
         self.max_model_len = drafter.max_model_len
         tree = synthetic_tree(drafter.shape, best)
-        self.tree = replace(tree, **{name: x.to(device) for name, x in vars(tree).items()})
+        self.tree = replace(tree, **{name: getattr(tree, name).to(device) for name in tree.TENSORS})
 
     def cache_layers(self) -> list[CacheLayer]:
         return self.drafter.cache_layers()
@@ -90,11 +90,9 @@ class ImposedDrafter(Drafter):
 
     def draft(self, requests: Tensor | None = None) -> DraftTree:
         token = self.drafter.draft(requests).token
-        fields = {
-            name: value.expand(len(token), *value.shape[1:])
-            for name, value in vars(self.tree).items()
-        }
-        return DraftTree(**(fields | {"token": token}))
+        fields = (getattr(self.tree, name) for name in DraftTree.TENSORS)
+        tree = DraftTree(*(x.expand(len(token), *x.shape[1:]) for x in fields))
+        return replace(tree, token=token)
 
 
 class ImposedStates(TreeStates):

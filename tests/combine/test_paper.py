@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import given, settings
 from support.trees import Nodes, nodes, path_matrix, to_tree
 
-from vllm_specblock.combine.merge import merge, union
+from vllm_specblock.combine.merge import merge
 from vllm_specblock.tree import DraftTree
 
 quick = settings(deadline=None, max_examples=60)
@@ -58,9 +58,12 @@ def paper_union(first: Nodes, second: Nodes) -> PaperUnion:
 
 
 def our_union(first: Nodes, second: Nodes) -> DraftTree:
-    token, parent = union(to_tree([first], len(first)), to_tree([second], len(second)))
-    count = token.shape[1]
-    return DraftTree.from_nodes(token, parent, torch.zeros(1, count), torch.tensor([count]))
+    """Merged with scores that fall from each node to the next, which keeps the paper's order."""
+    count, pair = len(first) + len(second), []
+    falls = -torch.arange(1.0, count + 1)[None]
+    for plain, scores in ((first, falls[:, : len(first)]), (second, falls[:, len(first) :])):
+        pair.append(replace(to_tree([plain], len(plain)), logprob=scores))
+    return merge(*pair, "disjoint", count)[0]
 
 
 def check_equal(tree: DraftTree, paper: PaperUnion) -> None:
@@ -103,19 +106,13 @@ def test_any_two_trees(first, second):
     check_equal(our_union(first, second), paper_union(first, second))
 
 
-def test_slots_not_in_use_stay_so():
-    token, parent = union(to_tree([FIRST, []], 4), to_tree([[], SECOND], 3))
-    assert token.shape == (2, 7)
-    assert parent.tolist() == [[0, 0, 1, -1, -1, -1, -1], [-1, -1, -1, -1, 0, 5, 5]]
-
-
 @quick
 @given(some, some)
 def test_a_disjoint_merge_has_the_papers_paths(first, second):
     """Ordered by score the nodes are numbered anew, but the candidate set is C∪ (§3)."""
     paper = paper_union(first, second)
     pair = to_tree([first], len(first)), to_tree([second], len(second))
-    tree = merge(*pair, "disjoint", len(first) + len(second))[0].tree
+    tree = merge(*pair, "disjoint", len(first) + len(second))[0]
 
     def candidates(paths, token):
         return Counter(tuple(token[node - 1] for node in row if node > 0) for row in paths)

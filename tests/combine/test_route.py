@@ -1,4 +1,4 @@
-"""Routing against plain Python, the shares of a budget, and what a combined tree knows."""
+"""Routing against plain Python, the shares of a budget, and whose nodes a tree has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from support.trees import nodes, to_tree
 
 from vllm_specblock.combine.budget import shares
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.combine.route import agreement, confidence, route
 from vllm_specblock.tree import DraftTree
 
@@ -44,7 +43,7 @@ def mu(tree: DraftTree, request: int, how: str) -> float:
 @quick
 @given(pairs())
 def test_equal_to_plain_python(how, pair):
-    combined, chosen, agreed = route(*pair, how)
+    routed, chosen, agreed = route(*pair, how)
     assert torch.equal(agreed, agreement(*pair))
     sure = [confidence(tree, how) for tree in pair]
     for request in range(len(chosen)):
@@ -54,12 +53,12 @@ def test_equal_to_plain_python(how, pair):
         if abs(theirs - ours) > 1e-5 * ours:  # in single precision others are a tie
             assert chosen[request] == (theirs > ours)
         head = 2 if chosen[request] else 1
-        for name in DraftTree.__dataclass_fields__:
-            whole, part = getattr(combined.tree, name), getattr(pair[head - 1], name)
+        for name in DraftTree.TENSORS:
+            whole, part = getattr(routed, name), getattr(pair[head - 1], name)
             assert torch.equal(whole[request], part[request]), name
-        size = int(combined.tree.size[request])
-        slots = combined.origin.shape[1]
-        assert combined.origin[request].tolist() == [head] * size + [0] * (slots - size)
+        size = int(routed.size[request])
+        slots = routed.origin.shape[1]
+        assert routed.origin[request].tolist() == [head] * size + [0] * (slots - size)
 
 
 def test_the_mean_favours_small_trees():
@@ -90,9 +89,9 @@ def test_ties_and_empty_trees(how):
         (none, hopeless, True),
         (hopeless, some, True),
     ]:
-        combined, chosen, _ = route(first, second, how)
+        routed, chosen, _ = route(first, second, how)
         assert chosen.tolist() == [expected]
-        assert combined.tree.size.tolist() == (second if expected else first).size.tolist()
+        assert routed.size.tolist() == (second if expected else first).size.tolist()
 
 
 def test_agreement():
@@ -107,10 +106,10 @@ def test_origin_follows_the_best_path():
     """A chain for the first request only: its nodes 1 and 3, whose heads differ."""
     plain = [(0, 1), (0, 2), (1, 3)]
     origin = torch.tensor([[1, 2, 3, 0]], dtype=torch.uint8).expand(2, -1)
-    combined = Combined(to_tree([plain, plain], 4), origin)
-    mixed = combined.where(torch.tensor([True, False]))
-    assert mixed.tree.token.tolist() == [[1, 3, 0, 0], [1, 2, 3, 0]]
-    assert mixed.tree.parent.tolist() == [[0, 1, -1, -1], [0, 0, 1, -1]]
+    tree = replace(to_tree([plain, plain], 4), origin=origin)
+    mixed = tree.chains_where(torch.tensor([True, False]))
+    assert mixed.token.tolist() == [[1, 3, 0, 0], [1, 2, 3, 0]]
+    assert mixed.parent.tolist() == [[0, 1, -1, -1], [0, 0, 1, -1]]
     assert mixed.origin.tolist() == [[1, 3, 0, 0], [1, 2, 3, 0]]
     assert mixed.origin.dtype == torch.uint8
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,6 @@ from vllm_specblock.triton_kernels.verify import (
 )
 from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import DraftTree
 
 from .conftest import INTERPRETED
@@ -392,14 +392,13 @@ def test_growing_levels_compiles(compiler, depth, top_k, width):
 def test_storing_and_merging_compile(compiler, num_nodes):
     compiler(store_tree, "_store_trees_kernel")
     tree, column = DraftTree.empty(3, num_nodes, "cpu"), whole(3, 3)[:, 0]
-    new = Combined(tree, tree.token.to(torch.uint8))
+    new = replace(tree, origin=tree.token.to(torch.uint8))
     kept = store_tree.KeptTrees(
         tree.parent, tree.token, tree.logprob, tree.ancestors, new.origin, tree.size
     )
     for chain in (None, column.bool(), column):
         store_tree.store_trees_triton(column, new, kept, chain, None, tree.token)
-    new = Combined(tree, 1)
-    store_tree.store_trees_triton(tree.size, new, kept, column, column.bool(), tree.token)
+    store_tree.store_trees_triton(tree.size, tree, kept, column, column.bool(), tree.token)
     compiler(merge_trees, "_merge_kernel")
     for_both = vars(tree), vars(tree), num_nodes != 64
     merge_trees.merge_trees_triton(*for_both, num_nodes, 12)

@@ -6,7 +6,7 @@ last of them. What a row gets does not depend on its neighbours: an entry that i
 weighs exactly nothing. (It is read, though, as by vLLM's own kernel: an entry of the request's
 block that was never written must not be NaN.)
 
-Importing this module needs numba.
+Importing the CPU modules of this folder needs numba, which vLLM brings along.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Inner loop of tree attention on a CPU, over a packed KV cache.
 
 `cpu_attention.py` says which rows and what they see; `cpu_vectors.py` holds the instructions.
-Importing this module needs numba.
 """
 
 from __future__ import annotations
@@ -71,83 +70,44 @@ def attention_loop(element: int, amx: bool, stored: int):
             for row in range(0, rows, tile_rows):
                 at = c + (row * PITCH + token) * 4
                 if amx:
-                    amx_multiply(
-                        q + row * head_dim * 2,
-                        head_dim * 2,
-                        keys + token * head_dim * 2,
-                        16 * head_dim * 2,
-                        at,
-                        PITCH * 4,
-                        head_dim // 32,
-                        0,
-                    )
+                    line = head_dim * 2
+                    a, b = q + row * line, keys + token * line
+                    amx_multiply(a, line, b, 16 * line, at, PITCH * 4, head_dim // 32, 0)
                 else:
-                    products(
-                        q + row * head_dim * 4,
-                        head_dim,
-                        keys + token * stored_size,
-                        block_size,
-                        at,
-                        PITCH,
-                        head_dim,
-                        0,
-                    )
+                    a, b = q + row * head_dim * 4, keys + token * stored_size
+                    products(a, head_dim, b, block_size, at, PITCH, head_dim, 0)
 
     @njit(nogil=True, error_model="numpy")
     def values(p, values, o, rows, tokens, head_dim, block_size, add):
         """o [rows, D] (+)= p [rows, PITCH] · the values of `tokens` entries of one block."""
         for dim in range(0, head_dim, COLUMNS):
             for row in range(0, rows, tile_rows):
-                weights, at = p + row * PITCH * 4, o + (row * head_dim + dim) * 4
+                a, at = p + row * PITCH * 4, o + (row * head_dim + dim) * 4
                 if amx:
-                    amx_multiply(
-                        weights,
-                        PITCH * 4,
-                        values + dim * block_size * 2,
-                        16 * block_size * 2,
-                        at,
-                        head_dim * 4,
-                        tokens // 32,
-                        add,
-                    )
+                    line = block_size * 2
+                    b = values + dim * line
+                    amx_multiply(a, PITCH * 4, b, 16 * line, at, head_dim * 4, tokens // 32, add)
                 else:
-                    products(
-                        weights,
-                        PITCH,
-                        values + dim * stored_size,
-                        head_dim,
-                        at,
-                        head_dim,
-                        tokens,
-                        add,
-                    )
+                    b = values + dim * stored_size
+                    products(a, PITCH, b, head_dim, at, head_dim, tokens, add)
 
     @njit(nogil=True, error_model="numpy")
     def attend(
-        query,
-        query_row,
-        query_head,  # address, strides in elements
+        query,  # address, strides of rows and heads in elements; as the two after it
         out,
-        out_row,
-        out_head,
-        cache,
-        block_stride,
-        kv_head_stride,  # in elements
-        table,
-        table_row,  # [R, blocks] int32
-        masks,
-        line,
-        kv_head,  # [·] fp32, a line of `jobs`
-        group,
-        head_dim,
-        block_size,
-        scale,
-        soft_cap,
+        cache,  # address, strides of blocks and KV heads
+        table,  # address and row stride of [R, blocks] int32
+        masks,  # address of [·] fp32
+        line,  # of `jobs`
+        kv_head,
+        sizes,  # group, head_dim, block_size
+        factors,  # scale, soft cap, value scale
         scratch,
-        value_scale,
         sinks,  # address of [heads] fp32, or 0
     ):
         """The rows of one job, and the query heads of one KV head."""
+        group, head_dim, block_size = sizes
+        scale, soft_cap, value_scale = factors
         most = rows_at_once(group)
         q, o = scratch, scratch + most * head_dim * 4
         s = o + most * head_dim * 4
@@ -158,11 +118,12 @@ def attention_loop(element: int, amx: bool, stored: int):
         cap = np.float32(soft_cap / scale)  # of the products before `scale`
         first, count = line[FIRST], line[COUNT]
         start, end, mask_from = line[FROM], line[TO], line[MASK_FROM]
-        rows, blocks = count * group, block_ids(table + line[REQUEST] * table_row * 4, end)
-        head_at = kv_head * kv_head_stride
+        rows, blocks = count * group, block_ids(table[0] + line[REQUEST] * table[1] * 4, end)
+        head_at = kv_head * cache[2]
         for row in range(rows):
-            at = (first + row // group) * query_row + (kv_head * group + row % group) * query_head
-            take(query + at * size, q + row * head_dim * held_size, head_dim, np.float32(1.0))
+            head = kv_head * group + row % group
+            at = (first + row // group) * query[1] + head * query[2]
+            take(query[0] + at * size, q + row * head_dim * held_size, head_dim, np.float32(1.0))
             tops[row], totals[row] = -np.inf, 0.0
         if start == end:
             outputs[: rows * head_dim] = 0.0
@@ -172,18 +133,11 @@ def attention_loop(element: int, amx: bool, stored: int):
             while at < ahead:
                 within = at % block_size
                 tokens = min(block_size - within, ahead - at)
-                place = blocks[at // block_size] * block_stride + head_at
+                place = blocks[at // block_size] * cache[1] + head_at
                 # `within` is a multiple of 32.
                 place += within * head_dim if amx else within
-                scores(
-                    q,
-                    cache + place * stored_size,
-                    s + (at - tile) * 4,
-                    rows,
-                    tokens,
-                    head_dim,
-                    block_size,
-                )
+                keys, to = cache[0] + place * stored_size, s + (at - tile) * 4
+                scores(q, keys, to, rows, tokens, head_dim, block_size)
                 at += tokens
             if cap > 0:
                 for row in range(rows):
@@ -207,71 +161,40 @@ def attention_loop(element: int, amx: bool, stored: int):
             while at < ahead:
                 within = at % block_size
                 tokens = min(block_size - within, ahead - at)
-                place = blocks[at // block_size] * block_stride + head_at
+                place = blocks[at // block_size] * cache[1] + head_at
                 place += block_size * head_dim
                 place += within * TILE_ROWS if amx else within * head_dim
-                values(
-                    s + (at - tile) * held_size,
-                    cache + place * stored_size,
-                    o,
-                    rows,
-                    tokens,
-                    head_dim,
-                    block_size,
-                    at > start,
-                )
+                weights, held_values = s + (at - tile) * held_size, cache[0] + place * stored_size
+                values(weights, held_values, o, rows, tokens, head_dim, block_size, at > start)
                 at += tokens
         for row in range(rows):
-            at = (first + row // group) * out_row + (kv_head * group + row % group) * out_head
+            head = kv_head * group + row % group
+            at = (first + row // group) * out[1] + head * out[2]
             total, past = totals[row], np.float32(value_scale)
             if sinks != 0:  # an extra score with value zero
-                sink = floats(sinks + (kv_head * group + row % group) * 4, 1)[0] * LOG2E
+                sink = floats(sinks + head * 4, 1)[0] * LOG2E
                 top = max(sink, tops[row] * factor)
                 decay = np.float32(2.0) ** (tops[row] * factor - top)
                 total = total * decay + np.float32(2.0) ** (sink - top)
                 past *= decay
-            give(
-                o + row * head_dim * 4,
-                out + at * size,
-                head_dim,
-                past / total if total > 0 else np.float32(0.0),
-            )
+            past = past / total if total > 0 else np.float32(0.0)
+            give(o + row * head_dim * 4, out[0] + at * size, head_dim, past)
 
     @njit(nogil=True, error_model="numpy")
     def share(arguments, thread, threads):
         """What one thread of a team does: a run of jobs × KV heads, by `bounds`."""
         a, d = integers(arguments, 26), doubles(arguments, 26)
+        query, out, cache = (a[0], a[1], a[2]), (a[3], a[4], a[5]), (a[6], a[7], a[8])
         jobs, bounds, parts, kv_heads = a[12], a[13], a[14], a[15]
-        scratch = a[21] + thread * a[22] * 4
+        sizes, factors = (a[16], a[17], a[18]), (d[19], d[20], d[24])
+        table, scratch = (a[9], a[10]), a[21] + thread * a[22] * 4
         if amx:
             amx_begin(a[23])
         for part in range(thread, parts, threads):
             bound = integers(bounds + part * 8, 2)
             for unit in range(bound[0], bound[1]):
-                attend(
-                    a[0],
-                    a[1],
-                    a[2],
-                    a[3],
-                    a[4],
-                    a[5],
-                    a[6],
-                    a[7],
-                    a[8],
-                    a[9],
-                    a[10],
-                    a[11],
-                    integers(jobs + unit // kv_heads * 7 * 8, 7),
-                    unit % kv_heads,
-                    a[16],
-                    a[17],
-                    a[18],
-                    d[19],
-                    d[20],
-                    scratch,
-                    d[24],
-                    a[25],
-                )
+                line, head = integers(jobs + unit // kv_heads * 7 * 8, 7), unit % kv_heads
+                attend(query, out, cache, table, a[11], line, head, sizes, factors, scratch, a[25])
         if amx:
             amx_end()
 

@@ -51,6 +51,11 @@ class Packing(NamedTuple):
         """Elements from one KV head's part of a block to the next."""
         return 2 * self.block_size * self.head_dim
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """H, N and D."""
+        return self[2:]
+
 
 def packing_of(kv_cache: torch.Tensor, amx: bool) -> Packing | None:
     """The packing of a cache [blocks, kv heads, N, 2D], or None if it cannot be packed.
@@ -79,22 +84,9 @@ def store_packed(
     nowhere."""
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     store, _ = _loops(kv_cache.element_size(), packing.amx)
-    store(
-        kv_cache.data_ptr(),
-        kv_cache.stride(0),
-        packing.head_stride,
-        kv_index.contiguous().data_ptr(),
-        len(kv_index),
-        key.data_ptr(),
-        key.stride(0),
-        key.stride(1),
-        value.data_ptr(),
-        value.stride(0),
-        value.stride(1),
-        packing.kv_heads,
-        packing.block_size,
-        packing.head_dim,
-    )
+    cache, entries = (kv_cache.data_ptr(), kv_cache.stride(0)), kv_index.contiguous()
+    rows = ((x.data_ptr(), *x.stride()[:2]) for x in (key, value))
+    store(cache, entries.data_ptr(), len(entries), *rows, packing.sizes)
 
 
 def move_packed(
@@ -116,18 +108,8 @@ def move_packed(
     size = {FP32: 4, FP8: 1}.get(packing.element, 2)
     _, move = _loops(size, packing.amx)
     source, target = source.contiguous(), target.contiguous()
-    move(
-        pointers.data_ptr(),
-        len(pointers),
-        block_stride,
-        packing.head_stride,
-        source.data_ptr(),
-        target.data_ptr(),
-        source.numel(),
-        packing.kv_heads,
-        packing.block_size,
-        packing.head_dim,
-    )
+    caches, slots = (pointers.data_ptr(), len(pointers)), (source.data_ptr(), target.data_ptr())
+    move(caches, block_stride, slots, source.numel(), packing.sizes)
 
 
 @lru_cache
@@ -151,52 +133,30 @@ def _loops(size: int, amx: bool):
         return block_size * head_dim + inside
 
     @njit(nogil=True, error_model="numpy")
-    def store(
-        cache,
-        block_stride,
-        head_stride,
-        entries,
-        count,
-        keys,
-        key_row,
-        key_head,
-        values,
-        value_row,
-        value_head,
-        kv_heads,
-        block_size,
-        head_dim,
-    ):
-        kv_index = longs(entries, count)
+    def store(cache, entries, count, keys, values, sizes):
+        """cache: address and block stride; keys, values: address, strides of rows and heads."""
+        kv_heads, block_size, head_dim = sizes
+        kv_index, head_stride = longs(entries, count), 2 * block_size * head_dim
         for row in range(count):
             if kv_index[row] < 0:
                 continue
             block, place = kv_index[row] // block_size, kv_index[row] % block_size
             for head in range(kv_heads):
-                at = cache + (block * block_stride + head * head_stride) * size
+                at = cache[0] + (block * cache[1] + head * head_stride) * size
                 page = elements(at, head_stride)
-                key = elements(keys + (row * key_row + head * key_head) * size, head_dim)
-                value = elements(values + (row * value_row + head * value_head) * size, head_dim)
+                key = elements(keys[0] + (row * keys[1] + head * keys[2]) * size, head_dim)
+                value = elements(values[0] + (row * values[1] + head * values[2]) * size, head_dim)
                 for dim in range(head_dim):
                     page[key_place(place, dim, block_size, head_dim)] = key[dim]
                     page[value_place(place, dim, block_size, head_dim)] = value[dim]
 
     @njit(nogil=True, error_model="numpy")
-    def move(
-        caches,
-        layers,
-        block_stride,
-        head_stride,
-        sources,
-        targets,
-        count,
-        kv_heads,
-        block_size,
-        head_dim,
-    ):
-        source, target = longs(sources, count), longs(targets, count)
-        cache = longs(caches, layers)
-        for layer in range(layers):
+    def move(caches, block_stride, slots, count, sizes):
+        """caches: address and number of addresses; slots: addresses of sources and targets."""
+        kv_heads, block_size, head_dim = sizes
+        source, target = longs(slots[0], count), longs(slots[1], count)
+        cache, head_stride = longs(caches[0], caches[1]), 2 * block_size * head_dim
+        for layer in range(len(cache)):
             for row in range(count):
                 if source[row] < 0 or target[row] < 0:
                     continue
@@ -205,10 +165,8 @@ def _loops(size: int, amx: bool):
                 write = cache[layer] + target[row] // block_size * block_stride * size
                 for head in range(kv_heads):
                     at = head * head_stride * size
-                    there, here = (
-                        elements(read + at, head_stride),
-                        elements(write + at, head_stride),
-                    )
+                    there = elements(read + at, head_stride)
+                    here = elements(write + at, head_stride)
                     for dim in range(head_dim):
                         place = key_place(old, dim, block_size, head_dim)
                         here[key_place(new, dim, block_size, head_dim)] = there[place]

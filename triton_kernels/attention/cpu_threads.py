@@ -4,8 +4,6 @@ numba's own threads would be a second set, and two sets that spin while they wai
 from each other. torch's are OpenMP's: a team is asked for by the function to which compilers turn
 `#pragma omp parallel`, which GNU's and Intel's library both have. Where there is none, the caller's
 thread does it all.
-
-Importing this module needs numba.
 """
 
 from __future__ import annotations

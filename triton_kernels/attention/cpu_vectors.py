@@ -3,8 +3,6 @@
 numba has no vector type, and LLVM does not find a register tile in a loop nest by itself. So each
 function below is a short piece of LLVM IR on addresses, see `cpu_ir.py`, and is called from numba
 like any other. Lengths count elements, strides too unless they say bytes.
-
-Importing this module needs numba, which vLLM brings along.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Bringing an accepted path together, for CPUs: all layers in one call; see `commit.py`."""
+"""Bringing an accepted path together, for CPUs: only what moves; see `commit.py`."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from ..optional_numba import at_address, njit
-from .commit import AcceptedRows, KVCacheSet
+from ..optional_numba import njit
+from .commit import AcceptedRows, KVCacheSet, move_kv
 
 
 def move_path_numba(
@@ -15,34 +15,12 @@ def move_path_numba(
     rows: AcceptedRows,
     num_rows: int,
 ) -> None:
-    """Arguments as `commit.move.move_path` has them.
-
-    Raises:
-        ValueError: the elements of an entry are not consecutive.
-    """
+    """Arguments as `commit.move.move_path` has them."""
     of_requests = (x.contiguous().numpy() for x in rows)
     source, target = _slots(slot_mapping.numpy(), *of_requests, num_rows - 1)
-    if not len(source):
-        return
-    cache = kv_caches.caches[0]
-    if kv_caches.packing is not None:
-        from ..attention.cpu_packing import move_packed
-
+    if len(source):
         slots = torch.from_numpy(source), torch.from_numpy(target)
-        return move_packed(kv_caches.pointers, cache.stride(0), kv_caches.packing, *slots)
-    if cache.stride(-1) != 1:
-        raise ValueError("The elements of a cache entry are not side by side.")
-    size = cache.element_size()
-    strides = [stride * size for stride in cache.stride()[:3]]
-    _move(
-        kv_caches.pointers.numpy(),
-        source,
-        target,
-        *strides,
-        cache.shape[1],
-        cache.shape[2],
-        cache.shape[3] * size,
-    )
+        move_kv(kv_caches, *slots, torch.ones(len(source), dtype=torch.bool))
 
 
 @njit
@@ -70,28 +48,3 @@ def _slots(
                 source[moves], target[moves] = read, write
                 moves += 1
     return source[:moves], target[:moves]
-
-
-@njit
-def _move(
-    address,  # [layers] int64
-    source,  # [moves] int64
-    target,  # [moves] int64
-    block_bytes,
-    head_bytes,
-    entry_bytes,
-    num_heads,
-    block_size,
-    width,  # bytes of an entry
-):
-    """Row by row: a node moves down, past those alone that have moved before it."""
-    for start in address:
-        for move in range(len(source)):
-            old, new = source[move], target[move]
-            from_byte = start + old // block_size * block_bytes + old % block_size * entry_bytes
-            to_byte = start + new // block_size * block_bytes + new % block_size * entry_bytes
-            for head in range(num_heads):
-                read = at_address(from_byte + head * head_bytes, width)
-                write = at_address(to_byte + head * head_bytes, width)
-                for i in range(width):
-                    write[i] = read[i]

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ..optional_triton import cdiv, jit, next_power_of_2, tl
-from .layers_numba import rotate_pair_numba
 
 
 class Rope(NamedTuple):
@@ -22,7 +21,7 @@ class Rope(NamedTuple):
         base: [T] int64.
         turn: [D] float32, radians per position; the first half are the second half's negatives,
             since sin is odd and cos even: the minus of the rotation sits in sin.
-        table: cos and sin of the angles, each [T, K, 1, D]; None where a kernel or a loop rotates.
+        table: cos and sin of the angles, each [T, K, 1, D]; None where the kernel rotates.
     """
 
     base: torch.Tensor
@@ -46,15 +45,12 @@ def rotate_pair(
     Args:
         query: [Q, ..., heads, D], or [T, ..., heads, D], of all rows.
         key: [T, ..., kv heads, D], all of one dtype.
-        rope: T·K positions in all; with a table torch runs, differentiably, without one the kernel,
-            or on a CPU a loop.
+        rope: T·K positions in all; with a table torch runs, differentiably, without one the kernel.
         keep: [Q] int64, rows whose queries are wanted; None: all, and Q = T.
         norms: those of Qwen3.
     """
-    if rope.table is None and key.is_cuda:
-        return rotate_pair_triton(query, key, rope, keep, norms)
     if rope.table is None:
-        return rotate_pair_numba(query, key, rope.base, rope.turn, keep, norms)
+        return rotate_pair_triton(query, key, rope, keep, norms)
     if norms is not None:
         query, key = norms[0](query), norms[1](key)
     # The cast only matters under autocast.

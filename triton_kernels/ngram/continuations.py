@@ -1,6 +1,6 @@
 """What followed earlier occurrences of a text's end, as a tree: the n-gram drafter's second launch.
 
-The torch reference is `NGramDrafter._tree`, up to the last digits of logarithms and powers.
+The reference is `continuations_numba.py`, up to the last digits of logarithms and powers.
 """
 
 from __future__ import annotations
@@ -12,13 +12,7 @@ import torch
 
 from ..optional_triton import jit, next_power_of_2, tl
 from ..tree.candidate_keys import DEPTH_ONE
-from ..tree.select_tree import (
-    MOST_CANDIDATES,
-    TreeTensors,
-    select_constants,
-    select_part,
-    warps_for,
-)
+from ..tree.select_tree import TreeTensors, select_constants, select_part, warps_for
 from .occurrences import Texts, length_of, occurrences_triton, stretch_of
 
 
@@ -48,11 +42,6 @@ class Following:
     def candidates(self) -> int:
         """C, the root included."""
         return 1 + self.branches * self.depth
-
-    @property
-    def fits(self) -> bool:
-        """Whether one program sorts the candidates of a request."""
-        return self.candidates <= MOST_CANDIDATES
 
 
 def follow_triton(texts: Texts, how: Following) -> TreeTensors:

@@ -1,8 +1,7 @@
 """The n-gram drafter's search for CPUs: occurrences, and what followed them, in one call.
 
-See `occurrences.py` and `continuations.py`; the torch reference is `NGramDrafter` in
-`vllm_specblock/drafters/ngram/drafter.py`. Logarithms and powers may differ in their last digits,
-so a score may by one of the reference's steps.
+The reference of the kernels in `occurrences.py` and `continuations.py`. Logarithms and powers may
+differ in their last digits, so a score may by one of its steps.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 
 from ..optional_numba import njit
 from ..tree.candidate_keys import CLOSED, DEPTH_ONE
 from ..tree.select_tree import TreeTensors
-from ..tree.select_tree_numba import select_arrays
+from ..tree.select_tree_numba import select_numba
 from .continuations import Following
 from .occurrences import Texts
 
@@ -22,27 +22,14 @@ from .occurrences import Texts
 def follow_numba(texts: Texts, how: Following) -> TreeTensors:
     """The trees of R texts; see `NGramDrafter`."""
     shape = len(texts.row), how.candidates
-    token, parent, key = np.zeros((3, *shape), np.int64)
-    score = np.empty(shape, np.float32)
-    _follow(
-        texts.table.numpy(),
-        texts.row.contiguous().numpy(),
-        texts.position.contiguous().numpy(),
-        texts.last.contiguous().numpy(),
-        how.min_match,
-        how.max_match,
-        how.branches,
-        how.depth,
-        how.vote,
-        how.power,
-        how.votes,
-        how.nats,
-        token,
-        parent,
-        score,
-        key,
-    )
-    return select_arrays(token, parent, score, key, None, how.budget)
+    token, parent, key = torch.zeros(3, *shape, dtype=torch.int64)
+    score = torch.empty(shape)
+    places = (x.contiguous().numpy() for x in (texts.row, texts.position, texts.last))
+    made = (x.numpy() for x in (token, parent, score, key))
+    search = how.min_match, how.max_match, how.branches, how.depth
+    weights = how.vote, how.power, how.votes, how.nats
+    _follow(texts.table.numpy(), *places, *search, *weights, *made)
+    return select_numba(token, parent, score, key, None, how.budget)
 
 
 @njit
@@ -129,8 +116,7 @@ def _follow(
                 token[r, c] = found[b, k]
                 parent[r, c] = 0 if k == 0 else (leader if k == parts else b) * depth + k
                 score[r, c] = np.float32(total / nats) if k >= parts else -np.inf
-                tie = (k + 1) * DEPTH_ONE + c
-                key[r, c] = tie
+                key[r, c] = (k + 1) * DEPTH_ONE + c
     bits = score.view(np.int32)
     for r in range(len(row)):
         for c in range(1, score.shape[1]):

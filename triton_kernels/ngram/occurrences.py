@@ -1,7 +1,7 @@
 """Earlier occurrences of a text's end, for many texts in one launch: the n-gram drafter's search.
 
-The torch reference is `vllm_specblock.drafters.ngram.drafter.match_lengths`. A program searches one
-stretch of one text; stretches behind the text's end cost nothing.
+The reference is in `continuations_numba.py`. A program searches one stretch of one text; stretches
+behind the text's end cost nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The nodes of two trees as one tree, and who drafted them, for CPUs.
 
-See `merge_trees.py`; the torch references are `merge` in `vllm_specblock/combine/merge.py` and
-`agreement` in its `route.py`.
+The reference of the kernel in `merge_trees.py`.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ def merge_trees_numba(
     made = select_numba(token, parent, score, key, path_hash if joins else None, budget)
     origin = torch.zeros(requests, budget, dtype=torch.uint8)
     _authors(key.numpy(), made.node.numpy(), ours, origin.numpy())
-    agreed = torch.empty(requests, dtype=torch.bool)
-    heads = (x[name].contiguous().numpy() for name in ("size", "token") for x in (first, second))
-    _agree(*heads, agreed.numpy())
-    return made, origin, agreed
+    said = (first["size"] > 0) & (second["size"] > 0)
+    return made, origin, said & (first["token"][:, 0] == second["token"][:, 0])
 
 
 @njit
@@ -55,7 +52,11 @@ def _lay_side_by_side(
     key,
     path_hash,
 ):
-    """A tree's nodes as candidates, behind the root and other trees' nodes."""
+    """A tree's nodes as candidates, behind the root and other trees' nodes.
+
+    The paper's indices (§4.1): φ(0) = 0, and φ(i) = n₁ + i in the second tree, n₁ being the first
+    one's node slots, in use or not.
+    """
     for r in range(of_token.shape[0]):
         if before == 0:
             token[r, 0], parent[r, 0], score[r, 0], key[r, 0] = 0, 0, 0.0, 0
@@ -81,10 +82,3 @@ def _authors(
         for c in range(1, key.shape[1]):
             if key[r, c] < CLOSED and 1 <= node[r, c] <= origin.shape[1]:
                 origin[r, node[r, c] - 1] |= 1 if c <= ours else 2
-
-
-@njit
-def _agree(size, size2, token, token2, agreed):
-    """[R] int32 and [R, n] int64 of both drafters → [R] bool, as `agreement` has it."""
-    for r in range(len(agreed)):
-        agreed[r] = size[r] > 0 and size2[r] > 0 and token[r, 0] == token2[r, 0]

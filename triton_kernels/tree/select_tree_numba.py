@@ -23,24 +23,10 @@ def select_numba(
     max_depth: int | None = None,
 ) -> TreeTensors:
     """Arguments as in `vllm_specblock.candidates.select`; no loop needs `max_depth`."""
-    token, parent, score, key = (x.contiguous() for x in (token, parent, score, key))
-    hashes = None if path_hash is None else path_hash.contiguous().numpy()
-    return select_arrays(token.numpy(), parent.numpy(), score.numpy(), key.numpy(), hashes, budget)
-
-
-def select_arrays(
-    token: np.ndarray,
-    parent: np.ndarray,
-    score: np.ndarray,
-    key: np.ndarray,
-    path_hash: np.ndarray | None,
-    budget: int,
-) -> TreeTensors:
-    """`select_numba` of contiguous arrays."""
-    tree = TreeTensors.empty(len(key), budget, torch.empty(key.shape, dtype=torch.int64))
-    hashes = key if path_hash is None else path_hash
-    made = map(torch.Tensor.numpy, tree)
-    _select(token, parent, score, key, hashes, path_hash is not None, *made)
+    tree = TreeTensors.empty(len(key), budget, torch.empty_like(key).contiguous())
+    given = token, parent, score, key, key if path_hash is None else path_hash
+    arrays = (x.contiguous().numpy() for x in given)
+    _select(*arrays, path_hash is not None, *map(torch.Tensor.numpy, tree))
     return tree
 
 

@@ -14,7 +14,7 @@ from ..optional_triton import jit, next_power_of_2, tl
 
 
 class NewTrees(NamedTuple):
-    """R trees as `DraftTree` and `Combined` have them; contiguous."""
+    """R trees as `DraftTree` has them; contiguous."""
 
     token: torch.Tensor  # [R, N] int64
     parent: torch.Tensor  # [R, N] int32
@@ -37,18 +37,16 @@ class KeptTrees(NamedTuple):
 
 def store_trees_triton(
     req_idx: torch.Tensor,
-    combined: Any,
+    tree: Any,
     kept: KeptTrees,
     chain: torch.Tensor | None,
     paused: torch.Tensor | None,
     tokens: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Launch the kernel; see `TreeStates.store`; `combined` is a `Combined`."""
-    tree, author = combined.tree, combined.author
+    """Launch the kernel; see `TreeStates.store`; `tree`: a `DraftTree`."""
     fields = tree.token, tree.parent, tree.depth, tree.logprob, tree.ancestors
-    new = NewTrees._make([*(x.contiguous() for x in fields), None])
-    if isinstance(author, torch.Tensor):
-        new, author = new._replace(origin=author.contiguous()), None
+    origin = None if tree.origin is None else tree.origin.contiguous()
+    new = NewTrees._make([*(x.contiguous() for x in fields), origin])
     requests, nodes, words = new.ancestors.shape
     tokens = torch.empty_like(new.token) if tokens is None else tokens
     if requests:
@@ -61,7 +59,7 @@ def store_trees_triton(
             new,
             kept,
             tokens,
-            AUTHOR=author,
+            ONE_DRAFTER=origin is None,
             NUM_NODES=nodes - 1,
             NODES=next_power_of_2(nodes),
             W=words,
@@ -81,7 +79,7 @@ def _store_trees_kernel(
     new,  # NewTrees
     kept,  # KeptTrees
     token_ptr,  # [R, NUM_NODES] int64
-    AUTHOR: tl.constexpr,  # of all nodes; None: `new.origin` has them
+    ONE_DRAFTER: tl.constexpr,  # `new.origin` is None
     NUM_NODES: tl.constexpr,
     NODES: tl.constexpr,  # > NUM_NODES: the root and all nodes
     W: tl.constexpr,
@@ -128,7 +126,7 @@ def _store_trees_kernel(
         tl.store(token_ptr + read + place, value, mask=on_path)
         value = tl.load(new.logprob + read + node, mask=on_path)
         tl.store(kept.score + to + place, value, mask=on_path)
-        if AUTHOR is None:
+        if not ONE_DRAFTER:
             by = tl.load(new.origin + read + node, mask=on_path)
             tl.store(kept.origin + to + place, by, mask=on_path)
         behind = stored & (node > length)
@@ -148,7 +146,7 @@ def _store_trees_kernel(
         tl.store(token_ptr + read + node, value, mask=stored)
         value = tl.load(new.logprob + read + node, mask=there, other=float("-inf"))
         tl.store(kept.score + to + node, value, mask=stored)
-        if AUTHOR is None:
+        if not ONE_DRAFTER:
             by = tl.load(new.origin + read + node, mask=there, other=0)
             tl.store(kept.origin + to + node, by, mask=stored)
         parent = tl.load(new.parent + read + node, mask=there, other=-1)
@@ -156,8 +154,8 @@ def _store_trees_kernel(
         there = (node <= last)[:, None] & (word < W)[None, :]
         given = tl.load(ancestors + node[:, None] * W + word[None, :], mask=there, other=0)
         path = tl.where(last >= 0, given, path)
-    if AUTHOR is not None:
-        by = tl.where(parent >= 0, AUTHOR, 0).to(tl.uint8)
+    if ONE_DRAFTER:
+        by = (parent >= 0).to(tl.uint8)
         tl.store(kept.origin + to + node, by, mask=stored)
     tl.store(kept.parent + to + node, parent, mask=stored)
     tl.store(kept.depth + slot * (NUM_NODES + 1) + node, depth.to(tl.int64), mask=stored)

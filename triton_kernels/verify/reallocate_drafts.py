@@ -77,7 +77,7 @@ def reallocate_drafts(
         row_start: [≥ R + 1] int32, likewise its rows; from R + 1 on the end of the last one's.
     """
     drafts, others = counts
-    survival = confidence[req_idx].double().cumprod(1).float()
+    survival = confidence[req_idx].double().cumprod(1).float().clamp(min=0)
     known = torch.arange(survival.shape[1], device=req_idx.device) < drafts[:, None]
     order = survival.masked_fill(~known, -1.0).flatten().argsort(descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(

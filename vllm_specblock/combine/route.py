@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.tree import DraftTree
 
 How = Literal["mean", "sum"]
@@ -27,7 +27,7 @@ def confidence(tree: DraftTree, how: How) -> torch.Tensor:
 
 def route(
     first: DraftTree, second: DraftTree, how: How
-) -> tuple[Combined, torch.Tensor, torch.Tensor]:
+) -> tuple[DraftTree, torch.Tensor, torch.Tensor]:
     """The surer drafter's tree, request by request; drafter 1 where both are equally sure.
 
     Args:
@@ -40,9 +40,8 @@ def route(
     surer = confidence(second, how) > confidence(first, how)
     # Sizes, too: what is very unsure rounds to 0, but is more than nothing.
     chosen = (second.size > 0) & (surer | (first.size == 0))
-    ones, twos = Combined(first, 1), Combined(second, 2)
-    origin = torch.where(chosen[:, None], twos.origin, ones.origin)
-    return Combined(first.where(chosen, second), origin), chosen, agreement(first, second)
+    trees = first.where(chosen, replace(second, origin=2 * second.origins()))
+    return trees, chosen, agreement(first, second)
 
 
 def agreement(first: DraftTree, second: DraftTree) -> torch.Tensor:

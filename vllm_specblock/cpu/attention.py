@@ -6,14 +6,13 @@ kernel of ours that reads the same cache in place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
-from vllm import envs
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
 
@@ -44,10 +43,9 @@ class PackedCache:
 
     packing: Packing
     isa: str
-    dtype: str  # vLLM's name of it
     whole: Tensor  # [blocks, kv heads, block size, 2D], as vLLM's backend takes it
     keys: Tensor  # [blocks, kv heads, block size, D], packed inside a block
-    values: Tensor  # likewise; both uint8 for a cache of 8 bits
+    values: Tensor  # likewise
 
 
 def packed_cache(kv_cache: Tensor, cache_dtype: str) -> PackedCache | None:
@@ -84,80 +82,19 @@ def packed_cache(kv_cache: Tensor, cache_dtype: str) -> PackedCache | None:
     strides = kv_cache.stride(0), packing.head_stride, width, 1
     whole = kv_cache.as_strided(kv_cache.shape, strides)
     halves = whole.view(blocks, kv_heads, 2 * block_size, head_dim).chunk(2, dim=2)
-    return PackedCache(packing, isa, cache_dtype, whole, *halves)
+    return PackedCache(packing, isa, whole, *halves)
 
 
 @dataclass
 class PackedMetadata(TreeAttentionMetadata):
-    """TreeAttentionMetadata, and what vLLM's kernel reads of the rows that see all up to theirs.
+    """TreeAttentionMetadata, and vLLM's own of the rows that see all up to theirs.
 
     Attributes:
-        schedules: of the kernel, by window.
+        plain: requests with a tree have length 0, for which the kernel skips them; None: all have
+            one.
     """
 
-    schedules: dict[int, Tensor] = field(default_factory=dict)
-
-    @cached_property
-    def causal_len(self) -> Tensor | None:
-        """[R] int32, 0 where the request has a tree: the kernel skips it; None: all have one."""
-        assert self.queries is not None
-        causal = self.queries.causal()
-        if not causal.any():
-            return None
-        return self.queries.seq_len[: len(causal)] * torch.from_numpy(causal)
-
-    def attend_causal(
-        self,
-        cache: PackedCache,
-        query: Tensor,
-        out: Tensor,
-        scale: float,
-        window: int | None,
-        soft_cap: float,
-        sinks: Tensor | None,
-        **of_vllm: Any,
-    ) -> None:
-        """Attend the causal rows by vLLM's kernel; the others stay as they are.
-
-        Args:
-            of_vllm: the kernel's arguments for a cache of 8 bits.
-        """
-        queries, lengths = self.queries, self.causal_len
-        if queries is None or lengths is None:
-            return
-        last = -1 if window is None else window
-        if last not in self.schedules:
-            self.schedules[last] = ops.cpu_attn_get_scheduler_metadata(
-                num_reqs=len(lengths),
-                num_heads=query.shape[1],
-                num_kv_heads=cache.keys.shape[1],
-                head_dim=query.shape[2],
-                seq_lens=lengths,
-                dtype=query.dtype,
-                query_start_loc=queries.query_start,
-                causal=True,
-                sliding_window_size=last,
-                isa=cache.isa,
-                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-                kv_cache_dtype=cache.dtype,
-            )
-        ops.cpu_attention_with_kv_cache(
-            query=query,
-            key_cache=cache.keys,
-            value_cache=cache.values,
-            output=out,
-            query_start_loc=queries.query_start,
-            seq_lens=lengths,
-            scale=scale,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=last,
-            block_table=queries.block_table,
-            softcap=soft_cap,
-            scheduler_metadata=self.schedules[last],
-            s_aux=sinks,
-            **of_vllm,
-        )
+    plain: CPUAttentionMetadata | None = None
 
 
 class PackedMetadataBuilder(TreeAttentionMetadataBuilder):
@@ -174,16 +111,15 @@ class PackedMetadataBuilder(TreeAttentionMetadataBuilder):
         if any(cache is None for cache in caches):
             return None
         with set_current_vllm_config(config):
-            for layer in layers:
+            for layer, cache in zip(layers, caches):
                 layer.impl.plain = layer.impl.as_in(cpu_attn.CPUAttentionBackendImpl)
+                layer.isa = cache.isa
             builder = cpu_attn.CPUAttentionMetadataBuilder(
                 self.kv_cache_spec, self.layer_names, config, self.device
             )
         windows = {layer.impl.plain.sliding_window for layer in layers}
         builder.window_size = windows.pop() if len(windows) == 1 else -1
-        builder.isa = caches[0].isa
-        for layer in layers:
-            layer.isa = builder.isa
+        builder.isa = layers[0].isa
         return builder
 
     @property
@@ -196,10 +132,16 @@ class PackedMetadataBuilder(TreeAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        given = common_prefix_len, common_attn_metadata, fast_build
-        if self.tree_mask.num_trees == 0 and self.plain is not None:
-            return self.plain.build(*given)
-        return PackedMetadata(**vars(super().build(*given)))
+        batch, plain = common_attn_metadata, self.plain
+        if self.tree_mask.num_trees == 0 and plain is not None:
+            return plain.build(common_prefix_len, batch, fast_build)
+        metadata = PackedMetadata(**vars(super().build(common_prefix_len, batch, fast_build)))
+        if plain is not None and metadata.queries is not None:
+            causal = metadata.queries.causal()
+            if causal.any():
+                batch = batch.replace(seq_lens=metadata.queries.seq_len * torch.from_numpy(causal))
+                metadata.plain = plain.build(common_prefix_len, batch, fast_build)
+        return metadata
 
 
 class PackedAttentionBackend(TreeAttentionBackend):
@@ -286,17 +228,12 @@ class PackedAttentionImpl(TreeAttentionImpl):
         cache, queries = self.packed_cache(kv_cache), metadata.queries
         if cache is None or queries is None or not isinstance(metadata, PackedMetadata):
             return super().attend(layer, query, key, value, kv_cache, slots, metadata, out)
-        of_vllm: dict[str, Any] = {}
-        key_scale, value_scale = (layer._k_scale, layer._v_scale) if self.fp8 else (None, None)
-        if key_scale is not None and value_scale is not None:
-            numbers = {"k_scale": key_scale.item(), "v_scale": value_scale.item()}  # host tensors
-            of_vllm = {"kv_cache_dtype": cache.dtype, **numbers}
-        # Cast in every step: weights may be updated in place.
-        sinks = None if self.sinks is None else self.sinks.float()
         if slots is not None:
+            scales = layer._k_scale_float, layer._v_scale_float
             ops.cpu_attn_reshape_and_cache(
-                key, value, cache.keys, cache.values, slots, cache.isa, **of_vllm
+                key, value, cache.keys, cache.values, slots, cache.isa, *scales, self.cache_dtype
             )
+        key_scale, value_scale = (layer._k_scale, layer._v_scale) if self.fp8 else (None, None)
         queries.attend(
             query,
             cache.keys,
@@ -305,11 +242,12 @@ class PackedAttentionImpl(TreeAttentionImpl):
             window=self.window,
             soft_cap=self.soft_cap,
             packing=cache.packing,
-            causal_elsewhere=True,
+            causal_elsewhere=metadata.plain is not None,
             key_scale=key_scale,
             value_scale=value_scale,
-            sinks=sinks,
+            # Cast in every step: weights may be updated in place.
+            sinks=None if self.sinks is None else self.sinks.float(),
         )
-        metadata.attend_causal(
-            cache, query, out, self.scale, self.window, self.soft_cap, sinks, **of_vllm
-        )
+        if metadata.plain is not None:
+            assert self.plain is not None  # set by `PackedMetadataBuilder.plain`
+            self.plain.forward(layer, query, key, value, cache.whole, metadata.plain, out)

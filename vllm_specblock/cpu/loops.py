@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from vllm_specblock.candidates import select, selection_of
-from vllm_specblock.combine.merge import merge, merge_by
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.feedback.record_step_numba import record_step_numba
 from vllm_specblock.triton_kernels.kv_cache.commit_numba import move_path_numba
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
-from vllm_specblock.triton_kernels.tree.merge_trees_numba import merge_trees_numba
 from vllm_specblock.triton_kernels.tree.select_tree_numba import select_numba
 from vllm_specblock.triton_kernels.verify.accept_path_numba import accept_path_numba
-from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
-from vllm_specblock.triton_kernels.verify.reallocate_drafts_numba import reallocate_drafts_numba
 from vllm_specblock.verify.accept_path import accept_path_rows
 
 
@@ -22,8 +18,6 @@ def register() -> None:
     """Give every op its loop."""
     accept_path_rows.loop = accept_path_numba
     lm_and_rank_head.loop = lm_and_rank_head_numba
-    merge.loop = merge_by(merge_trees_numba)
     move_path.loop = move_path_numba
-    reallocate_drafts.loop = reallocate_drafts_numba
     record_step.loop = record_step_numba
     select.loop = lambda *given: selection_of(select_numba(*given))

@@ -517,16 +517,8 @@ HOOKS: tuple[Hook, ...] = (
     *_on("_custom_ops.py", _CPU,
         "weight_packed_linear_cpu ~ torch.ops._C.weight_packed_linear(output.reshape(-1, n),"
         " x.reshape(-1, x.size(-1)), packed_weight, bias, True",
-        "cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, isa, ...)",
-        "cpu_attn_get_scheduler_metadata(num_reqs, num_heads, num_kv_heads, head_dim, seq_lens,"
-        " dtype, query_start_loc, causal, sliding_window_size, isa, enable_kv_split, ...)",
-        "cpu_attention_with_kv_cache(query, key_cache, value_cache, output, query_start_loc,"
-        " seq_lens, scale, causal, alibi_slopes, sliding_window, block_table, softcap,"
-        " scheduler_metadata, s_aux, ...)",
-        # A cache of 8 bits.
-        "cpu_attn_reshape_and_cache(..., k_scale, v_scale, kv_cache_dtype)",
-        "cpu_attention_with_kv_cache(..., k_scale, v_scale, kv_cache_dtype)",
-        "cpu_attn_get_scheduler_metadata(..., kv_cache_dtype)"),
+        "cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, isa, k_scale,"
+        " v_scale, kv_cache_dtype)"),
     *_on("model_executor/layers/utils.py", _CPU,
         "dispatch_cpu_unquantized_gemm ~ torch.ops._C.convert_weight_packed(layer.weight)"
         " ... layer.bias.to(torch.float32)"),
@@ -542,7 +534,7 @@ HOOKS: tuple[Hook, ...] = (
         " output, ...)",
         "CPUAttentionBackendImpl.do_kv_cache_update(self, layer, key, value, kv_cache,"
         " slot_mapping)"),
-    *_on("envs.py", _CPU, "~ VLLM_CPU_ATTN_SPLIT_KV: bool", "~ VLLM_USE_V2_MODEL_RUNNER: bool"),
+    *_on("envs.py", _CPU, "~ VLLM_USE_V2_MODEL_RUNNER: bool"),
     # ---- LoRA adapters on the target ----
     *_on("lora/ops/torch_ops/lora_ops.py", "LoRA adapters",
         *(f"{name}(inputs, lora_b_weights, output_tensor, lora_indices_tensor, ...)"

@@ -1,4 +1,4 @@
-"""Rows in parts: a head drafts what it would from all of them at once."""
+"""Rows and requests in parts: a drafter drafts what it would from all of them at once."""
 
 from __future__ import annotations
 
@@ -49,3 +49,15 @@ def test_a_head_drafts_the_same(monkeypatch, kind, lengths, padding):
         assert len(mine.keys() & wanted.keys()) >= len(wanted) - 2, "more than ties differ"
         for path in mine.keys() & wanted.keys():
             assert mine[path] == pytest.approx(wanted[path], abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["specblock", "eagle3"])
+@torch.no_grad()
+def test_some_requests_draft_what_all_would(kind):
+    head, width = head_of(kind)
+    states, text = torch.randn(3, 3, MAX_LEN, width), torch.randint(0, 2048, (3, MAX_LEN))
+    tables = torch.arange(1, 19).view(3, 6)
+    head.advance(rows_of([(0, 11), (0, 6), (0, 17)], tables, states, text, PAGE))
+    whole, some = head.draft(), head.draft(torch.tensor([2, 0]))
+    for place, request in enumerate((2, 0)):
+        assert texts(some, place) == pytest.approx(texts(whole, request), abs=1e-5)

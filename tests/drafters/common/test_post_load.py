@@ -10,12 +10,8 @@ import torch
 from support.engines import DRAFTER, ROOT
 from torch import nn
 
-from vllm_specblock.config import OptionError, parse_drafter
 from vllm_specblock.drafters.common.layers import Attention
 from vllm_specblock.drafters.common.linear import Fp8Linear, process_after_loading
-from vllm_specblock.drafters.eagle3.checkpoint import FILES as EAGLE3
-from vllm_specblock.drafters.eagle3.config import Eagle3Shape
-from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock import checkpoint
 
 FIXTURES = ROOT / "tests/fixtures"
@@ -107,65 +103,3 @@ def test_eight_bits_are_half_the_bytes_and_nearly_the_same_draft(drafter):
     assert 1e-4 < error < 0.1
     assert (token[..., 0] == wanted_token[..., 0]).float().mean() > 0.75
     assert (logprob[..., 0] - wanted_logprob[..., 0]).abs().mean() < 0.2
-
-
-@torch.no_grad()
-def test_an_eagle3_drafter_too():
-    full = EAGLE3.load(ROOT / "examples/two_heads/eagle3", dtype=torch.float32).eval()
-    short = process_after_loading(copy.deepcopy(full), "fp8")
-    assert isinstance(short.fc, Fp8Linear) and isinstance(short.lm_head, Fp8Linear)
-    torch.manual_seed(0)
-    features = torch.randn(5, full.fc.in_features)
-    embedding = torch.randn(5, full.config.hidden_size)
-
-    def alone(_layer, query, key, value):
-        return value.repeat_interleave(query.shape[-2] // value.shape[-2], -2)
-
-    found = []
-    for drafter in (full, short):
-        state = drafter.run(embedding, drafter.fuse(features), torch.arange(5), alone)
-        found.append(drafter.best(state, 4)[0])
-    assert 1e-4 < (found[0] - found[1]).abs().mean() < 0.3
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{}, {"qk_norm": True, "qkv_bias": True, "output_bias": True}, {"norm_before_residual": True}],
-    ids=["plain", "all of attention", "normed residual"],
-)
-@pytest.mark.parametrize("keep", [None, [3, 1]], ids=["all", "kept"])
-@torch.no_grad()
-def test_folding_an_eagle3_drafter(change, keep):
-    torch.manual_seed(0)
-    shape = Eagle3Shape(
-        hidden_size=32,
-        target_hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        vocab_size=20,
-        draft_vocab_size=14,
-        **change,
-    )
-    plain = Eagle3Model(shape).eval()
-    for parameter in plain.parameters():
-        parameter.normal_(std=0.3)
-    folded = process_after_loading(copy.deepcopy(plain), None)
-    embedding, feature = torch.randn(2, 5, 32)
-    keep = None if keep is None else torch.tensor(keep)
-
-    def attend(_layer, query, key, value):
-        kept = slice(None) if keep is None else keep
-        score = (query.unflatten(1, (2, 2)) * key[kept, :, None]).sum(-1, keepdim=True)
-        return (score.sigmoid() * value[kept, :, None]).flatten(1, 2)
-
-    found = [
-        each.run(embedding, feature, torch.arange(5) * 7, attend, keep) for each in (folded, plain)
-    ]
-    torch.testing.assert_close(*found)
-
-
-def test_another_quantization_is_refused():
-    with pytest.raises(OptionError, match="quantization"):
-        parse_drafter({"quantization": "int3"}, "specblock")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from support.committed import advance, rows_of
-from support.host_reads import NoHostReads
 from support.trees import texts
 from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
@@ -180,32 +179,6 @@ def test_paged_equals_plain(options, changes):
             assert_same_tree(tree, request, plain.tree(head.growth, MAX_LEN - end, beta))
 
 
-@torch.no_grad()
-def test_a_chain_is_the_greedy_continuation():
-    drafter = make_drafter()
-    head = make_head(drafter, nodes=5, depth=5, top_k=1)
-    states, features, text = world(1)
-    advance(head, rows_of([(0, 10)], torch.arange(1, 9)[None], states, text, PAGE))
-    tree = head.draft()
-    plain = Plain(drafter, embedding_table(), features[0], text[0], 10)
-    path: list[int] = []
-    for _ in range(5):
-        likeliest = int(drafter.logits(plain.state(path)).argmax())
-        path.append(likeliest + int(drafter.d2t[likeliest]))
-    assert tree.token[0].tolist() == path and tree.parent[0].tolist() == [0, 1, 2, 3, 4]
-
-
-@torch.no_grad()
-def test_some_requests_draft_what_all_would():
-    head = make_head(make_drafter(), depth=4, top_k=4)
-    states, _, text = world(3)
-    tables = torch.arange(1, 19).view(3, 6)
-    advance(head, rows_of([(0, 11), (0, 6), (0, 17)], tables, states, text, PAGE))
-    whole, some = head.draft(), head.draft(torch.tensor([2, 0]))
-    for place, request in enumerate((2, 0)):
-        assert texts(some, place) == pytest.approx(texts(whole, request), abs=1e-5)
-
-
 @pytest.mark.parametrize("room", [0, 1, 2, 5, 9])
 @torch.no_grad()
 def test_near_the_length_limit_nodes_without_a_slot_do_not_grow(room):
@@ -236,15 +209,6 @@ def test_no_more_slots_are_borrowed_than_are_spared():
     head.draft()
     flat = (cache != before).transpose(1, 2).flatten(0, 1).any(-1).any(-1)[PAGE:]
     assert flat.nonzero().flatten().tolist() == list(range(10 + 3 * 2))
-
-
-@pytest.mark.parametrize(
-    ("nodes", "lookahead", "depth"), [(3, None, 2), (40, 2, 3), (40, 0, 1), (40, None, 8)]
-)
-def test_depth_is_what_nodes_and_slots_allow(nodes, lookahead, depth):
-    head = make_head(make_drafter(), nodes, lookahead)
-    assert head.max_depth == head.growth.depth == depth
-    assert (depth - 1) * head.growth.width <= (nodes if lookahead is None else lookahead)
 
 
 @torch.no_grad()
@@ -284,15 +248,3 @@ def test_an_embedding_that_is_the_targets_is_not_kept_twice():
     table.copy_(drafter.embed_tokens.weight.detach())
     head = Eagle3Drafter(drafter, embed, Eagle3Config(), 20, MAX_LEN)
     assert head.embed is embed and drafter.embed_tokens is None
-
-
-@torch.no_grad()
-def test_drafting_reads_nothing_on_the_host():
-    head, wanted = make_head(make_drafter(), nodes=60, depth=5), torch.tensor([1])
-    states, _, text = world(2)
-    tables = torch.tensor([[3, 7, 1, 12, 5, 6, 9, 10], [4, 2, 8, 11, 13, 14, 15, 16]])
-    rows = rows_of([(0, 19), (0, 6)], tables, states, text, PAGE)
-    with NoHostReads():
-        advance(head, rows)
-        whole, some = head.draft(), head.draft(wanted)
-    assert whole.token.shape == (2, 60) and some.token.shape == (1, 60)

@@ -121,31 +121,6 @@ def test_load_gives_the_stored_weights(published):
     assert_same_tensors(dict(checkpoint.load(published).state_dict()), stored)
 
 
-def test_shards_with_an_index_load(llama):
-    tensors = load_file(llama / "model.safetensors")
-    (llama / "model.safetensors").unlink()
-    shards = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(tensors)}
-    for file in set(shards.values()):
-        save_file({n: t for n, t in tensors.items() if shards[n] == file}, llama / file)
-    index = llama / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": shards}))
-    assert_same_tensors(dict(checkpoint.load(llama).state_dict()), tensors)
-
-
-def test_bfloat16_weights_load_into_float32(llama):
-    def to_bf16(tensors):
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point():
-                tensors[name] = tensor.bfloat16()
-
-    edit_tensors(llama, to_bf16)
-    drafter = checkpoint.load(llama)
-    stored = load_file(llama / "model.safetensors")["lm_head.weight"]
-    assert stored.dtype == torch.bfloat16
-    assert torch.equal(drafter.lm_head.weight, stored.float())
-    assert checkpoint.load(llama, torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("layout", ["llama", "ours"])
 def test_vocab_mapping_pt_wins_in_the_published_layout_alone(request, layout):
     folder = request.getfixturevalue(layout)
@@ -260,6 +235,8 @@ def test_saved_weights_are_readable_like_any_new_file(ours, tmp_path):
         ({"rank_topk": "full"}, "rank_topk"),
         ({"block_rope": "path"}, "block_rope"),
         ({"head_dim": 32}, "head_dim"),
+        ({"prefix_broadcast": False}, "prefix_broadcast"),
+        ({"layer_shift": False}, "layer_shift"),
     ],
 )
 def test_published_layout_refuses_what_it_cannot_hold(target, tmp_path, changes, what):
@@ -320,18 +297,6 @@ def test_missing_files(llama, tmp_path):
     assert "There is no config.json" in refused(llama)
 
 
-@pytest.mark.parametrize("text", ["{", "[1, 2]", "\xff\xfe"])
-def test_unreadable_json(llama, text):
-    (llama / "config.json").write_bytes(text.encode("latin-1"))
-    assert "JSON" in refused(llama)
-
-
-def test_broken_safetensors_file(llama):
-    whole = (llama / "model.safetensors").read_bytes()
-    (llama / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    assert "not a whole safetensors file" in refused(llama)
-
-
 @pytest.mark.parametrize(
     ("scaling", "said"),
     [
@@ -345,37 +310,14 @@ def test_unsupported_rope_scaling(llama, scaling, said):
     assert said in refused(llama)
 
 
-class Arbitrary:
-    """Something that unpickling with weights_only=True must not build."""
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"d2t": Arbitrary(), "t2d": Arbitrary()},
-        {"d2t": torch.zeros(96, dtype=torch.int64)},
-        {"d2t": [0] * 96, "t2d": [True] * 160},
-        torch.zeros(96),
-        "hello",
-    ],
-    ids=["pickled object", "no t2d", "lists", "no dict", "no torch file"],
-)
-def test_vocab_mapping_that_is_not_plain_tensors(llama, content):
-    if content == "hello":
-        (llama / "vocab_mapping.pt").write_text(content)
-    else:
-        torch.save(content, llama / "vocab_mapping.pt")
-    assert "is not a plain dict of the tensors d2t and t2d" in refused(llama)
-
-
 @pytest.mark.parametrize(
     ("name", "edit", "said"),
     [
         ("d2t", lambda d2t: d2t[:-1], "d2t has shape [95]"),
         ("d2t", lambda d2t: d2t + torch.arange(96), "d2t holds offsets, not ids"),
-        ("t2d", lambda t2d: t2d.int(), "they must be torch.int64 and torch.bool"),
+        ("t2d", lambda t2d: ~t2d, "that t2d marks"),
     ],
-    ids=["another size", "ids in place of offsets", "another dtype"],
+    ids=["another size", "ids in place of offsets", "other tokens"],
 )
 def test_a_mapping_that_does_not_fit(llama, name, edit, said):
     mapping = torch.load(llama / "vocab_mapping.pt", weights_only=True)

@@ -6,10 +6,9 @@ import weakref
 
 import pytest
 import torch
-from support.committed import rows_of, zero_rows
+from support.committed import rows_of
 from support.records import small_drafter
 from support.trees import texts
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
@@ -119,18 +118,6 @@ def test_paged_equals_dense(options, drafter_changes):
 
 
 @torch.no_grad()
-def test_some_requests_draft_what_all_would():
-    drafter = make_drafter()
-    head, _ = make_head(drafter, SpecBlockConfig(num_blocks=3), nodes=40)
-    states, text = torch.randn(3, 3, MAX_LEN, H), torch.randint(0, V, (3, MAX_LEN + 1))
-    tables = torch.arange(1, 19).view(3, 6)
-    head.advance(rows_of([(0, 11), (0, 6), (0, 17)], tables, states, text, PAGE))
-    whole, some = head.draft(), head.draft(torch.tensor([2, 0]))
-    for place, request in enumerate((2, 0)):
-        assert texts(some, place) == pytest.approx(texts(whole, request), abs=1e-5)
-
-
-@torch.no_grad()
 def test_at_the_length_limit_later_blocks_are_left_out():
     """Their rows would have no slot; block 1 goes on alone."""
     drafter = make_drafter()
@@ -157,37 +144,3 @@ def test_a_head_does_not_keep_what_the_target_left():
     head.draft()
     del rows, states
     assert all(state() is None for state in left)
-
-
-def test_proposal_reads_nothing_on_the_host():
-    """A fake tensor has no value: any `.item()` or data-dependent shape raises."""
-    with FakeTensorMode(), torch.no_grad():
-        drafter = make_drafter()
-        embedding = torch.zeros(V, H)
-        head = SpecBlockDrafter(
-            drafter, lambda ids: embedding[ids], SpecBlockConfig(num_blocks=3), 60, MAX_LEN
-        )
-        head.attention_builder = _sight_made_outside(head)
-        head.width = torch.zeros(4, dtype=torch.int64)
-        head.advance(zero_rows(PAGE, H))
-        tree = head.draft()
-        some = head.draft(torch.zeros(1, dtype=torch.int64))
-    assert tree.token.shape == (2, 60) and some.token.shape == (1, 60)
-
-
-def _sight_made_outside(head):
-    """Its bit patterns are computed once, on the host, before any step."""
-    from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
-
-    with unset_fake_temporarily():
-        attention_builder = DraftAttentionBuilder(
-            [], K, head.shape.num_starts, head.shape.num_blocks, MAX_LEN, "cpu"
-        )
-    attention_builder.caches = [torch.zeros(20, PAGE * K, 2, 16).transpose(1, 2) for _ in range(2)]
-    for name in ("k", "rows", "own", "no_bits"):
-        setattr(
-            attention_builder,
-            name,
-            torch.zeros(getattr(attention_builder, name).shape, dtype=torch.int64),
-        )
-    return attention_builder

@@ -13,6 +13,7 @@ if torch.cuda.is_available():
     pytest.skip("of vLLM's CPU build", allow_module_level=True)
 
 from vllm import _custom_ops as ops
+from vllm.v1.attention.backends import cpu_attn
 from vllm_specblock.triton_kernels.attention.cpu_packing import store_packed
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
@@ -40,8 +41,6 @@ def test_we_pack_as_vllm_does(dtype):
 
 def test_tile_registers_are_requested(monkeypatch):
     """A drafter without weights runs no kernel of ours that would, and vLLM's does not."""
-    from vllm.v1.attention.backends import cpu_attn
-
     from vllm_specblock.cpu import attention
 
     asked = []
@@ -53,44 +52,30 @@ def test_tile_registers_are_requested(monkeypatch):
     assert asked
 
 
-def causal_only(batch, rows: slice, cache) -> torch.Tensor:
-    """Rows of one causal request by vLLM's own backend's two calls."""
-    packed = packed_cache(cache, "auto")
-    request = batch.query_start.tolist().index(rows.start)
-    start = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32)
-    length, query = batch.seq_len[request : request + 1], batch.query[rows]
-    common = {"query_start_loc": start, "seq_lens": length, "causal": True}
+def plain_metadata(batch, isa: str, causal: list[bool]) -> cpu_attn.CPUAttentionMetadata:
+    """vLLM's own metadata of a batch in which the other requests are of no length."""
+    lengths, start = batch.seq_len * torch.tensor(causal), batch.query_start
     schedule = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=1,
+        num_reqs=len(lengths),
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         head_dim=SIZE,
-        dtype=query.dtype,
+        dtype=batch.query.dtype,
         sliding_window_size=-1,
-        isa=packed.isa,
+        isa=isa,
         enable_kv_split=True,
-        **common,
+        query_start_loc=start,
+        seq_lens=lengths,
+        causal=True,
     )
-    out = torch.empty_like(query)
-    ops.cpu_attention_with_kv_cache(
-        query=query,
-        key_cache=packed.keys,
-        value_cache=packed.values,
-        output=out,
-        scale=SIZE**-0.5,
-        alibi_slopes=None,
-        sliding_window=-1,
-        softcap=0.0,
-        s_aux=None,
-        block_table=batch.block_table[request : request + 1],
-        scheduler_metadata=schedule,
-        **common,
+    rows = int(start[-1])
+    return cpu_attn.CPUAttentionMetadata(
+        rows, rows, start, int(lengths.max()), lengths, batch.block_table, None, schedule
     )
-    return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_layer_beside_vllms_kernel(dtype):
+def test_a_layer_beside_vllms_kernel(dtype, monkeypatch):
     """Trees are right, and causal rows between them have the very bits of vLLM's kernel."""
     requests = [Chunk(0, 70), Tree(300, 12), Chunk(200, 1), Tree(37, 30), Tree(90, 0)]
     batch = make_batch(
@@ -128,13 +113,23 @@ def test_a_layer_beside_vllms_kernel(dtype):
         batch.tree_start,
     )
     impl = PackedAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS)
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype))
+    monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
+    impl.plain = impl.as_in(cpu_attn.CPUAttentionBackendImpl)
+    layer = SimpleNamespace(isa=packed.isa, _k_scale_float=1.0, _v_scale_float=1.0)
+    causal = queries.causal().tolist()
+    assert causal == [True, False, True, False, True]
     out = torch.full_like(batch.query, torch.nan)
-    metadata = PackedMetadata(len(out), slots, queries)
-    impl.forward(SimpleNamespace(), batch.query, key, value, cache, metadata, out)
+    plain = plain_metadata(batch, packed.isa, causal)
+    metadata = PackedMetadata(len(out), slots, queries, plain=plain)
+    impl.forward(layer, batch.query, key, value, cache, metadata, out)
     check(out, batch)
+    wanted = torch.empty_like(out)
     for request in (0, 2, 4):
+        alone = plain_metadata(batch, packed.isa, [other == request for other in range(5)])
+        impl.plain.forward(layer, batch.query, None, None, packed.whole, alone, wanted)
         rows = slice(start[request], start[request + 1])
-        assert torch.equal(out[rows], causal_only(batch, rows, cache))
+        assert torch.equal(out[rows], wanted[rows])
 
 
 def test_prompts_have_vllms_bits():

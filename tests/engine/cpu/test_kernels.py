@@ -53,6 +53,13 @@ SLOT = torch.tensor([2, 2, 0, 1, 1])
 NODE = torch.tensor([0, 1, 0, 0, 1], dtype=torch.int32)
 
 
+def drawn(scores, slots, heat, seeds, position, apply=True) -> torch.Tensor:
+    return gumbel.gumbel_sample(
+        scores, slots, heat, seeds, position, apply_temperature=apply, is_drafting=False,
+        use_fp64=False,
+    )  # fmt: skip
+
+
 def test_gumbel_noise_is_the_kernels(both):
     """Token for token; with negative, large and repeated seeds."""
     seeds = torch.tensor([7, -(1 << 62) + 5, (1 << 40) + 3])
@@ -60,16 +67,7 @@ def test_gumbel_noise_is_the_kernels(both):
 
     def call():
         tokens = [
-            gumbel.gumbel_sample(
-                logits(),
-                SLOT,
-                heat,
-                seeds,
-                torch.arange(start, start + 5),
-                apply_temperature=apply,
-                is_drafting=False,
-                use_fp64=False,
-            )
+            drawn(logits(), SLOT, heat, seeds, torch.arange(start, start + 5), apply)
             for start in (0, 1000, 1 << 20)
             for apply in (False, True)
         ]
@@ -92,16 +90,8 @@ def test_only_tokens_that_can_win_get_their_noise(both, dtype, scale):
     req_idx = torch.tensor([0, 1, 2, 1, 1, 2, 2, 1, 0])
 
     def call():
-        return gumbel.gumbel_sample(
-            scores[:, :5001],
-            req_idx,
-            torch.tensor([0.0, 0.6, 1.0]),
-            torch.tensor([1, -(1 << 61), 3]),
-            torch.arange(9) * 1001,
-            apply_temperature=True,
-            is_drafting=False,
-            use_fp64=False,
-        )
+        heat, seeds = torch.tensor([0.0, 0.6, 1.0]), torch.tensor([1, -(1 << 61), 3])
+        return drawn(scores[:, :5001], req_idx, heat, seeds, torch.arange(9) * 1001)
 
     assert torch.equal(*both(gumbel, "_gumbel_sample_kernel", call))
 
@@ -110,16 +100,8 @@ def test_greedy_rows_take_the_first_of_equals(both):
     def call():
         scores = logits()
         scores[:, 40:44] = 50.0
-        return gumbel.gumbel_sample(
-            scores,
-            SLOT,
-            torch.tensor([0.0, 0.0, 1.0]),
-            torch.tensor([1, 2, 3]),
-            torch.arange(5),
-            apply_temperature=False,
-            is_drafting=False,
-            use_fp64=False,
-        )
+        heat, seeds = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([1, 2, 3])
+        return drawn(scores, SLOT, heat, seeds, torch.arange(5), apply=False)
 
     ours, theirs = both(gumbel, "_gumbel_sample_kernel", call)
     assert torch.equal(ours, theirs) and ours[2] == 40
@@ -145,22 +127,14 @@ def along_a_tree(turn: int, heat: float) -> tuple[int, int]:
     scores = torch.randn(rows, 4, generator=random)
 
     def sample(which=slice(None)):
-        return gumbel.gumbel_sample(
-            scores[which],
-            req_idx.repeat_interleave(count)[which],
-            torch.full((5,), heat),
-            torch.arange(5),
-            torch.arange(rows)[which] + turn,
-            apply_temperature=True,
-            is_drafting=False,
-            use_fp64=False,
-        )
+        slots, at = req_idx.repeat_interleave(count)[which], torch.arange(rows)[which] + turn
+        return drawn(scores[which], slots, torch.full((5,), heat), torch.arange(5), at)
 
-    def walked(drawn):
+    def walked(tokens):
         path, accepted = torch.zeros(5, nodes + 1, dtype=torch.int64), torch.zeros(5).int()
         trees = parent, depth, torch.zeros(5, nodes + 1, 1, dtype=torch.int64), path, accepted
         return (
-            *accept_path_rows(DrawnRows(token, drawn, first_row, req_idx), *trees),
+            *accept_path_rows(DrawnRows(token, tokens, first_row, req_idx), *trees),
             path,
             accepted,
         )
@@ -170,16 +144,16 @@ def along_a_tree(turn: int, heat: float) -> tuple[int, int]:
         part = sample()
     assert torch.equal(sample_by_depth(sample, token, first_row, req_idx, parent), part)
     assert all(map(torch.equal, walked(whole), walked(part)))
-    drawn = part >= 0
-    assert drawn[first_row[:-1].long()].all() and torch.equal(part[drawn], whole[drawn])
-    return int(drawn.sum()) - 3, int(walked(part)[3].sum())
+    there = part >= 0
+    assert there[first_row[:-1].long()].all() and torch.equal(part[there], whole[there])
+    return int(there.sum()) - 3, int(walked(part)[3].sum())
 
 
 @pytest.mark.parametrize("heat", [0.0, 0.8])
 def test_drawing_along_a_tree_draws_what_its_walk_reads(heat):
-    drawn, accepted = map(sum, zip(*(along_a_tree(turn, heat) for turn in range(100))))
+    found, accepted = map(sum, zip(*(along_a_tree(turn, heat) for turn in range(100))))
     # Twins of the path's nodes are drawn, too, and their children; of 1,300 drafts.
-    assert 100 < accepted <= drawn < 2 * accepted
+    assert 100 < accepted <= found < 2 * accepted
 
 
 def changed(call):

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 from support.host_reads import HostReadMethods, check, reads_values
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -20,6 +21,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm_specblock.triton_kernels.attention import cpu_packing
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
+from vllm_specblock.triton_kernels.ngram import continuations_numba
+from vllm_specblock.triton_kernels.tree import merge_trees_numba
 
 _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
 
@@ -98,6 +101,20 @@ class Recorder(TorchDispatchMode):
     def whole(self, loop, *args) -> None:
         self.call(lambda: loop(*args))
 
+    def made(self, loop, *args):
+        """As `whole`, of a loop that returns new tensors."""
+        results = None
+
+        def again() -> None:
+            nonlocal results
+            found = loop(*args)
+            results = results or found
+            for old, fresh in zip(tree_leaves(results), tree_leaves(found)):
+                old.copy_(fresh)
+
+        self.call(again)
+        return results
+
     def call(self, again: Callable[[], None]) -> None:
         """What torch does not see, as a whole: numba's loops take addresses."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -118,17 +135,18 @@ def recording(graph: RecordedGraph, *args, **kwargs):
     def attend(queries, *args, **kwargs):
         return recorder.attend(original, queries, *args, **kwargs)
 
-    loops = {name: getattr(cpu_packing, name) for name in ("store_packed", "move_packed")}
-    TreeAttentionBatch.attend = attend
-    for name, loop in loops.items():
-        setattr(cpu_packing, name, partial(recorder.whole, loop))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeAttentionBatch, "attend", attend)
+        for name in ("store_packed", "move_packed"):
+            loop = getattr(cpu_packing, name)
+            patch.setattr(cpu_packing, name, partial(recorder.whole, loop))
+        for module, name in (
+            (continuations_numba, "follow_numba"),
+            (merge_trees_numba, "merge_trees_numba"),
+        ):
+            patch.setattr(module, name, partial(recorder.made, getattr(module, name)))
         with _Factories(), recorder:
             yield
-    finally:
-        TreeAttentionBatch.attend = original
-        for name, loop in loops.items():
-            setattr(cpu_packing, name, loop)
 
 
 def stand_in(monkeypatch) -> None:

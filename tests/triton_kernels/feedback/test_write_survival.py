@@ -58,7 +58,7 @@ def offered(kernels, score: torch.Tensor, heat: torch.Tensor, seed: int):
 )
 def test_as_torch(kernels, num_requests, num_nodes):
     # The order of trees as they are served: the best first.
-    score = random_trees(num_requests, num_nodes).tree.logprob.sort(1, descending=True).values
+    score = random_trees(num_requests, num_nodes).logprob.sort(1, descending=True).values
     heat = torch.tensor([0.0, 0.7, 1.3]).repeat(num_requests)[:num_requests]
     steps, wanted = offered(kernels, score, heat, seed=num_nodes)
     torch.testing.assert_close(steps, wanted, atol=1e-6, rtol=3e-5)
@@ -72,7 +72,7 @@ def test_as_torch(kernels, num_requests, num_nodes):
 )
 @pytest.mark.parametrize("most", [0.0, 50.0, 3e6])
 def test_the_loop_for_cpus(num_requests, num_nodes, most):
-    score = random_trees(num_requests, num_nodes).tree.logprob.sort(1, descending=True).values
+    score = random_trees(num_requests, num_nodes).logprob.sort(1, descending=True).values
     if num_nodes == 7:
         score[0] = torch.tensor([0.3, 0.0, -0.125, -0.25, -7.9, -8.0, -300.0])
     heat = torch.tensor([0.0, 0.7, 1.3]).repeat(num_requests)[:num_requests]
@@ -103,7 +103,7 @@ def test_after_a_long_time(kernels):
     table, exact = seen_much(kernels.device, 3, most=3e6), seen_much("cpu", 3, most=3e6)
     for name in ("judged", "reached", "believed"):
         setattr(exact, name, getattr(exact, name).double())
-    score = random_trees(2, 60).tree.logprob.sort(1, descending=True).values
+    score = random_trees(2, 60).logprob.sort(1, descending=True).values
     steps, heat = torch.zeros(2, 60, device=kernels.device), torch.tensor([0.0, 0.5])
     slots = torch.tensor([0, 1], device=kernels.device)
     launch(kernels, slots, score.to(kernels.device), heat.to(kernels.device), table, steps)

@@ -1,4 +1,4 @@
-"""The n-gram head's two launches find and follow what torch does."""
+"""The n-gram drafter's two launches find and follow what the loop for CPUs does."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ def table_of(lengths: list[int], vocab: int, width: int, device) -> Texts:
 def head_on(known: Texts, options: NGramConfig, nodes: int) -> NGramDrafter:
     head = NGramDrafter(options, nodes, known.width)
     head.texts = Texts(*(x.cpu() for x in vars(known).values()))
-    head.longest = known.width
     return head
 
 
 def launched(kernels, known: Texts, head: NGramDrafter) -> DraftTree:
     follow = kernels.load("continuations").follow_triton
     made = follow(known, head.following)
-    return DraftTree(*(getattr(made, name).cpu() for name in DraftTree.__dataclass_fields__))
+    return DraftTree(*(getattr(made, name).cpu() for name in DraftTree.TENSORS))
 
 
 @pytest.mark.parametrize(
@@ -57,19 +56,19 @@ def launched(kernels, known: Texts, head: NGramDrafter) -> DraftTree:
     ],
     ids=str,
 )
-def test_as_torch(kernels, options, vocab, width):
+def test_as_the_loop(kernels, options, vocab, width):
     """Everything that is drafted at all: a budget would cut where scores are all but equal."""
     lengths = [width, max(1, width // 2), 1, min(2, width), max(1, width - 5)]
     known = table_of(lengths, vocab, width, kernels.device)
     head = head_on(known, options, min(256, options.branches * options.depth))
     wanted, made = head.draft(), launched(kernels, known, head)
-    for name in DraftTree.__dataclass_fields__:
+    for name in DraftTree.TENSORS:
         assert getattr(made, name).dtype == getattr(wanted, name).dtype, name
     for request in range(len(lengths)):
         said = texts(wanted, request)
         assert texts(made, request) == pytest.approx(said, abs=STEP * options.depth)
     again = DraftTree.from_nodes(made.token, made.parent, made.logprob, made.size)
-    for name in DraftTree.__dataclass_fields__:
+    for name in DraftTree.TENSORS:
         assert torch.equal(getattr(made, name), getattr(again, name)), name
     assert (made.logprob[:, 1:] <= made.logprob[:, :-1]).all()
     assert wanted.size[0] > 0 or width == 1, "nothing was drafted"
@@ -80,7 +79,7 @@ def test_a_smaller_budget_is_a_cut(kernels):
     head = head_on(known, NGramConfig(depth=5, branches=3), 15)
     made = launched(kernels, known, head)
     small = launched(kernels, known, head_on(known, NGramConfig(depth=5, branches=3), 6))
-    for name in DraftTree.__dataclass_fields__:
+    for name in DraftTree.TENSORS:
         assert torch.equal(getattr(small, name), getattr(made.prefix(6), name)), name
 
 

@@ -1,4 +1,4 @@
-"""Two trees are merged in one launch, as in torch."""
+"""Two trees are merged in one launch, as by the loop for CPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from vllm_specblock.combine.merge import merge
 from vllm_specblock.tree import DraftTree
 
-FIELDS = tuple(DraftTree.__dataclass_fields__)
+FIELDS = DraftTree.TENSORS
 
 
 def trees(count: int, slots: int, vocab: int, seed: int) -> DraftTree:
@@ -37,7 +37,8 @@ def trees(count: int, slots: int, vocab: int, seed: int) -> DraftTree:
 def on(tree: DraftTree, device: torch.device) -> dict[str, torch.Tensor]:
     """The tree's tensors, as slices of larger ones."""
     out = {}
-    for name, x in vars(tree).items():
+    for name in FIELDS:
+        x = getattr(tree, name)
         wide = torch.nn.functional.pad(x, (0, 3), value=7).to(device) if x.dim() > 1 else x
         out[name] = wide[..., : x.shape[-1]].to(device) if x.dim() > 1 else x.to(device)
     return out
@@ -48,17 +49,17 @@ SHAPES = [(5, 1, 1), (3, 60, 60), (3, 7, 40), (2, 256, 256)]
 
 @pytest.mark.parametrize("how", ["disjoint", "trie"])
 @pytest.mark.parametrize(("count", "ours", "theirs"), SHAPES)
-def test_merges_as_torch(forms, count, ours, theirs, how):
-    launch = forms.load("merge_trees").merge_trees_triton
+def test_merges_as_the_loop(kernels, count, ours, theirs, how):
+    launch = kernels.load("merge_trees").merge_trees_triton
     first, second = trees(count, ours, 2, ours), trees(count, theirs, 2, theirs + 1)
     depth = max(int(torch.where(x.parent >= 0, x.depth, 0).max()) for x in (first, second))
     for budget in sorted({min(ours + 3, 256), min(ours + theirs, 256)}):
         wanted, agreed = merge(first, second, how, budget, depth)
         made, origin, same = launch(
-            on(first, forms.device), on(second, forms.device), how == "trie", budget, depth
+            on(first, kernels.device), on(second, kernels.device), how == "trie", budget, depth
         )
         for name in FIELDS:
-            mine, theirs_ = getattr(made, name).cpu(), getattr(wanted.tree, name)
+            mine, theirs_ = getattr(made, name).cpu(), getattr(wanted, name)
             assert mine.dtype == theirs_.dtype and torch.equal(mine, theirs_), name
         assert torch.equal(origin.cpu(), wanted.origin) and torch.equal(same.cpu(), agreed)
     if count > 2 and ours > 7:

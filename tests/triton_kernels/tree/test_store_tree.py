@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.trees import to_tree
 from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
 
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.tree import DraftTree
 
@@ -21,7 +22,7 @@ GARBAGE = {
 }
 
 
-def grown(parents: list[list[int]], num_nodes: int, fall: float, seed: int = 0) -> Combined:
+def grown(parents: list[list[int]], num_nodes: int, fall: float, seed: int = 0) -> DraftTree:
     """Trees of these shapes; a score falls from parent to child by at most `fall` nats."""
     draw = torch.Generator().manual_seed(seed)
     plain = [
@@ -34,10 +35,10 @@ def grown(parents: list[list[int]], num_nodes: int, fall: float, seed: int = 0) 
             score.append(score[up] - fall * float(torch.rand((), generator=draw)))
         tree.logprob[request, : len(ups)] = torch.tensor(score[1:])
     origin = torch.randint(1, 4, tree.parent.shape, generator=draw)
-    return Combined(tree, torch.where(tree.parent >= 0, origin, 0).to(torch.uint8))
+    return replace(tree, origin=torch.where(tree.parent >= 0, origin, 0).to(torch.uint8))
 
 
-def random_trees(num_requests: int, num_nodes: int) -> Combined:
+def random_trees(num_requests: int, num_nodes: int) -> DraftTree:
     """Trees of all sizes, among them one that is empty and one that is full."""
     draw = torch.Generator().manual_seed(num_nodes)
     sizes = torch.randint(0, num_nodes + 1, (num_requests,), generator=draw).tolist()
@@ -50,10 +51,6 @@ def random_trees(num_requests: int, num_nodes: int) -> Combined:
     return grown(parents, num_nodes, fall=12 / (num_nodes + 8), seed=num_nodes)
 
 
-def fields_of(combined: Combined) -> dict[str, torch.Tensor]:
-    return vars(combined.tree) | {"origin": combined.origin}
-
-
 def in_a_table(x: torch.Tensor) -> torch.Tensor:
     """The same values as a column, or a slice, of something larger that is full of garbage."""
     inner = x.shape[1:] or (1,)
@@ -63,22 +60,21 @@ def in_a_table(x: torch.Tensor) -> torch.Tensor:
     return (table if x.dim() > 1 else table[:, 0]).copy_(x)
 
 
-def stored(states, combined: Combined, *flags, slots, store) -> dict[str, torch.Tensor]:
+def stored(states, tree: DraftTree, *flags, slots, store) -> dict[str, torch.Tensor]:
     """What is kept in slots that held garbage, by name, with the tokens."""
     for name in KEPT:
         getattr(states, name).fill_(7)
     states.depth[:, 0] = 0
-    tokens = store(states, slots, combined, *flags)
+    tokens = store(states, slots, tree, *flags)
     return {name: getattr(states, name).cpu() for name in KEPT} | {"token": tokens.cpu()}
 
 
 def by_kernel(kernels):
     launch = kernels.load("store_tree").store_trees_triton
 
-    def store(states, slots, combined, chain, paused, tokens):
-        on, author = kernels.device, combined.author
-        tree = DraftTree(**{name: x.to(on) for name, x in vars(combined.tree).items()})
-        there = Combined(tree, author if isinstance(author, int) else author.to(on))
+    def store(states, slots, tree, chain, paused, tokens):
+        on, fields = kernels.device, vars(tree).items()
+        there = DraftTree(**{name: x if x is None else x.to(on) for name, x in fields})
         kept = KeptTrees._make(getattr(states, name) for name in KeptTrees._fields)
         chain, paused = (x if x is None else x.to(on) for x in (chain, paused))
         chain = chain if chain is None else in_a_table(chain)
@@ -88,18 +84,18 @@ def by_kernel(kernels):
 
 
 def assert_same(
-    kernels, combined: Combined, chain=None, paused=None, given=None
+    kernels, tree: DraftTree, chain=None, paused=None, given=None
 ) -> dict[str, torch.Tensor]:
     """By the kernel, of `given`, and by torch; `paused` is of requests."""
-    count, nodes = combined.origin.shape
+    count, nodes = tree.token.shape
     slots = torch.randperm(count + 3, generator=torch.Generator().manual_seed(nodes))[:count]
     by_slot = None if paused is None else torch.ones(count + 3, dtype=torch.bool)
     if paused is not None:
         by_slot[slots] = paused
     found = []
     for device, how, trees in (
-        ("cpu", TreeStates.store, combined),
-        (kernels.device, by_kernel(kernels), given or combined),
+        ("cpu", TreeStates.store, tree),
+        (kernels.device, by_kernel(kernels), given or tree),
     ):
         states = TreeStates(count + 3, nodes, 5, device)
         tokens = torch.full((count, nodes), -5, device=device)
@@ -115,40 +111,38 @@ def assert_same(
 )
 @pytest.mark.parametrize("who", ["all", "some", "none"])
 def test_as_torch(kernels, num_requests, num_nodes, who):
-    combined = random_trees(num_requests, num_nodes)
+    tree = random_trees(num_requests, num_nodes)
     chain = torch.arange(num_requests) % 2 == 0
     chain = {"all": torch.ones_like(chain), "some": chain, "none": torch.zeros_like(chain)}[who]
     # Slots not in use of a request that becomes a chain are not read.
-    fields = {name: x.clone() for name, x in fields_of(combined).items()}
+    fields = {name: x.clone() for name, x in vars(tree).items()}
     unused = chain[:, None] & (fields["parent"] < 0)
     for name in ("token", "depth", "logprob", "origin"):
         fields[name][unused] = GARBAGE[fields[name].dtype]
     fields["logprob"][2:3][unused[2:3]] = 9.0  # worth more than all that counts
     fields["ancestors"][:, 1:][unused] = -1
-    origin = fields.pop("origin")
-    given = Combined(DraftTree(**fields), origin)
-    assert_same(kernels, combined, chain, given=given)
-    assert_same(kernels, combined, 2 * chain.long(), given=given)  # as a graph has them
+    given = DraftTree(**fields)
+    assert_same(kernels, tree, chain, given=given)
+    assert_same(kernels, tree, 2 * chain.long(), given=given)  # as a graph has them
     for flags in (None, chain):
-        assert_same(kernels, combined, flags, torch.arange(num_requests) % 3 == 2)
-        assert_same(kernels, Combined(combined.tree, 2), flags)
+        assert_same(kernels, tree, flags, torch.arange(num_requests) % 3 == 2)
+        assert_same(kernels, replace(tree, origin=None), flags)
 
 
 @pytest.mark.parametrize("num_nodes", [63, 64, 256])
 def test_words_at_their_edges(kernels, num_nodes):
     """Chains set every bit, the sign bits among them; one ends before its slots do."""
-    combined = grown([list(range(num_nodes)), list(range(num_nodes - 5))], num_nodes, 0.01)
-    assert_same(kernels, combined, torch.tensor([True, True]))
-    assert combined.where(torch.ones(2)).tree.size.tolist() == [num_nodes, num_nodes - 5]
+    tree = grown([list(range(num_nodes)), list(range(num_nodes - 5))], num_nodes, 0.01)
+    assert_same(kernels, tree, torch.tensor([True, True]))
+    assert tree.chains_where(torch.ones(2)).size.tolist() == [num_nodes, num_nodes - 5]
 
 
 def test_the_first_of_equals(kernels):
     """Two leaves of depth 3, 6 and 7, and everything certain: the first of them is the end."""
-    combined = grown([[0, 0, 1, 2, 1, 3, 4]], 9, fall=0.0)
-    made = assert_same(kernels, combined, torch.tensor([True]))
-    assert made["token"][0, :3].tolist() == combined.tree.token[0, [0, 2, 5]].tolist()
+    tree = grown([[0, 0, 1, 2, 1, 3, 4]], 9, fall=0.0)
+    made = assert_same(kernels, tree, torch.tensor([True]))
+    assert made["token"][0, :3].tolist() == tree.token[0, [0, 2, 5]].tolist()
 
 
 def test_no_nodes(kernels):
-    nothing = Combined(DraftTree.empty(2, 70, "cpu"), 1)
-    assert_same(kernels, nothing, torch.tensor([True, False]))
+    assert_same(kernels, DraftTree.empty(2, 70, "cpu"), torch.tensor([True, False]))

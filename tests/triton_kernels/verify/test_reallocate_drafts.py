@@ -36,8 +36,8 @@ def handed_out(reallocate, confidence, req_idx, counts, budget: int, num_bonus: 
     return [x.cpu() for x in starts]
 
 
-def launch_of(forms):
-    return forms.load("reallocate_drafts").reallocate_drafts_triton
+def launch_of(kernels):
+    return kernels.load("reallocate_drafts").reallocate_drafts_triton
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def launch_of(forms):
     [(1, 1), (3, 7), (33, 64), (65, 63), (256, 120)],
 )
 @pytest.mark.parametrize("even", [False, True], ids=["continuous", "ties"])
-def test_as_torch(forms, num_requests, num_nodes, even):
+def test_as_torch(kernels, num_requests, num_nodes, even):
     confidence, req_idx, counts = some_batch(num_requests, num_nodes, even)
-    total, on = int(counts[0].sum()), forms.device
+    total, on = int(counts[0].sum()), kernels.device
     own = column(req_idx.to(on)) if even else req_idx.int().to(on)
     for budget in sorted({0, 1, total // 3, total // 2, total - 1, total}):
         wanted = handed_out(reallocate_drafts.reference, confidence, req_idx, counts, budget, 2)
         found = handed_out(
-            launch_of(forms), confidence.to(on), own, counts.to(on), budget, num_bonus=2
+            launch_of(kernels), confidence.to(on), own, counts.to(on), budget, num_bonus=2
         )
         for mine, theirs in zip(found, wanted, strict=True):
             assert torch.equal(mine, theirs), budget
@@ -62,55 +62,58 @@ def test_as_torch(forms, num_requests, num_nodes, even):
         assert (rows[num_requests:] == counts[1].sum() + budget).all()
 
 
-def admitted(forms, confidence: list[list[float]], drafts: list[int], budget: int) -> list[int]:
-    on, count = forms.device, len(drafts)
+def admitted(kernels, confidence: list[list[float]], drafts: list[int], budget: int) -> list[int]:
+    on, count = kernels.device, len(drafts)
     counts = torch.tensor([drafts, [1] * count], dtype=torch.int32, device=on)
     req_idx = torch.arange(count, device=on)
     logits, rows = handed_out(
-        launch_of(forms), torch.tensor(confidence, device=on), req_idx, counts, budget
+        launch_of(kernels), torch.tensor(confidence, device=on), req_idx, counts, budget
     )
     assert torch.equal(logits[: count + 1], rows[: count + 1])
     return (logits[: count + 1].diff() - 1).tolist()
 
 
-def test_of_equals_the_earlier_requests_and_nodes_are_first(forms):
+def test_of_equals_the_earlier_requests_and_nodes_are_first(kernels):
     same = [[1.0, 0.5, 1.0, 1.0]] * 3
     wanted = {2: [1, 1, 0], 3: [1, 1, 1], 5: [3, 1, 1], 8: [4, 3, 1], 11: [4, 4, 3]}
     for budget, kept in wanted.items():
-        assert admitted(forms, same, [4, 4, 4], budget) == kept
+        assert admitted(kernels, same, [4, 4, 4], budget) == kept
     # Drafts that are not there have no turn.
-    assert admitted(forms, same, [2, 0, 4], 3) == [2, 0, 1]
+    assert admitted(kernels, same, [2, 0, 4], 3) == [2, 0, 1]
     # Ties between more requests than are looked at together.
-    assert admitted(forms, [[1.0]] * 200, [1] * 200, 130) == [1] * 130 + [0] * 70
+    assert admitted(kernels, [[1.0]] * 200, [1] * 200, 130) == [1] * 130 + [0] * 70
 
 
-def test_what_cannot_be_reached_is_a_draft_all_the_same(forms):
+def test_what_cannot_be_reached_is_a_draft_all_the_same(kernels):
     """The runner has counted on all of the budget."""
-    assert admitted(forms, [[0.0, 0.0], [0.5, 0.0]], [2, 2], 3) == [2, 1]
+    assert admitted(kernels, [[0.0, 0.0], [0.5, 0.0]], [2, 2], 3) == [2, 1]
 
 
-def test_neighbouring_floats_are_told_apart(forms):
+def test_neighbouring_floats_are_told_apart(kernels):
     less = torch.tensor(0.75).nextafter(torch.tensor(0.0)).item()
-    assert admitted(forms, [[less], [0.75], [less]], [1, 1, 1], 1) == [0, 1, 0]
+    assert admitted(kernels, [[less], [0.75], [less]], [1, 1, 1], 1) == [0, 1, 0]
     tiny = torch.finfo(torch.float32).tiny  # the next smaller ones are subnormal
-    assert admitted(forms, [[tiny / 2], [tiny], [tiny / 4]], [1, 1, 1], 2) == [1, 1, 0]
+    assert admitted(kernels, [[tiny / 2], [tiny], [tiny / 4]], [1, 1, 1], 2) == [1, 1, 0]
 
 
-def test_survival_is_rounded_once(forms):
+def test_survival_is_rounded_once(kernels):
     """As a running product in double precision: rounded at every factor, it would be less."""
     factors = torch.rand(100, 3, generator=torch.Generator().manual_seed(0)) / 4 + 0.75
     exact = factors.double().prod(1).float()
     often = factors[:, 0] * factors[:, 1] * factors[:, 2]
     chosen = int((often < exact).nonzero()[0])
     other = [exact[chosen].item(), 0.0, 0.0]  # ties with the first one's last draft, and loses
-    assert admitted(forms, [factors[chosen].tolist(), other], [3, 3], 3) == [3, 0]
+    assert admitted(kernels, [factors[chosen].tolist(), other], [3, 3], 3) == [3, 0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5, 3.0])
-def test_the_budget_is_kept_at_any_confidence(forms, value):
+def test_the_budget_is_kept_at_any_confidence(kernels, value):
     """What follows is laid out for so many rows: any other number would be read past its end."""
     confidence, _, _ = some_batch(5, 60, even=False)
     confidence[1:3, 7] = confidence[4, 0] = value
     for budget in (0, 1, 50, 150, 299, 300):
-        kept = admitted(forms, confidence[:5].tolist(), [60] * 5, budget)
+        kept = admitted(kernels, confidence[:5].tolist(), [60] * 5, budget)
         assert sum(kept) == budget and min(kept) >= 0 and max(kept) <= 60
+        counts = torch.tensor([[60] * 5, [1] * 5], dtype=torch.int32)
+        given = confidence[:5], torch.arange(5), counts, budget
+        assert handed_out(reallocate_drafts.reference, *given)[0][5] == 5 + budget

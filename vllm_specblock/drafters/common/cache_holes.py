@@ -58,12 +58,12 @@ class CacheHoles:
             stays in the table. None: no request has an incomplete block, on a CPU.
         """
         self.masks.zero_()
-        if not table.is_cuda and bool((self.missing[table.long()] == self.block_size).all()):
-            self._report()
-            return None
-        hidden, start = self.masks[:, : len(table)]
-        blind = mask_holes(self.missing, table, first, last, self.block_size, hidden, start)
-        self._report()
+        blind = None
+        if table.is_cuda or bool((self.missing[table.long()] < self.block_size).any()):
+            hidden, start = self.masks[:, : len(table)]
+            blind = mask_holes(self.missing, table, first, last, self.block_size, hidden, start)
+        incomplete = (self.missing[:-1] < self.block_size).any() + 2 * self.skips
+        self.seen.copy_(incomplete, non_blocking=True)
         return blind
 
     def masked(self, rows: CommittedTokens) -> tuple[CommittedTokens, Tensor | None]:
@@ -75,7 +75,3 @@ class CacheHoles:
         index = rows.position - hidden[request]
         kv_slot = rows.kv_slot.masked_fill(rows.position < start[request], -1)
         return replace(rows, index=index, kv_slot=kv_slot, start=start, block_table=table), blind
-
-    def _report(self) -> None:
-        incomplete = (self.missing[:-1] < self.block_size).any() + 2 * self.skips
-        self.seen.copy_(incomplete, non_blocking=True)

@@ -48,10 +48,6 @@ class Stored(NamedTuple):
 Tensors = dict[str, Stored]
 
 
-def _unchanged(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    return tensors
-
-
 @dataclass(frozen=True)
 class CheckpointReader(Generic[Shape, Network]):
     """Reads the checkpoints of one kind of drafter.
@@ -67,7 +63,7 @@ class CheckpointReader(Generic[Shape, Network]):
     from_json: Callable[[dict[str, Any], str], Shape]
     make: Callable[[Shape, Collection[str]], Network]
     named: Callable[[Tensors, Shape, Path], Tensors]
-    rewritten: Callable[[dict[str, Tensor], Shape], dict[str, Tensor]] = _unchanged
+    rewritten: Callable[[dict[str, Tensor], Shape], dict[str, Tensor]] = lambda tensors, _: tensors
     weights: str = "*.safetensors"
 
     def read_config(self, directory: PathLike) -> Shape:
@@ -228,21 +224,21 @@ def with_mapping(
         mapping["t2d"] = torch.ones(vocab_size, dtype=torch.bool)
     shapes = {name: tuple(tensor.shape) for name, tensor in mapping.items()}
     if shapes == {"d2t": (draft_vocab_size,), "t2d": (vocab_size,)}:
-        _check_mapping(mapping["d2t"], mapping["t2d"], directory)
+        check_mapping(mapping["d2t"], vocab_size, directory, mapping["t2d"])
     return tensors | {name: Stored.of(mapping[name]) for name in MAPPING_NAMES if name in mapping}
 
 
-def _check_mapping(d2t: Tensor, t2d: Tensor, directory: Path) -> None:
-    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
-        raise CheckpointError(
-            f"The vocabulary mapping in {directory} has d2t of {d2t.dtype} and t2d of "
-            f"{t2d.dtype}, but they must be torch.int64 and torch.bool."
-        )
+def check_mapping(d2t: Tensor, vocab_size: int, directory: Path, t2d: Tensor | None = None) -> None:
+    """Raise CheckpointError unless d2t [Vd] leads to different target ids, those that t2d marks."""
     targets = torch.arange(len(d2t)) + d2t
-    if not torch.equal(targets, t2d.nonzero()[:, 0]):
+    whole = not d2t.dtype.is_floating_point and (
+        0 <= targets.min() <= targets.max() < vocab_size and len(targets.unique()) == len(targets)
+    )
+    if not whole or (t2d is not None and not torch.equal(targets, t2d.nonzero()[:, 0])):
+        marked = " that t2d marks, ascending" if t2d is not None else ""
         raise CheckpointError(
-            f"The vocabulary mapping in {directory} contradicts itself: draft id + d2t must run "
-            "through the target ids that t2d marks, ascending (d2t holds offsets, not ids)."
+            f"The vocabulary mapping in {directory} is none: draft id + d2t must be different "
+            f"target ids below {vocab_size}{marked} (d2t holds offsets, not ids)."
         )
 
 

@@ -5,6 +5,7 @@ Thousands of prompt rows of K positions, in an MLP's several copies, would take 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -22,12 +23,7 @@ def chunked_advance(
 ) -> torch.Tensor:
     """Call `forward` on one part after the other; earlier ones are in the cache by then.
 
-    Args:
-        rows: all of the step, T rows of R requests.
-        forward: a part with n requests → [n, ...], of the last row that it has of each.
-
-    Returns:
-        [R, ...], of the last row of each request.
+    It takes a part with n requests, and returns [n, ...] of the last row that it has of each.
     """
     if rows.row_start_host[-1] <= MAX_ROWS:
         return forward(rows)
@@ -55,10 +51,9 @@ def chunk_bounds(row_start: list[int], most: int) -> list[int]:
 
 def chunk_of(rows: CommittedTokens, start: int, end: int) -> tuple[CommittedTokens, bool]:
     """Rows `start` … `end` − 1, and whether the last of their requests goes on after them."""
-    bounds = list(pairwise(rows.row_start_host))
-    first = next(index for index, (_, after) in enumerate(bounds) if after > start)
-    after = next(index for index, (_, last) in enumerate(bounds, 1) if last >= end)
-    host = [min(max(each, start), end) - start for each in rows.row_start_host[first : after + 1]]
+    bounds = rows.row_start_host
+    first, after = bisect_right(bounds, start) - 1, bisect_left(bounds, end)
+    host = [min(max(each, start), end) - start for each in bounds[first : after + 1]]
     part = replace(
         rows,
         **{name: getattr(rows, name)[start:end] for name in rows.PER_ROW},
@@ -67,4 +62,4 @@ def chunk_of(rows: CommittedTokens, start: int, end: int) -> tuple[CommittedToke
         row_start_host=host,
         last=rows.last[first:after].clamp(max=end - 1) - start,
     )
-    return part, bounds[after - 1][1] > end
+    return part, bounds[after] > end

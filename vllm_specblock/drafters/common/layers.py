@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from vllm_specblock.drafters.common.linear import Joined, add_linear, silu_mul
 from vllm_specblock.drafters.specblock.config import NetworkShape
-from vllm_specblock.triton_kernels.layers.layers_numba import rms_norm_numba, runs_loop
 from vllm_specblock.triton_kernels.layers.norms import add_norm
+from vllm_specblock.triton_kernels.layers.rms_norm_numba import rms_norm_numba, runs_loop
 from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair
 from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
 
@@ -34,7 +34,7 @@ class RMSNorm(nn.RMSNorm):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        if runs_loop(x, self.weight) and x.is_contiguous():
+        if runs_loop(x, self.weight):
             return rms_norm_numba(x, self.weight, self.eps)
         # Autocast would make float32 of the result on a GPU.
         with torch.autocast(x.device.type, enabled=False):
@@ -42,11 +42,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Projections and RoPE around `attend`; with `qk_norm` those of Qwen3.
-
-    Args:
-        in_size: I.
-    """
+    """Projections of I = `in_size` numbers and RoPE around `attend`; with `qk_norm` Qwen3's."""
 
     def __init__(self, sizes: NetworkShape, in_size: int) -> None:
         super().__init__()
@@ -125,11 +121,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm Llama layer; with `qk_norm` a Qwen3 layer.
-
-    Args:
-        in_size: I, what attention reads; default: H.
-    """
+    """A pre-norm Llama layer; with `qk_norm` a Qwen3 layer. Attention reads `in_size` (or H)."""
 
     def __init__(self, sizes: NetworkShape, in_size: int | None = None) -> None:
         super().__init__()

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_specblock.drafters.specblock.config import NetworkShape, rope_type
-from vllm_specblock.triton_kernels.layers.layers_numba import loops_take
 from vllm_specblock.triton_kernels.layers.rope import Rope
 
 if TYPE_CHECKING:
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
 class Rotary(nn.Module):
     """The angles of one forward, for all its layers.
 
-    What does not change is kept: `offset` [K] int64, and `turn` [D] float32, the frequencies
-    twice, with the signs that `Rope` wants.
+    Attributes:
+        offset: [K] int64.
+        turn: [D] float32, see `Rope`.
 
     Args:
         rotary_dim: dimensions of a head that turn, as pairs of its halves' first ones; default: D.
@@ -66,7 +66,7 @@ class Rotary(nn.Module):
 
         dtype: of the states that will be turned.
         """
-        fused = not torch.is_grad_enabled() and (base.is_cuda or loops_take(base, dtype))
+        fused = base.is_cuda and not torch.is_grad_enabled()
         return Rope(base, self.turn, None if fused else self.table(base, dtype))
 
     def table(self, base: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

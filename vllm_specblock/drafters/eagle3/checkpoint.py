@@ -10,13 +10,16 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from vllm_specblock.drafters.common.checkpoint_files import CheckpointReader, Stored, Tensors
+from vllm_specblock.drafters.common.checkpoint_files import (
+    CheckpointReader,
+    Stored,
+    Tensors,
+    check_mapping,
+)
 from vllm_specblock.drafters.common.rope import rewritten
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape, from_json
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.specblock.config import CheckpointError
 
 _UNUSED = ("t2d", "mask_hidden", "rotary_emb.inv_freq")
 """Tensors that say nothing to a plain EAGLE-3 drafter: the mapping's other direction, what
@@ -48,7 +51,7 @@ def _named(found: Tensors, config: Eagle3Shape, directory: Path) -> Tensors:
         targets = marks.read().nonzero()[:, 0]
         stored["d2t"] = Stored.of(targets - torch.arange(len(targets)))
     if "d2t" in stored and stored["d2t"].shape == (count,):
-        _check_mapping(stored["d2t"].read(), config.vocab_size, directory)
+        check_mapping(stored["d2t"].read(), config.vocab_size, directory)
     return stored
 
 
@@ -79,17 +82,6 @@ def _unfused(stored: Tensors, config: Eagle3Shape) -> Tensors:
             out[name.replace(whole, part)] = entry.rows(first, rows)
             first += rows
     return out
-
-
-def _check_mapping(d2t: Tensor, vocab_size: int, directory: Path) -> None:
-    targets = torch.arange(len(d2t)) + d2t
-    if d2t.dtype.is_floating_point or not (
-        0 <= targets.min() <= targets.max() < vocab_size and len(targets.unique()) == len(targets)
-    ):
-        raise CheckpointError(
-            f"The vocabulary mapping d2t in {directory} is none: draft id + d2t must be different "
-            f"target ids below {vocab_size} (d2t holds offsets, not ids)."
-        )
 
 
 FILES = CheckpointReader(from_json, _model, _named, rewritten)

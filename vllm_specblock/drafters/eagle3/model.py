@@ -70,10 +70,7 @@ class Eagle3Model(DraftLM):
 
     @torch.no_grad()
     def share_embedding(self, embed: Callable[[Tensor], Tensor]) -> None:
-        """Give up an embedding of its own that is the target's: it would lie in memory twice.
-
-        embed: [n] target ids -> [n, Ht]. For start-up: reads the device.
-        """
+        """Drop an own embedding that equals the target's: [n] ids -> [n, Ht]. Reads the device."""
         own = self.embed_tokens
         if own is not None:
             ids = torch.arange(own.num_embeddings, device=own.weight.device)

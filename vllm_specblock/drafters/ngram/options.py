@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from vllm_specblock.drafters.registry import DrafterOptions, register_drafter
 
+_CANDIDATES = 2048
+"""Nodes that one program sorts, the root included."""
+
 
 @register_drafter(
     "ngram",
@@ -31,9 +34,14 @@ class NGramConfig(DrafterOptions):
     """Occurrences that are followed, the longest matches first, the latest of equals."""
 
     @model_validator(mode="after")
-    def _ascending(self) -> NGramConfig:
+    def _check(self) -> NGramConfig:
         if self.min_match > self.max_match:
             raise ValueError(
                 f"min_match is {self.min_match}, but must not be above max_match, {self.max_match}"
+            )
+        if self.branches * self.depth >= _CANDIDATES:
+            raise ValueError(
+                f"branches times depth is {self.branches * self.depth}, but must be below "
+                f"{_CANDIDATES}"
             )
         return self

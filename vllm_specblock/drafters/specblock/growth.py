@@ -162,11 +162,10 @@ class Expansion:
         return 1 + self.index[: self.rows].numel()
 
     def finish(self) -> DraftTree:
-        """Join nodes of equal text, keep the best N, put them in order."""
         return self.select().tree
 
     def select(self) -> Selection:
-        """As `finish`, with the fate of each candidate."""
+        """Join nodes of equal text, keep the best N, put them in order."""
         token, path_hash, key, parent = (field[:, : self.count] for field in self.fields)
         score = self.score[:, : self.count]
         shape = self.shape

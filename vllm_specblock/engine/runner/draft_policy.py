@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.combine.merge import merge
 from vllm_specblock.combine.route import route
 from vllm_specblock.config import CombineConfig
@@ -19,16 +18,16 @@ from vllm_specblock.tree import DraftTree
 
 @dataclass(frozen=True)
 class Proposal:
-    """The trees of a step, and their origin.
+    """The trees of a step.
 
     Attributes:
-        combined: R trees of N slots, and which drafter each node is from.
+        tree: R trees of N slots.
         drafted: per drafter [R] int32, nodes of its own tree; 0 where it did not draft.
         second: [R] bool, the second drafter drafted; None with one drafter.
         agreed: [R] bool, both drafted and name the same first token; None with one drafter.
     """
 
-    combined: Combined
+    tree: DraftTree
     drafted: tuple[torch.Tensor, ...]
     second: torch.Tensor | None
     agreed: torch.Tensor | None
@@ -97,7 +96,7 @@ class SingleDrafter(DraftPolicy):
 
     def combine(self, rows: CommittedTokens) -> Proposal:
         tree = self.draft(self.drafters[0], rows)
-        return Proposal(Combined(tree, 1), (tree.size,), None, None)
+        return Proposal(tree, (tree.size,), None, None)
 
 
 class TwoDrafters(DraftPolicy):
@@ -120,8 +119,8 @@ class TwoDrafters(DraftPolicy):
         """Return the proposal of both drafters' trees."""
         how = self.options
         if how.draft_policy == "route":
-            combined, _, agreed = route(first, second, how.confidence)
+            tree, _, agreed = route(first, second, how.confidence)
         else:
-            combined, agreed = merge(first, second, how.merge, self.num_nodes, self.max_depth)
+            tree, agreed = merge(first, second, how.merge, self.num_nodes, self.max_depth)
         both = self.always.expand(len(first.size))
-        return Proposal(combined, (first.size, second.size), both, agreed)
+        return Proposal(tree, (first.size, second.size), both, agreed)

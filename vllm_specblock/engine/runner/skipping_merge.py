@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from vllm_specblock.combine.combined import Combined
 from vllm_specblock.config import CombineConfig
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
@@ -101,4 +102,6 @@ class SkippingMergedDrafters(TwoDrafters):
         none, never = torch.zeros_like(found.size), torch.zeros_like(found.size, dtype=torch.bool)
         sizes = (none, found.size) if self.lookup else (found.size, none)
         second = ~never if self.lookup else never
-        return Proposal(Combined(found, self.lookup + 1), sizes, second, never)
+        if self.lookup:
+            found = replace(found, origin=2 * found.origins())
+        return Proposal(found, sizes, second, never)

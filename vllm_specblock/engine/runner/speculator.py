@@ -267,9 +267,7 @@ class TreeSpeculator(DraftModelSpeculator):
             verified, Drafted(rows.goes_on, proposal.second, proposal.agreed, *trees)
         )
         paused = None if self.adaptive is None else self.adaptive.declined_there
-        tokens = self.tree_states.store(
-            req_idx, proposal.combined, inputs.chain, paused, inputs.tokens
-        )
+        tokens = self.tree_states.store(req_idx, proposal.tree, inputs.chain, paused, inputs.tokens)
         if self.adaptive is not None:
             self.adaptive.write_survival(req_idx, committed.temperature)
         return tokens

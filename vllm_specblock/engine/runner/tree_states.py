@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.combine.combined import Combined
-from vllm_specblock.tree import ancestor_words, words_for
+from vllm_specblock.tree import DraftTree, ancestor_words, words_for
 from vllm_specblock.triton_kernels.op import op
 from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees, store_trees_triton
 
@@ -23,8 +22,7 @@ class TreeStates:
         ancestors: [S, N+1, W] int64, as in DraftTree.
         path: [S, D+1] int64, node at each position of the accepted path; column 0 is the root.
         accepted: [S] int32, draft nodes on that path.
-        origin: [S, N] uint8, the drafters that drafted each node, see `combine.Combined`; 0: no
-            draft of ours.
+        origin: [S, N] uint8, as in DraftTree; 0: no draft of ours.
         score: [S, N] fp32, cumulative draft log-scores of the nodes; −inf: no draft of ours.
     """
 
@@ -64,7 +62,7 @@ class TreeStates:
     def store(
         self,
         req_idx: torch.Tensor,
-        combined: Combined,
+        tree: DraftTree,
         chain: torch.Tensor | None = None,
         paused: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
@@ -73,7 +71,7 @@ class TreeStates:
 
         Args:
             req_idx: [R] integers.
-            combined: the proposed trees.
+            tree: the proposed trees.
             chain: [R] bool or integers, requests of which only the best path is verified.
             paused: [S] bool, slots whose trees become empty.
             tokens: [R, N] int64, what to write the tokens to; None: a new tensor.
@@ -81,7 +79,7 @@ class TreeStates:
         kept = KeptTrees(
             self.parent, self.depth, self.score, self.ancestors, self.origin, self.accepted
         )
-        return store_trees(req_idx, combined, kept, chain, paused, tokens)
+        return store_trees(req_idx, tree, kept, chain, paused, tokens)
 
     def discard(self, req_idx: torch.Tensor, where: torch.Tensor) -> None:
         """Drop the trees of the requests where `where` [R] bool holds."""
@@ -92,7 +90,7 @@ class TreeStates:
 @op(store_trees_triton)
 def store_trees(
     req_idx: torch.Tensor,
-    combined: Combined,
+    tree: DraftTree,
     kept: KeptTrees,
     chain: torch.Tensor | None,
     paused: torch.Tensor | None,
@@ -100,14 +98,14 @@ def store_trees(
 ) -> torch.Tensor:
     """See `TreeStates.store`."""
     if chain is not None:
-        combined = combined.where(chain)
+        tree = tree.chains_where(chain)
     if paused is not None and (empty := paused[req_idx]).any():  # a host tensor
-        combined = combined.empty_where(empty)
-    tree = combined.tree
+        requests, nodes = tree.token.shape
+        tree = tree.where(empty, DraftTree.empty(requests, nodes, tree.token.device))
     kept.parent[req_idx] = tree.parent
     kept.depth[req_idx, 1:] = tree.depth.long()
     kept.score[req_idx] = tree.logprob
     kept.ancestors[req_idx] = tree.ancestors
-    kept.origin[req_idx] = combined.origin
+    kept.origin[req_idx] = tree.origins()
     kept.accepted.index_fill_(0, req_idx.long(), 0)
     return tree.token if tokens is None else tokens.copy_(tree.token)
