@@ -12,12 +12,11 @@ import inspect
 import re
 import sys
 import textwrap
-import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -66,14 +65,15 @@ def render(page: str) -> str:
 
 
 def _items(model: type[BaseModel], keys: list[str]) -> Iterator[str]:
-    docs = {}
+    docs: dict[str, str] = {}
     for each in model.__mro__:
         if issubclass(each, BaseModel) and each is not BaseModel:
             docs = _docstrings(each) | docs
     for key in keys:
-        field = model.model_fields[key]
-        default = "" if field.default is None else f"default `{_json(field.default)}`"
-        facts = "; ".join(filter(None, [_values(field), default]))
+        default = model.model_fields[key].default
+        shown = str(default).lower() if isinstance(default, bool) else str(default)
+        values = _values(model.model_json_schema()["properties"][key])
+        facts = "; ".join(filter(None, [values, "" if default is None else f"default `{shown}`"]))
         text = f"- `{key}`{f' ({facts})' if facts else ''}: {' '.join(docs.get(key, '').split())}"
         yield textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False)
 
@@ -88,39 +88,22 @@ def _docstrings(model: type) -> dict[str, str]:
     return found
 
 
-def _json(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _values(field: FieldInfo) -> str:
+def _values(schema: dict[str, Any]) -> str:
     """Return the words, or the range of the numbers, that a field takes."""
-    words, numbers, kinds = [], {}, []
-
-    def read(annotation: object) -> None:
-        inside = typing.get_args(annotation)
-        if typing.get_origin(annotation) is typing.Literal:
-            words.extend(f"`{each}`" for each in inside)
-        elif inside:
-            for each in inside:
-                read(each)
-        elif annotation is bool:
-            kinds.append("true, false")
-        elif isinstance(annotation, FieldInfo):
-            numbers.update(_range(annotation.metadata))
-        elif hasattr(annotation, "__slots__"):
-            numbers.update(_range([annotation]))
-
-    read(field.annotation)
-    numbers.update(_range(field.metadata))
-    ends = f"{numbers.get('ge', '')} to {numbers.get('le', '')}" if "le" in numbers else ""
-    least = f"at least {numbers['ge']}" if "ge" in numbers and not ends else ""
-    above = f"above {numbers['gt']}" if "gt" in numbers else ""
-    return ", ".join(filter(None, [*words, *kinds, ends, least, above]))
-
-
-def _range(metadata: list[object]) -> dict[str, object]:
-    names = ("ge", "le", "gt")
-    return {name: getattr(m, name) for m in metadata for name in names if hasattr(m, name)}
+    found = []
+    for each in schema.get("anyOf", [schema]):
+        each = each | each.get("items", {})
+        found += [
+            f"`{word}`" for word in each.get("enum", [each["const"]] if "const" in each else [])
+        ]
+        found += ["true, false"] if each.get("type") == "boolean" else []
+        if "maximum" in each:
+            found.append(f"{each.get('minimum', '')} to {each['maximum']}")
+        elif "minimum" in each:
+            found.append(f"at least {each['minimum']}")
+        if "exclusiveMinimum" in each:
+            found.append(f"above {each['exclusiveMinimum']}")
+    return ", ".join(found)
 
 
 if __name__ == "__main__":
