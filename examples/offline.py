@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-# vLLM's CPU build uses Model Runner V2 only when told to; on a GPU it is the default.
+# vLLM's CPU build uses Model Runner V2 only if this is set; on a GPU it is the default.
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -32,7 +32,7 @@ sys.path.insert(0, str(PAIR))
 
 @dataclass
 class Run:
-    """What one engine did: ids generated per prompt, seconds, and by how much counters grew."""
+    """Results of one engine: generated ids per prompt, seconds, growth of the counters."""
 
     tokens: list[list[int]]
     texts: list[str]
@@ -51,7 +51,7 @@ class Run:
 def generate(
     prompts: list[str], sampling: dict, speculative: dict | None, repeat: int, **engine
 ) -> Run:
-    """All prompts, one at a time, `repeat` times; the quickest pass counts."""
+    """All prompts, one at a time, `repeat` times; the fastest pass counts."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(

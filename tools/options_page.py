@@ -1,4 +1,4 @@
-"""Write the tables of `docs/options.md` from the pydantic models of the options.
+"""Write the lists of `docs/options.md` from the pydantic models of the options.
 
 python tools/options_page.py            # writes the page
 python tools/options_page.py --check    # exit status 1 if it is out of date
@@ -26,7 +26,7 @@ from vllm_specblock.config import CombineConfig  # noqa: E402
 from vllm_specblock.drafters.registry import DRAFTERS, WeightedOptions  # noqa: E402
 
 PAGE = ROOT / "docs/options.md"
-BLOCK = re.compile(r"(<!-- generated -->\n).*(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- generated .*?-->\n).*(<!-- end -->)", re.DOTALL)
 
 
 def main() -> int:
@@ -43,28 +43,28 @@ def main() -> int:
 
 
 def render(page: str) -> str:
-    """Return the page with new tables."""
-    kinds = {
-        f"`{name}`": kind.options
-        for name, kind in DRAFTERS.items()
-        if kind.drafter.startswith("vllm_specblock.")
-    }
+    """Return the page with new lists."""
+    names: dict[type[BaseModel], list[str]] = {}
+    for name, kind in DRAFTERS.items():
+        if kind.drafter.startswith("vllm_specblock."):
+            names.setdefault(kind.options, []).append(f"`{name}`")
+    kinds = {", ".join(each): options for options, each in names.items()}
     models = {
-        "All drafters with weights": WeightedOptions,
+        "Every drafter with weights": WeightedOptions,
         **kinds,
         "Two drafters": CombineConfig,
         "`adapt`": AdaptConfig,
     }
-    rows = ["| of | key | default | values | meaning |", "| --- | --- | --- | --- | --- |"]
+    lines = []
     shared = set(WeightedOptions.model_fields)
     for title, model in models.items():
         own = [key for key in model.model_fields if model is WeightedOptions or key not in shared]
-        rows += _rows(title, model, own)
-    text = "\n".join(rows)
+        lines += [f"{title}:", "", *_items(model, own), ""]
+    text = "\n".join(lines[:-1])
     return BLOCK.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
 
 
-def _rows(title: str, model: type[BaseModel], keys: list[str]) -> Iterator[str]:
+def _items(model: type[BaseModel], keys: list[str]) -> Iterator[str]:
     docs: dict[str, str] = {}
     for each in model.__mro__:
         if issubclass(each, BaseModel) and each is not BaseModel:
@@ -72,11 +72,10 @@ def _rows(title: str, model: type[BaseModel], keys: list[str]) -> Iterator[str]:
     for key in keys:
         default = model.model_fields[key].default
         shown = str(default).lower() if isinstance(default, bool) else str(default)
-        shown = "none" if default is None else f"`{shown}`"
         values = _values(model.model_json_schema()["properties"][key])
-        meaning = " ".join(docs.get(key, "").split()).replace("|", "\\|")
-        yield f"| {title} | `{key}` | {shown} | {values} | {meaning} |"
-        title = ""
+        facts = "; ".join(filter(None, [values, "" if default is None else f"default `{shown}`"]))
+        text = f"- `{key}`{f' ({facts})' if facts else ''}: {' '.join(docs.get(key, '').split())}"
+        yield textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _docstrings(model: type) -> dict[str, str]:

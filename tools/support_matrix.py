@@ -1,9 +1,9 @@
-"""Write `docs/support.md`: what runs together, from the lists of the tests and the registry.
+"""Write the tables of `docs/support.md` from the lists of the tests and the registry of drafters.
 
-    python tools/support_matrix.py            # writes the page
-    python tools/support_matrix.py --check    # exit status 1 if it is out of date
+    python tools/support_matrix.py            # writes the tables
+    python tools/support_matrix.py --check    # exit status 1 if they are out of date
 
-Nothing of vLLM is imported, and no model is run.
+vLLM is not imported, and no model is run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import ast
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,8 @@ FAMILIES = "tests/targets/results.json"
 COMBINATIONS = "tests/engine/runner/test_combinations.py"
 CASES = "tests/lib/support/matrix.py"
 QUANTISED = "tests/engine/runner/test_quantised_target.py"
-QUANTISED_CACHE = "tests/engine/attention/test_quantised_cache.py"
 FALLBACK = "vllm_specblock/engine/runner/chain_fallback.py"
-HEAD = """# What runs together
-
-Written by `python tools/support_matrix.py` from the tests' own lists and the registry of drafters.
-"Tested": in float32, on a CPU, token for token what the same vLLM generates without the plugin.
-[`gpu_checklist.md`](gpu_checklist.md) lists what has run on a GPU. An engine refuses everything
-else in one sentence before it loads weights; `specblock doctor` prints the same sentence."""
+BLOCK = re.compile(r"(<!-- generated .*?-->\n).*(<!-- end -->)", re.DOTALL)
 
 
 def main() -> int:
@@ -52,9 +47,10 @@ def main() -> int:
 
 
 def render() -> str:
-    """The page."""
-    parts = [HEAD, *_targets(), *_fewer_bits(), *_drafters(), *_sampling(), ""]
-    return "\n".join(parts)
+    """Return the page with new tables."""
+    text = "\n".join([*_targets(), *_fewer_bits(), *_drafters(), *_sampling()])
+    page = PAGE.read_text(encoding="utf-8")
+    return BLOCK.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
 
 
 def _targets() -> Iterator[str]:
@@ -64,11 +60,11 @@ def _targets() -> Iterator[str]:
         verdicts = [_verdict(entry), _verdict(entry.get("drafter", {}))]
         groups.setdefault("; ".join(dict.fromkeys(filter(None, verdicts))), []).append(name)
     for verdict, names in sorted(groups.items(), key=lambda group: -len(group[1])):
-        yield f"| {verdict} | {' · '.join(names)} |"
+        yield f"| {verdict} | {'; '.join(names)} |"
     yield (
-        "\nWritten by `make targets`, with tiny models of random weights: float32, on a CPU, six "
-        "requests in a batch, greedy and at temperature 0.8, trees of 12 nodes. Other text models "
-        "are neither refused nor tested."
+        "\n`make targets` serves tiny models with random weights: float32, on a CPU, six requests "
+        "in a batch,\ngreedy and at temperature 0.8, trees of 12 nodes. Other text models are "
+        "neither refused nor tested."
     )
 
 
@@ -84,16 +80,15 @@ def _verdict(entry: dict[str, Any]) -> str:
 
 
 def _fewer_bits() -> Iterator[str]:
-    yield from _section("Fewer bits", "what is kept in them", "on a CPU", "on a GPU")
+    yield from _section("Quantisation", "target", "on a CPU", "on a GPU")
     for name in keys_of(QUANTISED, "FORMS"):
-        yield f"| {name} | tested, in float16, with AVX-512 (`{QUANTISED}`) | not tried |"
+        yield f"| {name} | tested in float16, with AVX-512 | not tried |"
     yield (
-        "| weights and activations in int8 | verified with a warning: rounded activations can "
-        "differ between a tree and a chain. In float32, 4 of 20 answers differed somewhere | "
-        "not tried |"
+        "| weights and activations in int8 | runs with a warning: rounding can differ. In float32, "
+        "4 of 20 answers differed | not tried |"
     )
-    yield "| weights in float8 | refused without AMX tiles, not tried with them | not tried |"
-    yield f"| KV cache in e4m3 | tested, with AVX-512 (`{QUANTISED_CACHE}`) | refused |"
+    yield "| weights in float8 | refused without AMX tiles; not tried with them | not tried |"
+    yield "| KV cache in e4m3 | tested, with AVX-512 | refused |"
 
 
 def _drafters() -> Iterator[str]:
@@ -102,7 +97,7 @@ def _drafters() -> Iterator[str]:
         "`adapt`",
         "`quantization`",
         "`calibrate_drafts`",
-        "reuses the last cached block",
+        "reuses last block",
     )
     yield from _section("Drafters", "`kind`", *columns)
     for name, kind in DRAFTERS.items():
@@ -119,22 +114,23 @@ def _drafters() -> Iterator[str]:
         yield f"| {name} | {' | '.join('yes' if each else 'no' for each in has)} |"
     yield ""
     yield (
-        "A drafter with cache rows that depend on the next token recomputes the last cached block "
-        "of a\nprompt. Two drafters reuse it if both do.\n"
+        "Last column: a drafter whose cache rows depend on the next token recomputes the last\n"
+        "cached block of a prompt. Two drafters reuse it if both do.\n"
     )
-    yield f"Tested over every sampling case below, one or two together (`{COMBINATIONS}`):\n"
-    yield from (f"- {name}" for name in ("SpecBlock", *keys_of(COMBINATIONS, "COMBINATIONS")))
+    names = "; ".join(("SpecBlock", *keys_of(COMBINATIONS, "COMBINATIONS")))
+    text = f"Tested in every sampling case below (`{COMBINATIONS}`): {names}."
+    yield textwrap.fill(text, 100, break_on_hyphens=False)
 
 
 def _sampling() -> Iterator[str]:
-    yield from _section("Sampling", "what is verified of a tree", "tested cases")
+    yield from _section("Sampling", "verified", "tested cases")
     looks_back = attributes_of(FALLBACK, "looks_back")
     cases = items_of(CASES, "CASES")
     whole = [name for name, given in cases if not looks_back & given]
     chain = [name for name, given in cases if looks_back & given]
     keys = ", ".join(f"`{each}`" for each in sorted(looks_back))
-    yield f"| all of it | {' · '.join(whole)} |"
-    yield f"| its best path alone, as a chain | {' · '.join(chain)}; any of {keys} |"
+    yield f"| the whole tree | {'; '.join(whole)} |"
+    yield f"| its best path, as a chain | {'; '.join(chain)}; any of {keys} |"
 
 
 def _section(title: str, *columns: str) -> Iterator[str]:

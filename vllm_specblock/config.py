@@ -59,22 +59,21 @@ class CombineConfig(Options):
     """How the trees of two drafters become one (routing and merged-tree papers)."""
 
     draft_policy: Literal["route", "merge"] = "route"
-    """Verify the tree of the surer drafter, or both trees at once under the root they share."""
+    """Verify the tree of the more confident drafter, or both trees under one root."""
 
     confidence: Literal["mean", "sum"] = "mean"
-    """What makes a drafter the surer one: the mean of its nodes' probabilities, as the paper has
-    it, or their sum, the number of tokens it expects to be accepted. The mean favours small
-    trees."""
+    """Confidence of a tree: the mean of its nodes' probabilities, as in the paper, or their sum,
+    the expected number of accepted tokens. The mean favours small trees."""
 
     merge: Literal["disjoint", "trie"] = "trie"
-    """Keep both trees apart, as the paper does, or join what both of them say."""
+    """Keep both trees apart, as in the paper, or join equal paths."""
 
     budget: Literal["split", "joint"] = "joint"
-    """Half of the nodes for each drafter, or the best nodes of both, each drafting all of them."""
+    """Each drafter fills half of the N nodes, or each drafts N and the best N are verified."""
 
     skip_drafter: bool | None = None
-    """For a merge with an n-gram drafter and a joint budget, on a CPU: leave the other one out of
-    steps for which what was looked up is sure enough. None: there, yes."""
+    """Skip the drafter with weights in steps where n-gram lookup is confident enough. Default: true
+    where it is possible: a merge with a joint budget, on a CPU, in one process."""
 
 
 AT_THE_TOP = frozenset({*VLLM_KEYS, *CombineConfig.model_fields, "second_drafter"})

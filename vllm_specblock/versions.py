@@ -12,7 +12,7 @@ TESTED_VLLM: dict[str, str] = {
     "0.32": "all of `tests/`, with its CPU build",
     "0.33": "a part of `tests/engine`, as its Python over the compiled parts of 0.32's CPU build",
 }
-"""Minor release of vLLM → what ran with it; `docs/vllm_releases.md` says how, and what did not."""
+"""Minor release of vLLM → what was tested with it (details: `docs/support.md`)."""
 
 
 def is_supported(version: str) -> bool:

@@ -1,10 +1,10 @@
-"""A client whose traffic changes its kind, and what the server's drafter makes of it.
+"""A client that sends different kinds of traffic and reports how the server's drafter adapts.
 
     python client.py --phase chat=CHAT.jsonl --phase maths=MATHS.jsonl --url http://localhost:8000
 
-Files hold a `{"prompt": …}` in each line, plain or gzip. After every window of requests a line says
-τ (tokens per decode step), tokens per second, and what adaptation did so far, all of it read from
-the server's own /metrics.
+Files hold a `{"prompt": …}` in each line, plain or gzip. After every window of requests it prints
+τ (tokens per decode step), tokens per second and the adaptation counters, from the server's
+/metrics.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://localhost:8000")
     parser.add_argument("--phase", action="append", required=True, type=phase, metavar="NAME=FILE")
-    parser.add_argument("--requests", type=int, default=128, help="of each phase at most")
-    parser.add_argument("--window", type=int, default=16, help="requests of a line")
+    parser.add_argument("--requests", type=int, default=128, help="per phase, at most")
+    parser.add_argument("--window", type=int, default=16, help="requests per printed line")
     parser.add_argument("--concurrency", type=int, default=4, help="requests at a time")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between windows")
-    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
-    parser.add_argument("--raw", action="store_true", help="prompts are text to go on with")
+    parser.add_argument("--max-tokens", type=int, default=128, help="per answer")
+    parser.add_argument("--raw", action="store_true", help="prompts are text to continue")
     options = parser.parse_args()
     asyncio.run(serve(options))
 
@@ -50,7 +50,7 @@ def phase(text: str) -> tuple[str, Path]:
     """
     name, _, path = text.partition("=")
     if not name or not Path(path).is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name, = and a file that there is.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FILE with an existing file.")
     return name, Path(path)
 
 
@@ -88,7 +88,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Counters:
-    """Of /metrics, by name, without Prometheus' suffix; of a histogram, its count."""
+    """Counters of /metrics by name, without the suffix; a histogram gives its count."""
 
     values: dict[str, float]
 
@@ -99,7 +99,7 @@ class Counters:
 
     @classmethod
     def parsed(cls, text: str) -> Counters:
-        """Counters of several labels are summed."""
+        """Sum each counter over its labels."""
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -112,7 +112,7 @@ class Counters:
 
 
 def line(name: str, requests: int, before: Counters, after: Counters, seconds: float) -> str:
-    """One window as a line; `requests` of the phase were served when it ended."""
+    """Format one window; `requests` of the phase have been served so far."""
     tokens, first, steps = (after[name] - before[name] for name in (TOKENS, REQUESTS, STEPS))
     tau = f"{acceptance_length(tokens, first, steps):.2f}" if steps else "–"
     speed = tokens / seconds

@@ -1,10 +1,10 @@
-"""A target that copies when told to: the example target, taught copy tasks, and prompts for it.
+"""Train the example target on copy tasks, and write prompts for it.
 
     python examples/copying/build.py [--help]
 
-Stages, each left alone once its result is there: WORK/target, then WORK/prompts.jsonl to be
-answered and learned from, and WORK/held_out/FORM.jsonl from files that no stage has seen. Killed
-and run again with the same options, it goes on.
+Stages, skipped if their result exists: WORK/target, then WORK/prompts.jsonl for the drafter's
+training, and WORK/held_out/FORM.jsonl from held-out files. A killed run resumes with the same
+options.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from tasks import FORMS, LONGEST, SHORTEST, draw, piece
 
 EXAMPLE = Path(loop.__file__).parent / "target"
 PLAIN_SHARE = 0.15
-"""Of the texts that are plain code: without, the target forgets what else it knew."""
+"""Share of plain code in the texts, so that the target does not forget it."""
 HELD_OUT = 16
 """Held-out prompts of each form."""
 ENOUGH = 440
-"""Characters of a held-out piece at the least: an answer of 128 tokens, and more."""
+"""Least characters of a held-out piece: enough for an answer of 128 tokens."""
 CHECKED = 64
-"""Held-out tasks of each form by which the target is judged."""
+"""Held-out tasks of each form for the target's accuracy."""
 
 
 def plain(texts: list[str], count: int, rng: random.Random) -> list[str]:
-    """`count` pieces of `texts` as they are."""
+    """Draw `count` pieces of `texts`, unchanged."""
     long_enough = [text for text in texts if len(text) > 2 * LONGEST]
     sizes = [len(text) for text in long_enough]
     return [
@@ -50,7 +50,7 @@ def plain(texts: list[str], count: int, rng: random.Random) -> list[str]:
 
 
 def lessons(texts: list[str], count: int, rng: random.Random) -> list[str]:
-    """`count` texts in random order: tasks with their answers, forms in equal shares, and code."""
+    """Draw `count` shuffled texts: tasks with answers in equal shares of the forms, and code."""
     each = round(count * (1 - PLAIN_SHARE) / len(FORMS))
     found = [t.prompt + t.answer for form in FORMS for t in draw(texts, form, each, rng)]
     found += plain(texts, count - len(found), rng)
@@ -60,11 +60,11 @@ def lessons(texts: list[str], count: int, rng: random.Random) -> list[str]:
 
 @torch.inference_mode()
 def accuracy(folder: Path, texts: list[str]) -> dict[str, float]:
-    """Share of the answers' tokens that are the target's first choice after those before them.
+    """Return the share of answer tokens that the target ranks first, by form.
 
     Args:
         folder: of the target.
-        texts: to make tasks of; the same ones in every call.
+        texts: sources of the tasks; the same in every call.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -83,24 +83,24 @@ def accuracy(folder: Path, texts: list[str]) -> dict[str, float]:
 
 
 def begin(folder: Path, size: Size) -> None:
-    """Lay the example target where the training loop of `tiny_pair` looks for a run to resume."""
+    """Write the example target as a state that the training loop of `tiny_pair` resumes."""
     unfinished = shutil.ignore_patterns("*.safetensors")
     shutil.copytree(EXAMPLE, folder, ignore=unfinished, dirs_exist_ok=True)
     model = LlamaForCausalLM.from_pretrained(EXAMPLE, dtype=torch.float32)
     optimizer = loop.optimizer_of(model, size)
-    # Update 0 learns nothing; from then on the loop's own schedule says how much.
+    # Update 0 has rate 0; the loop's own schedule sets the later ones.
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step, 1))
     loop._save_state(folder / "state.pt", model, optimizer, schedule, 0, 0.0)
 
 
 def write(path: Path, lines: list[dict]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print(f"{len(lines):,} prompts in {path}")
 
 
 def write_prompts(work: Path, text: corpus.Corpus, count: int, rng: random.Random) -> None:
-    """What the drafter learns from, a quarter of it plain code, and what it is measured on."""
+    """Write the drafter's training prompts, a quarter of them plain code, and the held-out ones."""
     part = count // 4
     asked = plain(text.train, part, rng)
     for form in FORMS:
@@ -115,13 +115,13 @@ def write_prompts(work: Path, text: corpus.Corpus, count: int, rng: random.Rando
 
 
 def main(
-    work: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/copying"),
+    work: Annotated[Path, typer.Option(help="Folder for all results.")] = Path("runs/copying"),
     steps: Annotated[int, typer.Option(help="Updates of the target.")] = 800,
     batch: Annotated[int, typer.Option(help="Windows of one update.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
     lr: Annotated[float, typer.Option(help="Peak learning rate of the target.")] = 1e-3,
-    texts: Annotated[int, typer.Option(help="Texts that the target learns from.")] = 12_000,
-    prompts: Annotated[int, typer.Option(help="Prompts that the drafter learns from.")] = 1200,
+    texts: Annotated[int, typer.Option(help="Training texts of the target.")] = 12_000,
+    prompts: Annotated[int, typer.Option(help="Training prompts of the drafter.")] = 1200,
     compiled: Annotated[
         bool, typer.Option(help="torch.compile the training (needs a C++ compiler).")
     ] = False,
@@ -129,7 +129,7 @@ def main(
         float | None, typer.Option(min=0, help="Save and stop after so many. Default: never.")
     ] = None,
 ) -> None:
-    """Teach the target, then write the prompts."""
+    """Train the target, then write the prompts."""
     text = corpus.load()
     size = replace(SIZES["tiny"], batch=batch, length=length, lr=lr)
     folder, deadline = work / "target", Deadline(minutes)
@@ -156,7 +156,7 @@ def main(
     try:
         print(json.dumps(Stages(work / "stages.json").run("target", options, teach), indent=1))
     except OutOfTime:
-        print(f"Stopped after {minutes:g} minutes, and saved: call again to go on.")
+        print(f"Saved and stopped after {minutes:g} minutes: call again to resume.")
         return
     write_prompts(work, text, prompts, random.Random(3))
 

@@ -1,7 +1,6 @@
 """Copy tasks made of source code: a piece edited throughout, and a piece quoted line by line.
 
-A task is a prompt and the one right answer to it, which is the piece again but for what the
-prompt asks to be changed.
+A task is a prompt and its only right answer: the piece, with the change that the prompt names.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ SHORTEST, LONGEST = 260, 640
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, and what is to be said."""
+    """A prompt and its answer."""
 
     form: str
     prompt: str
@@ -26,9 +25,9 @@ class Task:
 
 
 def piece(text: str, characters: int, rng: random.Random) -> str:
-    """Whole lines of `text`, from a random one on, `characters` in all or a line less.
+    """Return whole lines of `text` from a random line on, at most `characters` in all.
 
-    Empty where `text` is too short or its lines are too long.
+    Empty if `text` is too short or its lines are too long.
     """
     if len(text) < 2 * characters:
         return ""
@@ -38,26 +37,26 @@ def piece(text: str, characters: int, rng: random.Random) -> str:
 
 
 def edit(lines: str, rng: random.Random) -> Task | None:
-    """Rename one of a piece's names throughout; None where no name occurs twice."""
+    """Rename one name of a piece throughout; None if no name occurs twice."""
     words = Counter(re.findall(r"\b[A-Za-z_]\w{3,}\b", lines))
     names = sorted(w for w, n in words.items() if n > 1 and not keyword.iskeyword(w))
     if not names:
         return None
     old = rng.choice(names)
-    # Parts of other names, so that the new one looks like a name, and is none of the piece.
+    # Built from parts of other names, and not in the piece.
     first, second = (rng.choice(sorted(words)).strip("_").split("_")[0] for _ in range(2))
     new = f"{first}_{second}"
     if not new.isidentifier() or new in words:
         return None
     answer = re.sub(rf"\b{old}\b", new, lines)
-    # The newline is the answer's: to the target it is one token with the indentation after it.
+    # The newline belongs to the answer: it is one token with the indentation after it.
     return Task("edit", f"{lines}\n# edited: {old} -> {new}", f"\n{answer}")
 
 
 def quote(lines: str, rng: random.Random) -> Task | None:
-    """Quote a piece's lines from a random one on, but for blank ones; None where none is left.
+    """Quote a piece's non-blank lines from a random line on; None if there are none.
 
-    The first of them is given, up to its first word's end, since nothing else says where to begin.
+    The prompt ends with the first word of the first line, which marks where to begin.
     """
     kept = [line.strip() for line in lines.splitlines() if line.strip()]
     kept = kept[rng.randrange(max(1, len(kept) // 3)) :]
@@ -79,9 +78,9 @@ def draw(
     shortest: int = SHORTEST,
     longest: int = LONGEST,
 ) -> list[Task]:
-    """`count` tasks of one form, each of a random piece of a random text.
+    """Draw `count` tasks of one form, each of a random piece of a random text.
 
-    A text is drawn as often as its length says, so that every line is as likely.
+    Texts are drawn by length, so that every line is equally likely.
 
     Raises:
         ValueError: no text is long enough.

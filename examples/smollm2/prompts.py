@@ -1,4 +1,4 @@
-"""A training mix of prompts: so many from each file, shuffled, none too long.
+"""Mix prompts from several files, shuffled, without overlong ones.
 
     python examples/smollm2/prompts.py --count 12000 --out PROMPTS.jsonl FILE [FILE ...]
 

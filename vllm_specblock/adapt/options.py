@@ -32,33 +32,32 @@ class AdaptConfig(Options):
     """How a SpecBlock drafter learns the texts that it serves (paper, §3.4)."""
 
     policy: Literal["bandit", "always", "watch"] = "bandit"
-    """When to update: where it pays, every `every` requests as OSD does, or never: then requests
-    are recorded, but nothing is learned or swapped."""
+    """`bandit`: update when it pays. `always`: every `every` requests, as Online Speculative
+    Decoding does. `watch`: only record."""
 
     rule: Literal["gain", "paper"] = "gain"
     """Of the bandit: judged gains against measured seconds, or the paper's Algorithm 1."""
 
     trainer: str = "cpu"
-    """Where updates are computed: `cpu`, `cuda:N`, or a folder to which requests are written, for
-    `specblock adapt run`."""
+    """Where to train: `cpu`, `cuda:N`, or a folder of requests for `specblock adapt run`."""
 
     actions: Literal["heads", "all"] | None = None
-    """The largest update. None: `heads`, and `all` on a GPU."""
+    """The largest update. Default: `heads`; `all` if the trainer has a GPU."""
 
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Constant rate of an update; heads take three times it. None: by the drafter's width."""
+    """Constant learning rate; three times as much for heads. Default: by the drafter's width."""
 
     every: Annotated[int, Field(ge=1)] = EVERY
-    """Finished requests that make an update."""
+    """Finished requests per update."""
 
     requests: Requests = "all"
-    """Which requests to record: all without `specblock_adapt: 0`, or those that say 1."""
+    """Record all requests but those with `specblock_adapt: 0`, or only those with 1."""
 
     memory: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 512
-    """MiB of recorded rows that are kept."""
+    """MiB of recorded rows to keep."""
 
     out: str | None = None
-    """Folder for versions; None: none is written. With a folder as trainer, `versions` in it."""
+    """Folder for versions. Default: none, or `versions` in the trainer's folder."""
 
     @field_validator("trainer")
     @classmethod

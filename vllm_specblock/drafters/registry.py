@@ -33,13 +33,12 @@ class WeightedOptions(DrafterOptions):
     """Keys of every drafter with weights."""
 
     calibrate_drafts: bool = True
-    """Learn from what is accepted how much surer the target is than the drafter says, and grow
-    trees by that. Off: by the drafter's own probabilities, as the papers do."""
+    """Correct the drafter's probabilities by what the target accepts, and grow trees by the
+    corrected ones. Off: by the drafter's own, as in the papers."""
 
     quantization: Literal["fp8", "int8"] | None = None
-    """Keep the drafter's weights in 8 bits: half the bytes that a draft has to read. Drafts differ
-    a little from those of the full weights, outputs do not. "fp8" is for GPUs (float8 e4m3, a scale
-    per output), "int8" for CPUs with AMX."""
+    """Keep the drafter's weights in 8 bits, which halves the bytes read per draft. Drafts may
+    differ, outputs do not. `fp8` (float8 e4m3) is for GPUs, `int8` for CPUs with AMX."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,5 @@ class DFlashConfig(WeightedOptions):
     """How far such a drafter drafts; its tree is the best paths through one block."""
 
     depth: Annotated[int, Field(ge=1, le=255)] | None = None
-    """Masks of a block, and tokens on the longest path. By default as many as the drafter was
-    trained with, and no more than the tree has nodes. No mask of a JetSpec drafter sees a later
-    one: there a smaller depth changes nothing before the masks that it leaves out."""
+    """Masks of a block, and tokens on the longest path. Default: as in training, and at most the
+    number of nodes. A smaller depth changes DFlash's drafts, and only shortens JetSpec's."""

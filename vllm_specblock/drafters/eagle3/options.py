@@ -22,11 +22,9 @@ class Eagle3Config(WeightedOptions):
     """
 
     depth: Annotated[int, Field(ge=1, le=32)] | None = None
-    """Drafter forwards per step, and tokens on the longest path. By default a quarter of the tree's
-    nodes, from 2 to 8: a tree of 12 accepted no more at depth 8 than at depth 3, and took 1.4 times
-    as long on a processor."""
+    """Drafter forwards per step, and tokens on the longest path. Default: a quarter of the number
+    of nodes, from 2 to 8."""
 
     top_k: Annotated[int, Field(ge=1, le=32)] = 10
-    """Nodes of a level that grow children, and children of each. Growing takes a cache slot per
-    such node and level after the first, of which there are as many as the tree has nodes: with
-    fewer than (depth − 1) × top_k, fewer nodes per level grow."""
+    """Nodes of a level that grow children, and children of each. Trees of fewer than
+    (depth − 1) × top_k nodes grow fewer per level: each takes a cache slot of the tree."""

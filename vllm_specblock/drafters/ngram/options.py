@@ -22,16 +22,17 @@ class NGramConfig(DrafterOptions):
     """How the request's own text is looked up."""
 
     min_match: Annotated[int, Field(ge=1, le=32)] = 1
-    """Tokens at the text's end that must have occurred before."""
+    """Tokens at the end of the text that must have occurred before."""
 
     max_match: Annotated[int, Field(ge=1, le=32)] = 8
-    """Tokens beyond which a longer match counts no more."""
+    """Matches longer than this rank no higher."""
 
     depth: Annotated[int, Field(ge=1, le=64)] = 16
-    """Tokens to take over from an occurrence: the longest path."""
+    """Tokens to copy from an occurrence: the longest path."""
 
     branches: Annotated[int, Field(ge=1, le=32)] = 8
-    """Occurrences that are followed, the longest matches first, the latest of equals."""
+    """Occurrences to follow: the longest matches first, then the latest. `branches` times `depth`
+    must be below 2,048."""
 
     @model_validator(mode="after")
     def _check(self) -> NGramConfig:

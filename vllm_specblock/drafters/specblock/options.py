@@ -22,17 +22,17 @@ class SpecBlockConfig(WeightedOptions):
     """How a SpecBlock drafter grows its tree (paper, §3.2; `K` is fixed by the checkpoint)."""
 
     num_blocks: Annotated[int, Field(ge=1, le=8)] = 2
-    """M: drafter forwards per step. The deepest path holds M × K draft tokens. While serving, 1 by
-    default for trees of fewer than 16 nodes, which one forward fills."""
+    """M: drafter forwards per step. A path has at most M × K draft tokens. In an engine, trees of
+    fewer than 16 nodes default to 1."""
 
     num_starts: Annotated[int, Field(ge=1, le=32)] = 8
-    """S: nodes that the next block grows from: those of the highest score, and the chain's end."""
+    """S: nodes from which the next block grows: the best ones, and the end of the chain."""
 
     branching: Annotated[
         list[Annotated[int, Field(ge=0, le=32)]], Field(min_length=4, max_length=4)
     ] = [4, 8, 16, 16]  # noqa: RUF012 (pydantic copies it)
-    """Children to attach per rank bucket (rank 1, 2–4, 5–10, beyond). 0: neither children besides
-    the chain's own node nor a start for the next block. The paper has [2, 4, 6, 4]."""
+    """Children per rank bucket (rank 1, 2–4, 5–10, beyond). 0: no child but the chain's own, and
+    no start of a block. The paper uses [2, 4, 6, 4]."""
 
     read_elsewhere: ClassVar[frozenset[str]] = frozenset({"adapt"})
 

@@ -122,7 +122,7 @@ def check_target(target: ModelConfig) -> None:
         (target.is_attention_free, "no attention layers"),
         (
             target.is_hybrid and not current_platform.is_cpu(),
-            "recurrent layers, on a GPU (docs/hybrid_targets.md)",
+            "recurrent layers, on a GPU (docs/support.md)",
         ),
         # Drafters cannot embed their placeholder tokens.
         (
