@@ -29,7 +29,7 @@ from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
 from vllm_specblock.train.data.prompts import read_prompts
-from vllm_specblock.train.data.shards import replace
+from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.distributed import ranks
 from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape, uniform_shape
 from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
@@ -185,8 +185,7 @@ def judge(
                 "nodes": round(reach.nodes, 1),
                 "seconds": round(time.monotonic() - began, 1),
             }
-            text = json.dumps(results, indent=1, ensure_ascii=False) + "\n"
-            replace(path, lambda aside, text=text: aside.write_text(text))
+            write_json(path, results)
     summary = {
         "results": results,
         "parameters": {
@@ -206,8 +205,7 @@ def judge(
         "updates": trainer.step,
         "facts": trainer.facts,
     }
-    text = json.dumps(summary, indent=1, ensure_ascii=False, default=str) + "\n"
-    replace(config.out / "comparison.json", lambda aside: aside.write_text(text))
+    write_json(config.out / "comparison.json", summary)
     print(table(summary))
 
 

@@ -7,7 +7,6 @@ The target's own answers are drafted along as serving would; no engine is needed
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ from vllm_specblock.config import DEFAULT_NODES, OptionError
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.prompts import read_prompts
+from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.distributed import usable_device
 from vllm_specblock.train.eval.evaluate import sequences_for
 from vllm_specblock.train.eval.loaded import load_drafter, pair
@@ -148,7 +148,7 @@ def figures(
         },
         **provenance(),
     }
-    (out / "figures.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "figures.json", whole)
     typer.echo(f"The figures and their numbers are in {out}.")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_specblock.bench.table import markdown_table
 from vllm_specblock.train import provenance
+from vllm_specblock.train.data.shards import write_json
 
 __all__ = ["MEASURED", "ROOT", "ResultsStore", "from_root", "markdown_table"]
 
@@ -54,19 +55,9 @@ class ResultsStore:
     def add(self, name: str, result: Any) -> None:
         """Keep a result; the file is whole at any time."""
         self.results[name] = result
-        text = json.dumps(
-            {
-                "settings": self.settings,
-                "provenance": self.provenance,
-                "results": self.results,
-            },
-            indent=1,
-            ensure_ascii=False,
-        )
+        whole = {"settings": self.settings, "provenance": self.provenance, "results": self.results}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_suffix(".partial")
-        aside.write_text(text + "\n", encoding="utf-8")
-        aside.replace(self.path)
+        write_json(self.path, whole)
 
 
 def _circumstances(settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:

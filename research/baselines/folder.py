@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from vllm_specblock.drafters.common.checkpoint_files import CONFIG, MAPPING, WEIGHTS
 from vllm_specblock.drafters.detect import KIND
-from vllm_specblock.train.data.shards import replace
+from vllm_specblock.train.data.shards import replace, write_json
 
 
 def write_folder(
@@ -32,8 +31,7 @@ def write_folder(
         lambda aside: safetensors.torch.save_file(stored, aside, {"format": "pt"}),
     )
     named = {} if kind is None else {KIND: kind}
-    text = json.dumps(config | named | {"torch_dtype": "bfloat16"}, indent=2) + "\n"
-    replace(directory / CONFIG, lambda aside: aside.write_text(text, encoding="utf-8"))
+    write_json(directory / CONFIG, config | named | {"torch_dtype": "bfloat16"})
 
 
 def write_mapping(directory: Path, d2t: Tensor, t2d: Tensor) -> None:
