@@ -260,7 +260,7 @@ def simulate(world: World, controller: Controller) -> Run:
     run = Run(np.zeros(total), np.zeros(total), np.zeros(total, dtype=bool))
     wobble = np.random.default_rng(world.seed + 2).lognormal(0, 0.1, world.survival.shape)
     trees, calibrated, text = False, 0, ""
-    controller.cost.measured(*world.startup())
+    if world.startup: controller.cost.measured(*world.startup())
     for at in range(total):
         requests, accepted = int(world.requests[at]), 0
         sampling = phases[world.phase[at]].text == "sampled"

@@ -45,7 +45,7 @@ def measure_steps(runner: GPUModelRunner) -> None:
         runner: ready to run, with a HostBudgetManager.
     """
     manager = runner.adaptive_verification
-    state, clock = manager.drafting_state, manager.drafting_state.clock.mark
+    trees, clock = manager.trees, manager.trees.clock.mark
     began = clock()
     verify: dict[int, float] = {}
     draft: dict[int, float] = {}
@@ -60,7 +60,7 @@ def measure_steps(runner: GPUModelRunner) -> None:
                 uniform = requests < min(rows, runner.max_num_reqs)
                 hidden_states, _ = runner._dummy_run(rows, uniform_decode=uniform)
                 runner.model.compute_logits(hidden_states[:rows])
-                drafting = state.clock.seconds(*state.drafted)
+                drafting = trees.clock.seconds(*trees.marks)
                 took = max(clock() - start - drafting, 1e-6)
             verify[rows] = min(took, verify.get(rows, np.inf))
             draft[requests] = min(drafting, draft.get(requests, np.inf))

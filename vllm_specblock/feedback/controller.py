@@ -68,10 +68,11 @@ class _Yield:
             self.count += 1
 
     def keep(self, count: int) -> None:
-        """Forget all but the last trees."""
+        """Forget all but the last trees, and half of the verdicts: drafters learn meanwhile."""
         count = min(count, self.count, TREES)
         self.survival[:count] = self.survival[np.arange(self.count - count, self.count) % TREES]
         self.count = count
+        self.expected, self.accepted = 0.5 * self.expected + 1.5, 0.5 * self.accepted + 1.5
 
     def verified(self, expected: float, accepted: int) -> None:
         """Learn from the nodes of a step."""
@@ -208,6 +209,8 @@ trial cost more than its share |
         """
         before, self._kind = self._kind, _kind(requests, sampling)
         self._since += 1
+        if self._trial:
+            self._paid -= self._extra(requests)  # by what is known of it now
         if self._trial > 1:
             self._trial -= 1
         elif self._trial or (self.paused and self._kind != before):
@@ -229,17 +232,21 @@ trial cost more than its share |
 
     def _try(self, requests: int, sampling: bool, behind: int) -> None:
         """Begin a trial of drafting, if the pause has paid for it."""
-        plain, known = self.cost.plain(requests), self._yields[sampling]
-        extra = self.cost.draft(requests) + float(self.cost.verify(requests, requests)) - plain
-        extra = max(extra, 0.01 * plain)
-        self._paid += SHARE * plain
+        extra, known = self._extra(requests), self._yields[sampling]
+        self._paid += SHARE * self.cost.plain(requests)
         price = 0.0 if self._since >= LONGEST else TRIAL * extra
         if known.count and (self._paid < price or self._since < 8 * TRIAL):
             return
         reading = self.cost.read * behind
         self._trial = max(int((self._paid - reading) / extra), TRIAL)
-        self._paid -= self._trial * extra + reading
+        self._paid -= reading
         known.keep(self._trial * requests)  # of an earlier trial
+
+    def _extra(self, requests: int) -> float:
+        """What a step that drafts costs more than a plain one."""
+        plain = self.cost.plain(requests)
+        trees = float(self.cost.verify(requests, requests)) - plain
+        return max(self.cost.draft(requests) + trees, 0.01 * plain)
 
 
 def _kind(requests: int, sampling: bool) -> tuple[int, int]:

@@ -102,10 +102,9 @@ class StepCost:
         """
         rows = np.array(sorted(verify), dtype=float)
         counts = np.array([n for n in sorted(draft) if n & (n - 1) == 0 or n == max(draft)], float)
-        times = np.array([verify[int(n)] for n in rows])
-        times = _plausible(rows, times) if noisy else times
-        drafting = np.array([draft[int(n)] for n in counts])
-        drafting = np.maximum(np.minimum.accumulate(drafting[::-1])[::-1], 1e-6 * times[0])
+        times = _plausible(rows, [verify[int(n)] for n in rows])
+        drafting = _plausible(counts, [draft[int(n)] for n in counts])
+        drafting = np.maximum(drafting, 1e-6 * times[0])
         # The last one: a plain step over one that verifies no node.
         found = np.concatenate([times, drafting, _LOOKUP * drafting, times[:1]])
         self._logs = logs = np.log(found / times[0])
@@ -148,6 +147,7 @@ class StepCost:
             self._covariance = self._initial.copy()
         else:
             error = math.log(self.of(seconds) / self._cost(step))
+            self._covariance += FORGET * (self._initial - self._covariance)
             if step == last:
                 self._noise[0] = _variance(self._noise[0], error, self._noise[0])
             else:
@@ -193,7 +193,6 @@ class StepCost:
         """Learn from the error of a log ratio: of drafting to a step, or of two steps."""
         covariance = self._covariance
         assert covariance is not None
-        covariance += FORGET * (self._initial - covariance)
         spread = covariance @ gradient
         known, noise = float(gradient @ spread), self._noise[drafts]
         variance = known + noise
@@ -210,15 +209,13 @@ def _variance(noise: float, error: float, expected: float) -> float:
     return max(noise + 0.02 * (min(error**2, 4 * expected) - expected), 1e-4)
 
 
-def _plausible(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
+def _plausible(sizes: np.ndarray, measured: list[float]) -> np.ndarray:
     """Measured times, less what other work took meanwhile: they can only be too long.
 
-    A step takes no longer than a larger one, nor than as many smaller ones as have its rows.
+    None is longer than that of a larger size, nor than as many of smaller ones as fit.
     """
-    times = np.minimum.accumulate(times[::-1])[::-1].astype(float)
-    for place in range(1, len(rows)):
-        times[place] = min(times[place], times[place - 1] * rows[place] / rows[place - 1])
-    return np.minimum.accumulate(times[::-1])[::-1]
+    each = np.minimum.accumulate(np.array(measured) / sizes)
+    return np.minimum.accumulate((each * sizes)[::-1])[::-1]
 
 
 def cost_per_request(

@@ -227,7 +227,6 @@ class LateClock(Clock):
 @pytest.mark.parametrize("lag", [0, 7, 10**6])
 def test_a_step_is_learned_from_once_the_device_has_run_it(engine, monkeypatch, lag):
     manager, clock, seen = engine.runner.adaptive_verification, LateClock(lag), []
-    monkeypatch.setattr(manager.drafting_state, "clock", clock)
     monkeypatch.setattr(engine.speculator.adaptive, "clock", clock)
     monkeypatch.setattr(
         manager.controller, "observe", lambda *step: seen.append((*step, clock.made))

@@ -7,9 +7,8 @@ confidences. Here that product is the probability of reaching a node
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,56 +22,13 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_specblock.engine.adaptive.clocks import Clock
+from vllm_specblock.engine.adaptive.trees import OURS, AdaptiveTrees
 from vllm_specblock.engine.compat import reallocated
 from vllm_specblock.engine.patches import Function, patch
 from vllm_specblock.engine.scheduler import UNDRAFTED
-from vllm_specblock.feedback.controller import Controller, Step
+from vllm_specblock.feedback.controller import Step
 from vllm_specblock.feedback.step_cost import cost_per_request
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
-
-
-class DraftingState:
-    """State that the manager and the speculator share, on the host.
-
-    Attributes:
-        controller: decides in every step that only decodes.
-        all_paused: drafting is paused at the end of this step.
-        paused: [request slots] bool, requests that declined drafts.
-        samples: [request slots] bool, requests at T > 0.
-        clock: that steps are timed by.
-        drafted: its marks around the last proposal.
-        accepted: draft tokens accepted in the last step; None on a GPU.
-        asked: a drafter with weights took part in the last proposal; read: rows it had missed.
-        missed: request slot → committed rows that its drafters have yet to read.
-        decide: called with the batch of a step without scheduled drafts.
-    """
-
-    def __init__(self, num_slots: int, controller: Controller, clock: Clock) -> None:
-        self.controller, self.clock, self.all_paused = controller, clock, False
-        self.paused, self.samples = np.zeros((2, num_slots), dtype=bool)
-        self.drafted: tuple[Any, Any] | None = None
-        self.accepted: int | None = None
-        self.asked, self.read = True, 0
-        self.missed: Callable[[int], int] = lambda slot: 0
-        self.decide: Callable[[InputBatch], None] = lambda batch: None
-
-    def undrafted(self, batch: InputBatch) -> frozenset[str]:
-        """Return the requests of a batch without new drafts."""
-        if self.all_paused:
-            return frozenset(batch.req_ids)
-        paused = self.paused[batch.idx_mapping_np]
-        return frozenset(request for request, is_paused in zip(batch.req_ids, paused) if is_paused)
-
-
-_STATES: weakref.WeakKeyDictionary[RequestState, DraftingState] = weakref.WeakKeyDictionary()
-
-
-def drafting_state_of(
-    states: RequestState, num_slots: int, controller: Controller, clock: Clock
-) -> DraftingState:
-    """Return the state of the engine that owns `states`; the manager finds it by the same key."""
-    return _STATES.setdefault(states, DraftingState(num_slots, controller, clock))
 
 
 class TreeBudgetManager(AdaptiveVerificationManager):
@@ -96,14 +52,14 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     def __init__(self, req_states: RequestState, *args: Any, **kwargs: Any) -> None:
         super().__init__(req_states, *args, **kwargs)
         self._timed: deque[tuple[Step, Any, Any, tuple[Any, Any] | None, bool]] = deque()
-        self.drafting_state = _STATES[req_states]
-        self.drafting_state.decide = self.decide_without_drafts
-        self.controller = self.drafting_state.controller
+        self.trees: AdaptiveTrees = getattr(req_states, OURS)
+        self.trees.decide = self.decide_without_drafts
+        self.controller = self.trees.controller
 
     def get_num_tokens(
         self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
     ) -> int:
-        state, requests = self.drafting_state, list(num_tokens_per_req)
+        state, requests = self.trees, list(num_tokens_per_req)
         index = self.req_states.req_id_to_index
         slots = np.array([index[request] for request in requests], dtype=np.int64)
         drafts = np.array([len(draft_tokens.get(request, ())) for request in requests])
@@ -112,7 +68,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         computed, prompts = self.req_states.num_computed_prefill_tokens, self.req_states.prefill_len
         decodes = bool((computed[slots] >= prompts.np[slots]).all())  # a host array
         sampling = bool(state.samples[slots].mean() > 0.5)  # a host array
-        self._observe(requests, decodes, sampling)
+        now = state.clock.mark() if decodes else None
+        self._observe(requests, now, sampling)
         trees = bool(draft_tokens) and not state.all_paused
         if trees:
             survival = self._survival(slots, drafts)
@@ -127,9 +84,11 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             nodes,
         )
         if decodes:
-            behind = sum(map(state.missed, slots.tolist()))  # a host array
+            behind = state.missed(slots)
             state.all_paused = not self.controller.drafts(len(requests), sampling, behind)
-            self._begin(requests, rows + nodes, trees, behind)
+            drafts_now = not state.all_paused
+            step = Step(len(requests), rows + nodes, trees, drafts_now, None, read=behind)
+            self._begun = requests, step, now
         return rows + nodes
 
     def _survival(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
@@ -141,32 +100,30 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         survival[np.arange(survival.shape[1]) >= drafts[:, None]] = 0
         return survival
 
-    def _observe(self, requests: list[str], decodes: bool, sampling: bool) -> None:
-        """Learn from the steps that ended: times are taken from one decode step to the next."""
+    def _observe(self, requests: list[str], now: Any, sampling: bool) -> None:
+        """Learn from the steps that ended: times are taken from one decode step to the next.
+
+        Args:
+            now: mark of the clock; None: the next step reads prompts.
+        """
         begun, self._begun = self._begun, None
-        state = self.drafting_state
+        state = self.trees
         # Ranks have to decide alike, and each has times of its own.
-        if begun is None or not decodes or begun[0] != requests or _ranks() > 1:
+        if begun is None or now is None or begun[0] != requests or _ranks() > 1:
             return
         _, step, start = begun
-        accepted = state.accepted if step.trees else 0
+        accepted = state.accepted if step.rows > step.requests else 0
         step = step._replace(
             tokens=None if accepted is None else len(requests) + accepted,
             asked=state.asked,
             read=step.read + state.read if state.asked else 0,
         )
-        self._timed.append((step, start, state.clock.mark(), state.drafted, sampling))
+        self._timed.append((step, start, now, state.marks, sampling))
         while self._timed and state.clock.passed(self._timed[0][2]):
             step, start, end, drafted, sampled = self._timed.popleft()
             seconds = state.clock.seconds(start, end)
             drafting = state.clock.seconds(*drafted) if drafted else 0.0
             self.controller.observe(step._replace(seconds=seconds, draft_seconds=drafting), sampled)
-
-    def _begin(self, requests: list[str], rows: int, trees: bool, behind: int) -> None:
-        """Begin a step that only decodes."""
-        state = self.drafting_state
-        step = Step(len(requests), rows, trees, not state.all_paused, None, read=behind)
-        self._begun = requests, step, state.clock.mark()
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         """[n] rows → [n] rows that such steps are run with."""
@@ -175,7 +132,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     def decide_without_drafts(self, batch: InputBatch) -> None:
         """Decide whether a pause ends: vLLM asks for a budget only if drafts are scheduled."""
         is_dummy = batch.req_ids[0] not in self.req_states.req_id_to_index
-        if self.drafting_state.all_paused and not is_dummy and not batch.is_prefilling_np.all():
+        if self.trees.all_paused and not is_dummy and not batch.is_prefilling_np.all():
             tokens = batch.num_scheduled_tokens[: batch.num_reqs].tolist()  # a host array
             self.get_num_tokens(dict(zip(batch.req_ids, tokens)), {})
             self._batch_budget = None
@@ -276,8 +233,7 @@ def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
         def build(
             req_states: RequestState, *args: Any, **kwargs: Any
         ) -> AdaptiveVerificationManager:
-            ours = req_states in _STATES
-            return (kind if ours else original)(req_states, *args, **kwargs)
+            return (kind if hasattr(req_states, OURS) else original)(req_states, *args, **kwargs)
 
         return build
 
@@ -285,7 +241,7 @@ def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
 
     def naming_undrafted(original: Function) -> Function:
         def sample_tokens(self: Any, *args: Any) -> Any:
-            step, state = self.execute_model_state, _STATES.get(self.req_states)
+            step, state = self.execute_model_state, getattr(self.req_states, OURS, None)
             output = original(self, *args)
             if state is not None and output is not None:
                 result = getattr(output, "model_runner_output", output)

@@ -5,25 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
-from vllm_specblock.engine.adaptive import budget
 from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
+OURS = "adaptive_trees"
+"""Attribute of the states of our engines."""
+
 
 class AdaptiveTrees:
-    """Estimates the survival of nodes and passes it to vLLM's manager.
+    """Estimates the survival of nodes and passes it to the budget manager.
 
     Attributes (S request slots):
-        drafting_state: shared with the manager, which decides; host only.
-        paused: [S] bool, `drafting_state.paused` on the device.
+        controller: decides in every step that only decodes.
+        all_paused: drafting is paused at the end of this step.
+        declined: [S] bool, requests that declined drafts; declined_there: on the device.
+        samples: [S] bool, requests at T > 0.
+        clock: that steps are timed by; marks: around the last proposal.
+        accepted: draft tokens accepted in the last step; None on a GPU.
+        asked: a drafter with weights took part in the last proposal; read: rows it had missed.
+        decide: called with the batch of a step without scheduled drafts.
 
     Args:
         follow: a drafter has a cache and must read every committed row.
@@ -41,22 +50,34 @@ class AdaptiveTrees:
         confidence: torch.Tensor,
         device: torch.device,
     ) -> None:
+        self.controller, self.all_paused = controller, False
         self.tree_states, self.confidence = tree_states, confidence
         self.backlog, self.reads_prompts = backlog, follow and backlog is None
-        num_slots, here = len(tree_states.accepted), device_of(device)
-        self.clock = here.clock()
-        self.drafting_state = budget.drafting_state_of(states, num_slots, controller, self.clock)
-        if self.backlog is not None:
-            self.drafting_state.missed = self.backlog.rows
+        self.declined, self.samples = np.zeros((2, len(tree_states.accepted)), dtype=bool)
+        self.declined_there = torch.from_numpy(self.declined.copy()).to(device)
         self.acceptance = AcceptanceEstimator(device)
-        self.paused = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self.marks: tuple[Any, Any] | None = None
+        self.accepted: int | None = None
+        self.asked, self.read = True, 0
+        self.decide: Callable[[InputBatch], None] = lambda batch: None
+        here = device_of(device)
+        self.on_host, self.clock = here.on_host, here.clock()
+        setattr(states, OURS, self)  # all that vLLM gives its budget manager are the states
         here.install_budgets()
 
     def add(self, req_idx: int, samples: bool, drafts: bool) -> None:
         """Add a request in slot `req_idx`; samples: T > 0; drafts: it accepts drafts."""
-        self.drafting_state.paused[req_idx] = not drafts
-        self.drafting_state.samples[req_idx] = samples
-        self.paused[req_idx].fill_(not drafts)
+        self.declined[req_idx], self.samples[req_idx] = not drafts, samples
+        self.declined_there[req_idx].fill_(not drafts)
+
+    def undrafted(self, batch: InputBatch) -> frozenset[str]:
+        """Return the requests of a batch without new drafts."""
+        declined = self.declined[batch.idx_mapping_np] | self.all_paused
+        return frozenset(request for request, alone in zip(batch.req_ids, declined) if alone)
+
+    def missed(self, slots: np.ndarray) -> int:
+        """Return how many committed rows of requests their drafters have yet to read."""
+        return 0 if self.backlog is None else sum(map(self.backlog.rows, slots.tolist()))
 
     def is_paused(self, batch: InputBatch) -> bool:
         """Whether drafting is paused at the end of this step.
@@ -65,15 +86,14 @@ class AdaptiveTrees:
         read it later.
         """
         if self.reads_prompts and batch.is_prefilling_np[: batch.num_reqs].all():  # a host array
-            self.drafting_state.all_paused = False
-            self.drafting_state.controller.paused = False
-        return self.drafting_state.all_paused
+            self.all_paused = self.controller.paused = False
+        return self.all_paused
 
     def learn(self, verified: VerifiedTrees) -> None:
         """Learn from the verified trees."""
         self.acceptance.learn_from(verified)
-        if self.paused.device.type == "cpu":
-            self.drafting_state.accepted = int(verified.accepted.sum())  # a host tensor
+        if self.on_host:
+            self.accepted = int(verified.accepted.sum())  # a host tensor
 
     def drafted(self, began: Any, asked: bool, read: int = 0, prompts: int = 0) -> None:
         """Note a proposal that ends now.
@@ -83,12 +103,11 @@ class AdaptiveTrees:
             asked: a drafter with weights took part; read: rows that it had missed before.
             prompts: requests of a batch with prompts, which drafters have read; 0: it had none.
         """
-        state = self.drafting_state
-        state.drafted, state.asked, state.read = (began, self.clock.mark()), asked, read
-        if prompts and self.paused.device.type == "cpu":
-            cost = state.controller.cost
+        self.marks, self.asked, self.read = (began, self.clock.mark()), asked, read
+        if prompts and self.on_host:
+            cost = self.controller.cost
             usual = cost.draft(prompts, asked) / cost.of(1.0)
-            state.controller.observe_prompts(self.clock.seconds(*state.drafted) - usual)
+            self.controller.observe_prompts(self.clock.seconds(*self.marks) - usual)
 
     def write_survival(self, req_idx: torch.Tensor, temperature: torch.Tensor) -> None:
         """Write the survival of the new trees' nodes.
@@ -112,7 +131,7 @@ class AdaptiveTrees:
             rows: returns the committed rows of the step.
         """
         if self.backlog is not None:
-            self.backlog.keep(rows(), ~self.drafting_state.paused[batch.idx_mapping_np])
+            self.backlog.keep(rows(), ~self.declined[batch.idx_mapping_np])
         self.confidence[: batch.num_reqs] = 0
         # Drafts scheduled next are placeholders.
         self.tree_states.accepted.index_fill_(0, batch.idx_mapping, 0)

@@ -140,7 +140,7 @@ class TreeModelState(DefaultModelState):
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         adaptive = self.speculator.adaptive
         if adaptive is not None and input_batch.num_draft_tokens_per_req is None:
-            adaptive.drafting_state.decide(input_batch)
+            adaptive.decide(input_batch)
         inputs = super().prepare_inputs(input_batch, req_states)
         if self.plain:
             return inputs

@@ -92,7 +92,7 @@ class SkippedSteps:
         """
         if self.holes is None or not self.blocks_shared:
             return False
-        paused = self.adaptive is not None and self.adaptive.drafting_state.all_paused
+        paused = self.adaptive is not None and self.adaptive.all_paused
         if paused:
             self.holes.skip(kv_slot()[: batch.num_tokens])
         elif self.backlog is None or fills_block(batch, self.holes.block_size):

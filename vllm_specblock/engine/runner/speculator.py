@@ -272,7 +272,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.counters.count(
             verified, Drafted(rows.goes_on, proposal.second, proposal.agreed, *trees)
         )
-        paused = None if self.adaptive is None else self.adaptive.paused
+        paused = None if self.adaptive is None else self.adaptive.declined_there
         tokens = self.tree_states.store(
             req_idx, proposal.combined, inputs.chain, paused, inputs.tokens
         )
@@ -290,7 +290,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 layer.commit(rows.accepted_rows.path, rows.accepted_rows.accepted)
         verified = rows.verified(self.temperature)
         self.draft_policy.learn(verified)
-        if self.adaptive is not None:
+        if self.adaptive is not None and rows.has_drafts:
             self.adaptive.learn(verified)
         return verified, inputs.committed(self.req_states.all_token_ids.gpu, self.temperature)
 
