@@ -152,8 +152,9 @@ def check_adapt(
             f"{key} is given to both drafters, but only one can adapt: drop it from one."
         )
     _check_trainer(options, gpus)
-    one_machine = parallel.distributed_executor_backend == "mp" and parallel.nnodes == 1
-    if parallel.tensor_parallel_size > 1 and not one_machine:
+    if parallel.tensor_parallel_size > 1 and (
+        parallel.distributed_executor_backend != "mp" or parallel.nnodes > 1
+    ):
         raise OptionError(
             f"{key} is given and tensor_parallel_size is {parallel.tensor_parallel_size}, but "
             "ranks must share one machine (distributed_executor_backend 'mp', nnodes 1): drop "

@@ -111,8 +111,7 @@ def link_up(
     link = sink or FolderVersions(versions)
     trainer = None
     if sink is not None and options.folder is None:
-        drafts, serves = map(str, paths)
-        config = trainer_config(options, drafts, serves, resolved.options.num_blocks)
+        config = trainer_config(options, resolved.folder, model.model, resolved.options.num_blocks)
         shares_gpu = options.trainer == str(drafter.model.norm.weight.device)
         trainer = TrainerProcess(replace(config, shares_gpu=shares_gpu), sink)
     atexit.register(link.close if trainer is None else trainer.stop)
