@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,13 +22,18 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_specblock.engine.adaptive.trees import OURS, AdaptiveTrees
 from vllm_specblock.engine.compat import reallocated
 from vllm_specblock.engine.patches import Function, patch
 from vllm_specblock.engine.scheduler import UNDRAFTED
 from vllm_specblock.feedback.controller import Step
 from vllm_specblock.feedback.step_cost import cost_per_request
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
+
+if TYPE_CHECKING:
+    from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
+
+OURS = "adaptive_trees"
+"""Attribute of the states of our engines: all that vLLM gives its manager are the states."""
 
 
 class TreeBudgetManager(AdaptiveVerificationManager):

@@ -11,14 +11,12 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
+from vllm_specblock.engine.adaptive.budget import OURS
 from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
-
-OURS = "adaptive_trees"
-"""Attribute of the states of our engines."""
 
 
 class AdaptiveTrees:
@@ -62,7 +60,7 @@ class AdaptiveTrees:
         self.decide: Callable[[InputBatch], None] = lambda batch: None
         here = device_of(device)
         self.on_host, self.clock = here.on_host, here.clock()
-        setattr(states, OURS, self)  # all that vLLM gives its budget manager are the states
+        setattr(states, OURS, self)
         here.install_budgets()
 
     def add(self, req_idx: int, samples: bool, drafts: bool) -> None:
