@@ -22,7 +22,8 @@ from vllm_specblock.cli.main import app
 from vllm_specblock.engine.compat import hooks
 from vllm_specblock.engine.doctor import examine as setup
 from vllm_specblock.engine.doctor import pair
-from vllm_specblock.engine.doctor.examine import Finding, examine
+from vllm_specblock.engine.doctor.examine import examine
+from vllm_specblock.engine.doctor.finding import Finding
 
 on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="of a CPU build")
 

@@ -6,38 +6,19 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, metadata, requires, version
-from typing import Any, Literal
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from vllm_specblock.engine import compat
+from vllm_specblock.engine.doctor.finding import Finding, as_line, wrong
 from vllm_specblock.versions import is_supported, supported_releases, supported_sentence
 
 OURS = "vllm-specblock"
 COMPILERS = ("gcc", "clang", "cc")
 """Triton compiles with one of them what launches a kernel."""
-
-Verdict = Literal["right", "note", "wrong"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        name: what was examined.
-        found: its state.
-        verdict: wrong: an engine would fail, or run without drafts; note: it is worth knowing.
-        advice: what to do, one line; may be empty.
-    """
-
-    name: str
-    found: str
-    verdict: Verdict = "right"
-    advice: str = ""
 
 
 def examine(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
@@ -63,15 +44,6 @@ def examine(target: str | None, given: dict[str, Any] | None) -> Iterator[Findin
         return
     yield runner()
     yield from pair(target, given)
-
-
-def wrong(name: str, found: str, advice: str) -> Finding:
-    return Finding(name, found, "wrong", advice)
-
-
-def as_line(error: BaseException) -> str:
-    """Return the message of an error in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def installed(package: str) -> str | None:

@@ -19,7 +19,7 @@ from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.engine.config import validate
 from vllm_specblock.engine.config.resolved_config import ResolvedDrafter, fetch_drafter
 from vllm_specblock.engine.config.vllm_args import resolve
-from vllm_specblock.engine.doctor.examine import Finding, as_line, wrong
+from vllm_specblock.engine.doctor.finding import Finding, as_line, wrong
 
 Refused = (OptionError, CheckpointError)
 
