@@ -323,10 +323,10 @@ def test_who_opted_out_is_in_no_buffer(watching, monkeypatch):
     assert not occurs(private, where)
     assert all(occurs([*t, *a[0].tokens], where) for t, a in zip(others[:2], answers))
     # Its answer may say what others say; alone, it leaves no trace.
-    untouched = [tensor.clone() for tensor in vars(slabs).values()]
+    untouched = [tensor.clone() for tensor in slabs]
     watching.generate([private], [requests[2]])
     flush(watching)
-    assert all(map(torch.equal, untouched, vars(slabs).values())) and len(sink.offers) == 4
+    assert all(map(torch.equal, untouched, slabs)) and len(sink.offers) == 4
 
 
 def test_marked_requests_only(watching, monkeypatch):

@@ -56,7 +56,7 @@ class Engine:
             if not isinstance(self.slabs.copies, slab_copies.PinnedSlabs):  # as on a GPU
                 self.slabs.copies = slab_copies.PinnedSlabs(self.slabs.tensors)
             for tensors in (self.slabs.tensors, self.slabs.copies.rows):
-                device.own(vars(tensors).values())
+                device.own(tensors)
             device.own(self.slabs.copies.sums)
         self.running: dict[int, Plain] = {}
         self.waiting: list[Plain] = []
