@@ -25,6 +25,7 @@ from vllm_specblock.engine.config.ours import (
     extracts_features,
     is_ours,
 )
+from vllm_specblock.engine.device import DEVICES
 from vllm_specblock.engine.patches import Function, replaces
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ _NODES = "num_speculative_tokens"
 def register() -> None:
     AutoConfig.register(SpecBlockHFConfig.model_type, SpecBlockHFConfig, exist_ok=True)
     ModelRegistry.register_model(ARCHITECTURE, SpecBlockForDrafting)
-    register_backend(
-        AttentionBackendEnum.CUSTOM, "vllm_specblock.engine.attention.backend.TreeAttentionBackend"
-    )
+    if DEVICES.keys() == {"cuda"}:  # other devices bring their own
+        register_backend(
+            AttentionBackendEnum.CUSTOM,
+            "vllm_specblock.engine.attention.backend.TreeAttentionBackend",
+        )
     replaces(EngineArgs, "create_speculative_config")(create_speculative_config)
     replaces(EngineArgs, "_set_default_chunked_prefill_and_prefix_caching_args")(set_defaults)
     replaces(arg_utils, "maybe_override_with_speculators")(keep_method)
