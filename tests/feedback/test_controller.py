@@ -140,6 +140,21 @@ def test_a_drafter_is_asked_where_it_gains_more_than_it_costs():
     assert controller.asks(0.29, 1, 64) and not controller.asks(0.28, 1, 64)  # + 1.5 · 0.01
 
 
+def test_steps_have_to_win_back_the_prompts_that_drafters_read():
+    """Time of 25.6 plain steps is a charge of 0.4 on each step to come, and a third of it after 64
+    steps, drafted or not."""
+    controller = Controller(1)
+    controller.cost.measured({1: 1.0, 2: 1.0}, {1: 0.1})
+    for _ in range(32):
+        controller.budget(np.array([[0.5]]), 1, 1)
+    free = controller.gain(1)
+    controller.observe_prompts(25.6)
+    assert controller.gain(1) == pytest.approx(free * 1.1 / 1.5)
+    for _ in range(64):
+        controller.observe(Step(1, 1, False, False, 1, 1.0))
+    assert controller.gain(1) == pytest.approx(free * 1.1 / (1.1 + 0.4 * 0.365), rel=0.01)
+
+
 def test_a_change_of_text_is_seen_after_as_many_trees():
     controller = Controller(1)
     for survival, trees in ((0.9, 256), (0.3, 128)):

@@ -29,8 +29,10 @@ drafting, at least."""
 SHARE = 0.006
 """Share of a pause's time that trying to draft may cost."""
 
+HORIZON = 64
+"""Steps in which drafting has to win back the time to read prompts and missed rows."""
+
 _GAIN = 1.5  # of drafting, while nothing is known
-_HORIZON = 64  # steps in which a drafter has to win back the time to read missed rows
 
 
 class Step(NamedTuple):
@@ -134,14 +136,14 @@ trial cost more than its share |
         if step.drafted:
             self.cost.observe_draft(step.requests, step.asked, step.draft_seconds, step.read)
             self._asked += 0.1 * (step.asked - self._asked)
-            self._prompts *= 1 - 1 / TREES
+        self._prompts *= 1 - 1 / HORIZON
         if step.trees and step.tokens is not None:
             self._yields[sampling].verified(self._expected, step.tokens - step.requests)
             self._expected = 0.0
 
     def observe_prompts(self, seconds: float) -> None:
         """Learn what drafters took to read prompts; steps with drafts have to win it back."""
-        self._prompts += self.cost.of(max(seconds, 0.0)) / TREES
+        self._prompts += self.cost.of(max(seconds, 0.0)) / HORIZON
 
     def gain(self, requests: int, sampling: bool = False) -> float:
         """Return the expected yield of drafting over that of plain steps; sets λ."""
@@ -198,7 +200,7 @@ trial cost more than its share |
         """
         extra = self.cost.draft(requests) - self.cost.draft(requests, False)
         rate = self._rate or _GAIN * requests / self.cost.plain(requests)
-        price = rate * (extra + self.cost.read * behind / _HORIZON)
+        price = rate * (extra + self.cost.read * behind / HORIZON)
         return bool(gained > price)  # host numbers
 
     def drafts(self, requests: int, sampling: bool = False, behind: int = 0) -> bool:
