@@ -53,6 +53,7 @@ emulated-gpu:
 test-emulated-gpu: emulated-gpu
 	$(EMULATED) -m pytest tests/emulated_gpu/checks/check_device.py
 	$(EMULATED) --lazy --host-forms -m pytest tests/emulated_gpu/checks/check_host_work.py
+	$(EMULATED) --lazy --host-forms -m pytest tests/emulated_gpu/checks/check_commands.py
 	$(EMULATED) $(MODES) --host-forms -m pytest --numprocesses $(WORKERS) --dist worksteal \
 		tests/emulated_gpu/checks/check_engines.py
 	$(EMULATED) $(MODES) -m pytest --numprocesses $(WORKERS) --dist worksteal --ignore $(COMPILED) \

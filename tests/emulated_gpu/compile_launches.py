@@ -6,10 +6,13 @@ Compiles attention, growth and selection at Llama-3.1-8B's shapes for each archi
 launches in FILE, which `EMU_RECORD_LAUNCHES=FILE run.py …` writes. What a program takes goes to
 `compiled.json`: registers, bytes spilled, accesses to spilled registers in loops with products,
 shared memory. Exits with 1 if one does not fit its GPU or a loop spills. Needs no GPU.
+The table keeps a hash of the kernels' code, by which a test notices a table that is out of date.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import json
 import re
@@ -27,11 +30,15 @@ sys.path.insert(0, str(Path(__file__).with_name("path")))
 from emulated_gpu.launch_records import argument, launch_record
 
 TABLE = Path(__file__).with_name("compiled.json")
+KERNELS = Path(__file__).parents[2] / "triton_kernels"
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a block may use, by architecture."""
 LOOPS = ("_tree_attention_kernel", "_attach_and_select_kernel", "_attach_and_grow_kernel",
          "_select_kernel")  # fmt: skip
 """Kernels that may not spill: attention, growth and selection."""
+HASHED = (*LOOPS, "_merge_splits_kernel", "_attach_and_start_kernel", "tile_classes",
+          "select_constants", "warps_for")  # fmt: skip
+"""Kernels of the table, and what chooses their constants."""
 
 
 class Recorder:
@@ -48,6 +55,41 @@ class Recorder:
         constants = {p.name for p in self.kernel.params if p.is_constexpr}
         options = {"num_warps": num_warps, "num_stages": num_stages}
         self.lines.append(launch_record(self.kernel.fn, given, constants, options))
+
+
+def code_hash() -> str:
+    """Hash `HASHED` and each definition that they name, without comments and docstrings."""
+    defined: dict[str, list[ast.stmt]] = {}
+    for path in sorted(KERNELS.rglob("*.py")):
+        if path.stem.startswith("cpu_") or path.stem.endswith("_numba"):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
+            names = [getattr(node, "name", None), *(getattr(each, "id", None) for each in targets)]
+            for name in filter(None, names):
+                defined.setdefault(name, []).append(node)
+    code: dict[str, list[str]] = {}
+    wanted = list(HASHED)
+    while wanted:
+        if (name := wanted.pop()) not in code:
+            code[name] = [without_docstrings(node) for node in defined.get(name, ())]
+            wanted += [each for node in defined.get(name, ()) for each in globals_of(node)]
+    assert all(code[name] for name in HASHED)
+    return hashlib.sha256(json.dumps(code, sort_keys=True).encode()).hexdigest()
+
+
+def without_docstrings(node: ast.stmt) -> str:
+    for each in ast.walk(node):
+        if isinstance(each, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(each):
+            each.body = each.body[1:] or [ast.Pass()]
+    return ast.unparse(node)
+
+
+def globals_of(node: ast.stmt) -> set[str]:
+    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+    local = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+    local |= {each.id for each in names if isinstance(each.ctx, ast.Store)}
+    return {each.id for each in names} - local
 
 
 def llama_launches(architecture: int) -> list[str]:
@@ -193,7 +235,8 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             table.append(row | {"launch": line})
     table.sort(key=lambda row: (row["kernel"], row["architecture"], row["launch"]))
-    TABLE.write_text("[\n" + ",\n".join(map(json.dumps, table)) + "\n]\n")
+    rows = ",\n".join(map(json.dumps, table))
+    TABLE.write_text(f'{{"code": "{code_hash()}", "launches": [\n{rows}\n]}}\n')
     wrong = faults(table)
     print(f"{len(table)} compiled", *wrong, sep="\n")
     raise SystemExit(bool(wrong))

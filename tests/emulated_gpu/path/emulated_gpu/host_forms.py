@@ -49,7 +49,7 @@ def unified_attention(a: Arguments, grid: Grid) -> None:
 def reshape_and_cache(a: Arguments, grid: Grid) -> None:
     assert not a.FP8_KV_CACHE and not a.USE_HEAD_MAJOR_LAYOUT
     new, caches = (a.key_ptr, a.value_ptr), (a.key_cache_ptr, a.value_cache_ptr)
-    reshape_and_cache_flash(*new, *caches, a.slot_mapping_ptr, "auto")
+    reshape_and_cache_flash(*new, *caches, a.slot_mapping_ptr, "auto", 1.0, 1.0)
 
 
 def tree_attention(a: Arguments, grid: Grid) -> None:
@@ -390,7 +390,7 @@ def uniform(*keys: torch.Tensor) -> torch.Tensor:
 
 FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "kernel_unified_attention": (unified_attention, ""),
-    "reshape_and_cache_kernel_flash": (reshape_and_cache, ""),
+    "reshape_and_cache_kernel_flash": (reshape_and_cache, "key_cache_ptr value_cache_ptr"),
     "_tree_attention_kernel": (tree_attention, "into.out"),
     "_rotate_pair_kernel": (rotate_pair, "query_out_ptr key_out_ptr"),
     "_add_norm_kernel": (add_norm, "total_ptr normed_ptr"),

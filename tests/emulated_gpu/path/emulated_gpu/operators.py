@@ -15,11 +15,13 @@ is_set_to _has_same_storage_numel _fused_sdp_choice _efficientzerotensor
 """
 NATIVE = frozenset(f"aten::{name}" for name in NAMES.split())
 """Operators that launch no kernel: memory, views, and calls of the runtime."""
+LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 def install() -> None:
     import _emulated_gpu
 
+    LIBRARY.impl("_fused_rms_norm_backward", fused_rms_norm_backward, "CPU")
     replace([*with_cuda_kernel("aten::"), "aten::copy_"])
     # A CPU has fused attention under another name only.
     torch.backends.cuda.enable_flash_sdp(False)
@@ -27,6 +29,15 @@ def install() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     if os.environ.get("EMU_POISON") == "1":
         _emulated_gpu.install_poison()
+
+
+def fused_rms_norm_backward(grad, x, normalized_shape, rstd, weight, output_mask):
+    """Return gradients of x and weight: a CPU has no kernel of this operator."""
+    inner = tuple(range(-len(normalized_shape), 0))
+    outer = tuple(range(x.dim() - len(normalized_shape)))
+    scaled, unit = grad if weight is None else grad * weight, x * rstd
+    of_x = (scaled - unit * (scaled * unit).mean(inner, keepdim=True)) * rstd
+    return of_x.to(x.dtype), None if weight is None else (grad * unit).sum(outer).to(weight.dtype)
 
 
 def with_cuda_kernel(prefix: str) -> list[str]:

@@ -67,12 +67,12 @@ def silu_and_mul(result, input):
 
 
 def reshape_and_cache_flash(
-    key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, *scales
+    key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
 ):
     size = key_cache.shape[1]
     rows = (slot_mapping >= 0).nonzero().flatten()
     slots = slot_mapping[rows]
-    for cache, new, scale in zip((key_cache, value_cache), (key, value), scales):
+    for cache, new, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
         new = new[: len(slot_mapping)][rows]
         if kv_cache_dtype != "auto":
             new = (new.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
