@@ -38,6 +38,12 @@ DEFAULT_NODES = 60
 DEFAULT_NODES_ON_CPU = 12
 """A root and 12 nodes cost a processor's products what one row costs; every row beyond 16 costs."""
 
+
+def default_nodes(on_cpu: bool) -> int:
+    """Return the nodes of a tree in serving when `num_speculative_tokens` is not given."""
+    return DEFAULT_NODES_ON_CPU if on_cpu else DEFAULT_NODES
+
+
 VLLM_KEYS = frozenset(
     {
         "method",

@@ -68,6 +68,7 @@ def test_a_folder_is_every_file_in_it(make_config, questions):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
+        (b'{"id": 1, "turns": ["\xff"]}', "Line 2 of .* is no question"),
         ("{", "Line 2 of .* is no question"),
         ('{"id": 1}', "Line 2 of .* is no question"),
         ('{"id": 1, "turns": []}', "Line 2 of .* is no question"),
@@ -77,9 +78,17 @@ def test_a_folder_is_every_file_in_it(make_config, questions):
 )
 def test_a_wrong_line_is_named(tmp_path, line, says):
     path = tmp_path / "s.jsonl"
-    path.write_text(json.dumps({"id": "a", "turns": ["x"]}) + "\n" + line + "\n")
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(json.dumps({"id": "a", "turns": ["x"]}).encode() + b"\n" + line + b"\n")
     with pytest.raises(BenchError, match=says):
         read_questions(path)
+
+
+def test_a_question_may_hold_any_end_of_a_line(tmp_path):
+    path, turns = tmp_path / "s.jsonl", ["a\u2028b\x85c\r\nd"]
+    line = json.dumps({"id": "a", "turns": turns}, ensure_ascii=False)
+    path.write_bytes(f"{line}\r\n\r\n".encode())
+    assert read_questions(path) == [Question("a", tuple(turns))]
 
 
 def test_a_set_that_is_not_there(make_config, tmp_path, questions):

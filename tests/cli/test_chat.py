@@ -69,6 +69,20 @@ def test_the_tree_of_the_last_step(engines):
     assert "/tree shows the tree of a drafter with weights: give --model." in result.stdout
 
 
+def test_a_chat_goes_on_after_an_answer_without_a_tree(engines, monkeypatch):
+    monkeypatch.setattr(chats, "steps_of_text", lambda *arguments: iter(()))
+    result = run(TARGET, "--model", DRAFTER, said="import re\n/tree\nimport io\n")
+    assert result.exit_code == 0, result.output
+    assert "nothing was drafted" in result.stdout and "> import io" in result.stdout
+
+
+def test_a_server_that_is_not_there_is_one_sentence():
+    result = run("http://127.0.0.1:1", said="why?\n")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: The server at http://127.0.0.1:1 gave no answer")
+    assert result.stderr.count("\n") == 1
+
+
 def test_two_drafters_are_a_mistake():
     result = run(TARGET, "--model", DRAFTER, "--speculative-config", "{}", said="")
     assert result.exit_code == 2 and "drop one" in result.output

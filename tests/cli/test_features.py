@@ -116,6 +116,16 @@ class TestThroughVLLM:
         assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.engine
+def test_what_vllm_refuses_is_one_sentence(data, tmp_path):
+    pytest.importorskip("vllm", reason="runs real vLLM")
+    engine = {"engine": '{"no_such_option": 1}'}
+    result = CliRunner().invoke(app, arguments(data, tmp_path / "out", engine))
+    assert result.exit_code == 1
+    (said,) = [line for line in result.stderr.splitlines() if "Error: " in line]
+    assert "vLLM cannot run the target" in said and "no_such_option" in said
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -72,9 +72,11 @@ def test_without_a_prompt_it_says_what_the_folder_holds():
 
 
 def test_a_prompt_goes_through_the_chat_template():
-    arguments = ["--target", TARGET, "--prompt", "Sum?", "--nodes", 4]
-    assert "# user: Sum?" in inspect(SPECBLOCK, *arguments).stdout
-    assert "# user:" not in inspect(SPECBLOCK, *arguments, "--raw").stdout
+    arguments = ["--target", TARGET, "--prompt", "Sum?"]
+    assert "# user: Sum?" in inspect(SPECBLOCK, *arguments, "--nodes", 4).stdout
+    raw = inspect(SPECBLOCK, *arguments, "--raw").stdout
+    assert "# user:" not in raw
+    assert "12 nodes, drafter forwards: 1," in raw  # as served on a CPU
 
 
 def test_errors_are_one_sentence(tmp_path):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_specblock.train.config import TrainError
+
 JUDGED_EVERY = 5
 """One request in so many is judged by, and never learned from."""
 
@@ -125,7 +127,7 @@ class Book:
 
     def __init__(self, memory: float = 512, seed: int = 0) -> None:
         if not memory > 0:
-            raise ValueError(f"memory is {memory} MiB, but must be above 0.")
+            raise TrainError(f"memory is {memory} MiB, but must be above 0.")
         room, self.draw = int(memory * (1 << 20)) // 4, random.Random(seed)
         self.reservoir, self.old = Reservoir(room, self.draw), Reservoir(room, self.draw)
         self._new, self.recent = Queue(room, self.reservoir), Queue(room, self.old)

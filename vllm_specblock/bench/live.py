@@ -145,7 +145,7 @@ def start_engines(
     for name, speculative in methods.items():
         given = arguments | {"speculative_config": speculative}
         engines.append(EngineProcess(name, given, env, folder / f"{name}.log", wait=False))
-    for engine in engines:
+    for engine in reversed(engines):  # wrong options of drafts come before plain vLLM is ready
         engine.wait()
 
 

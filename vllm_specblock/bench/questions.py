@@ -57,12 +57,13 @@ def _files(given: str) -> list[tuple[str, Path]]:
 def read_questions(path: Path) -> list[Question]:
     """Return all questions of a .jsonl file: lines of {"id", "turns"}, or of {"prompt"}."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # Not `splitlines`: a JSON string may hold other ends of a line, such as U+2028.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             raw = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:  # no JSON, or not UTF-8
             raw = None
         raw = raw if isinstance(raw, dict) else {}
         turns = raw.get("turns", [raw.get("prompt")])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vllm_specblock.cli.options import TargetDir, UpdateRate
+
+if TYPE_CHECKING:
+    from vllm_specblock.adapt.versions import VersionFolder
 
 DELIVERED = "delivered"
 """Name of the unadapted drafter."""
@@ -53,6 +56,7 @@ def run(
 
     from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
     from vllm_specblock.adapt.trainer.trainer import POLL, Trainer, TrainerConfig
+    from vllm_specblock.train.distributed import usable_device
     from vllm_specblock.train.eval.loaded import pair_specblock
 
     torch.set_num_threads(threads)
@@ -69,7 +73,7 @@ def run(
         memory=memory,
         out=str(out or folder / VERSIONS),
         seconds=seconds,
-        device=device,
+        device=str(usable_device(device)),
         threads=threads,
         seed=seed,
     )
@@ -90,9 +94,7 @@ def run(
 @adapt.command("list")
 def list_versions(out: Out) -> None:
     """List versions with their parents and gains; an asterisk marks the current one."""
-    from vllm_specblock.adapt.versions import VersionFolder
-
-    folder = VersionFolder(out)
+    folder = versions_in(out)
     current = folder.current() or DELIVERED
     rows = [("version", "parent", "action", "rows", "tokens per row"), (DELIVERED, *[""] * 4)]
     for name, facts in folder.listed().items():
@@ -110,10 +112,15 @@ def use(
     version: Annotated[str, typer.Argument(help="A name from `list`, or `delivered`.")],
 ) -> None:
     """Choose the version to serve; engines with this folder load it and train from it."""
+    versions_in(out).use(None if version == DELIVERED else version)
+    typer.echo(f"{version} is current in {out}.")
+
+
+def versions_in(out: Path) -> VersionFolder:
+    """Open a folder of versions; raises TrainError where there is none."""
     from vllm_specblock.adapt.versions import VersionFolder
     from vllm_specblock.train.config import TrainError
 
     if not out.is_dir():
         raise TrainError(f"There is no folder {out}: give the one that the option out names.")
-    VersionFolder(out).use(None if version == DELIVERED else version)
-    typer.echo(f"{version} is current in {out}.")
+    return VersionFolder(out)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from rich.console import Console
 from vllm_specblock.bench.live import Answer, ask_together, shown, start_engines
 from vllm_specblock.bench.process import EngineProcess, job_of
 from vllm_specblock.cli.prompt_steps import print_step, steps_of_text
-from vllm_specblock.config import DEFAULT_NODES, DEFAULT_NODES_ON_CPU
+from vllm_specblock.config import default_nodes
 from vllm_specblock.drafters.common.hub import target_folder
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.loaded import load_drafter, pair
@@ -35,7 +37,10 @@ def talk(console: Console, source: EngineSource | ServerSource) -> None:
         if line == "/new":
             messages = []
         elif line == "/tree" and answers:
-            source.tree(console, answers[-1])
+            try:
+                source.tree(console, answers[-1])
+            except TrainError as error:  # the chat goes on
+                console.print(str(error), markup=False, soft_wrap=True)
         elif line.startswith("/"):
             console.print(HELP)
         elif line:
@@ -99,7 +104,7 @@ class EngineSource:
             console.print("/tree shows the tree of a drafter with weights: give --model.")
             return
         pairing = pair(Path(self.speculative["model"]), self.target)
-        usual = DEFAULT_NODES if torch.cuda.is_available() else DEFAULT_NODES_ON_CPU
+        usual = default_nodes(on_cpu=not torch.cuda.is_available())
         nodes = given("num_speculative_tokens") or usual
         model = load_target(pairing.target, "fp32", torch.device("cpu"))
         drafter = load_drafter(pairing, model.dtype, model.device, nodes, given("num_blocks"))
@@ -113,13 +118,23 @@ class EngineSource:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
+@contextmanager
+def errors_of(address: str) -> Iterator[None]:
+    """Turn errors of a server and of the way to it into a TrainError."""
+    try:
+        yield
+    except (openai.OpenAIError, httpx.HTTPError) as error:
+        raise TrainError(f"The server at {address} gave no answer: {error}") from None
+
+
 class ServerSource:
     """A running server, which can answer a request without drafts."""
 
     def __init__(self, address: str, plain: bool, max_tokens: int, temperature: float) -> None:
         self.address = address
         self.client = openai.OpenAI(base_url=f"{address}/v1", api_key="-")
-        self.model = self.client.models.list().data[0].id
+        with errors_of(address):
+            self.model = self.client.models.list().data[0].id
         self.kinds = ({"without drafts": False} if plain else {}) | {"with drafts": True}
         self.sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
 
@@ -130,23 +145,24 @@ class ServerSource:
         create: Any = self.client.chat.completions.create
         for answer, drafts in zip(answers, self.kinds.values()):
             own = {} if drafts else {"vllm_xargs": {"specblock_draft": False}}
-            stream = create(
-                model=self.model,
-                messages=messages,
-                stream=True,
-                stream_options={"include_usage": True},
-                seed=0,
-                extra_body={"return_token_ids": True, **own},
-                **self.sampling,
-            )
-            began = time.perf_counter()
-            for chunk in stream:
-                for choice in chunk.choices:
-                    answer.hear(getattr(choice, "token_ids", None) or [])
-                answer.seconds = time.perf_counter() - began
-                metrics = (getattr(chunk, "metrics", None) or {}).get("speculative_decoding")
-                if metrics:
-                    answer.reported_tau = metrics["mean_acceptance_length"]
+            with errors_of(self.address):
+                stream = create(
+                    model=self.model,
+                    messages=messages,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                    seed=0,
+                    extra_body={"return_token_ids": True, **own},
+                    **self.sampling,
+                )
+                began = time.perf_counter()
+                for chunk in stream:
+                    for choice in chunk.choices:
+                        answer.hear(getattr(choice, "token_ids", None) or [])
+                    answer.seconds = time.perf_counter() - began
+                    metrics = (getattr(chunk, "metrics", None) or {}).get("speculative_decoding")
+                    if metrics:
+                        answer.reported_tau = metrics["mean_acceptance_length"]
 
     def tree(self, console: Console, answer: Answer) -> None:
         console.print("A server does not tell its trees: give the target's folder and --model.")

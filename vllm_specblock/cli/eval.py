@@ -41,10 +41,10 @@ def evaluate(
     ] = None,
     nodes: Annotated[
         list[int] | None,
-        typer.Option(min=1, max=256, help="Nodes of a tree. Repeatable. Default: as in serving."),
+        typer.Option(min=1, max=256, help="Nodes of a tree. Repeatable. Default: 60, as on a GPU."),
     ] = None,
     blocks: Annotated[
-        int | None, typer.Option(min=1, max=8, help="M, blocks of a tree. Default: as in serving.")
+        int | None, typer.Option(min=1, max=8, help="M, blocks of a tree. Default: 2, as on a GPU.")
     ] = None,
     uniform: Annotated[
         bool, typer.Option("--uniform", help="Also trees of one width, without the rank head.")

@@ -38,7 +38,7 @@ def inspect(
     With a prompt: draft the tree that serving would, verify it greedily and print it, each node
     in the colour of the drafter forward that proposed it.
     """
-    from vllm_specblock.config import DEFAULT_NODES, OptionError
+    from vllm_specblock.config import OptionError, default_nodes
 
     if prompt is None:
         if svg is not None:
@@ -59,7 +59,8 @@ def inspect(
     tokenizer = load_tokenizer(pairing.target)
     ids = prompt_tensor(prompt, tokenizer, chat)
     model = load_target(pairing.target, precision, where)
-    drafter = load_drafter(pairing, model.dtype, where, nodes or DEFAULT_NODES, blocks)
+    nodes = nodes or default_nodes(on_cpu=where.type == "cpu")
+    drafter = load_drafter(pairing, model.dtype, where, nodes, blocks)
     found = steps_of_prompt(model, drafter, ids, steps + 1)
     if len(found) <= steps:
         raise TrainError(

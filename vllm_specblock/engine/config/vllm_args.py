@@ -14,13 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_specblock.config import (
-    DEFAULT_NODES,
-    DEFAULT_NODES_ON_CPU,
-    METHOD,
-    VLLM_KEYS,
-    OptionError,
-)
+from vllm_specblock.config import METHOD, VLLM_KEYS, OptionError, default_nodes
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine.config import validate
 from vllm_specblock.engine.config.batch_sizes import capture_trees, make_room
@@ -88,7 +82,7 @@ def resolve(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> 
     given, on_cpu = keys_of(args), current_platform.is_cpu()
     fixed = given.get("num_speculative_tokens_per_batch_size") is not None
     given.setdefault("enable_adaptive_verification", not fixed and _can_adapt(args, parallel))
-    given.setdefault("num_speculative_tokens", DEFAULT_NODES_ON_CPU if on_cpu else DEFAULT_NODES)
+    given.setdefault("num_speculative_tokens", default_nodes(on_cpu))
     hub = {"token": args.hf_token, "cache_dir": args.download_dir}
     resolved = resolve_config(given, target, hub)
     validate.check_combination(args, resolved, given, parallel)

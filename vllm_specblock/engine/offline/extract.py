@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
     PendingSave,
@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.platforms import current_platform
 
+from vllm_specblock.engine.offline.generate import start
 from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target.feature_store import Features
@@ -43,6 +44,9 @@ class FeatureExtractor:
         dtype: of the target's arithmetic and of the features.
         scratch: folder for one file per request, emptied now and by `close`.
         engine: further arguments of vLLM's `LLM`, such as `tensor_parallel_size`.
+
+    Raises:
+        TrainError: vLLM does not take these options.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class FeatureExtractor:
         }
         if current_platform.is_cpu():  # vLLM's default there is nearly all of the memory
             settings["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-        self.llm = LLM(**settings | dict(engine or {}))
+        self.llm = start(settings | dict(engine or {}))
         self.params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
     def __call__(self, sequences: Sequence[Tensor]) -> Iterator[Features]:

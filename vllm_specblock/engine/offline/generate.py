@@ -47,11 +47,7 @@ class VllmAnswerer:
             **_whole_prompts(),
             **(engine or {}),
         }
-        try:
-            self.llm = LLM(**settings)
-        except (TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise TrainError(f"vLLM cannot run the target {target}: {reason}") from error
+        self.llm = start(settings)
         self.top_p = top_p
 
     def generate(
@@ -79,6 +75,15 @@ class VllmAnswerer:
     def forget(self) -> None:
         """Drop the cached prefixes: a restarted run has none either."""
         self.llm.reset_prefix_cache()
+
+
+def start(settings: Mapping[str, Any]) -> LLM:
+    """Start an engine; raises TrainError where vLLM does not take these arguments of `LLM`."""
+    try:
+        return LLM(**settings)
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise TrainError(f"vLLM cannot run the target {settings['model']}: {reason}") from error
 
 
 def _whole_prompts() -> dict[str, Any]:
