@@ -14,9 +14,9 @@ from operator import mul
 from typing import Any
 
 import torch
+from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
 
 from vllm_specblock.drafters.specblock.growth import Expansion
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.tree import DraftTree
 
 FIRST_ALPHA = 0.80
@@ -74,13 +74,12 @@ def synthetic_tree(shape: TreeShape, best: Sequence[float]) -> DraftTree:
         return logprob[at], torch.arange(B).expand(*at.shape, B), bucket.expand(at.shape)
 
     depth = torch.zeros(1, 1, dtype=torch.int64)  # [1, rows so far]
-    expansion.first_block(*(each[:, 0] for each in distributions(depth)))
-    for block in range(2, shape.num_blocks + 1):
-        starts = expansion.starts(block)
-        reach = depth.gather(1, starts.row) + starts.position + 1  # [1, S]
-        expansion.next_block(starts, block, *distributions(reach))
+    grown = expansion.attach(None, *distributions(depth))
+    while isinstance(grown, NextStarts):
+        reach = depth.gather(1, grown.row) + grown.position + 1  # [1, S]
+        grown = expansion.attach(grown, *distributions(reach))
         depth = torch.cat([depth, reach.view(1, S)], 1)
-    return expansion.finish()
+    return grown
 
 
 def tree_tau(best: list[float], shape: TreeShape) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet
 from vllm_specblock.triton_kernels.ngram.occurrences import Texts
 
@@ -19,7 +20,6 @@ from vllm_specblock.commit.move import move_path
 from vllm_specblock.config import NGramConfig
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 from vllm_specblock.drafters.specblock.growth import expansion
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.tree import MAX_NODES, DraftTree
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
@@ -165,13 +165,12 @@ def growth(rng: random.Random, draw: torch.Generator) -> Case:
 
     def call() -> Tensors:
         grown = expansion(shape, torch.tensor(shape.branching), requests)
-        grown.first_block(*(each[:, 0] for each in said[0]))
+        found = grown.attach(None, *said[0])
         seen: list[torch.Tensor] = []
-        for block in range(2, blocks + 1):
-            found = grown.starts(block)
-            seen += [torch.where(found.valid, each, 0) for each in vars(found).values()]
-            grown.next_block(found, block, *said[block - 1])
-        return *tensors_of(grown.finish()), *seen
+        for block in said[1:]:
+            seen += [torch.where(found.valid, each, 0) for each in found]
+            found = grown.attach(found, *block)
+        return *tensors_of(found), *seen
 
     return Case(requests, call)
 

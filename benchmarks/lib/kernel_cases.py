@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from vllm_specblock.triton_kernels.attention import attention_schedule
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
 
 from lib.acceptance import synthetic_tree
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 
 BLOCK = 16
 """Tokens in one block of the paged cache."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from lib.streams import Stream
 from vllm_specblock.adapt.adaptation import Adaptation
@@ -22,7 +23,6 @@ from vllm_specblock.adapt.learning.update import AdaptationConfig
 from vllm_specblock.adapt.policy.actions import action_between, put
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
 from vllm_specblock.train.eval.steps import Step, steps_along

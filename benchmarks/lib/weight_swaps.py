@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.refresh import HEADS, RefreshError, prepare, swap_in
+from vllm_specblock.drafters.specblock.refresh import HEADS, RefreshError, prepare, refresh, swap_in
 
 Versions = Mapping[str, dict[str, torch.Tensor]]
 WHOLE = ("trained", "trained on other texts", "noise", "too large")
@@ -92,7 +92,7 @@ class Swaps:
             swap_in(self.drafters[which].model, self.staged[which][name])
             return
         try:
-            self.drafters[which].refresh(self.versions[name])
+            refresh(self.drafters[which].model, self.versions[name])
         except RefreshError:
             if name != NAN:
                 raise

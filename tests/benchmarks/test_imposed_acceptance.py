@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lib.acceptance import candidate_probabilities, synthetic_tree
-
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 BEST = [0.8, 0.7, 0.6, 0.5, 0.75, 0.6, 0.5, 0.4]
 

@@ -16,13 +16,14 @@ from support.drafted_blocks import random_block
 from support.lone_drafters import PAGE, head_of
 from support.trees import texts
 from torch import nn
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
+from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
 
-from vllm_specblock.candidates import select
-from vllm_specblock.drafters.specblock.growth import Expansion, FusedExpansion
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
+from vllm_specblock.candidates import Selection, select
+from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.tree import DraftTree, unpack_bits
 
 NAN, INF = float("nan"), float("inf")
@@ -34,15 +35,15 @@ compiled = pytest.mark.skipif(not AVAILABLE, reason="compiled loops need Numba")
 class PlainExpansion(Expansion):
     """Differs in that torch also selects where a compiled loop could."""
 
-    def finish(self) -> DraftTree:
+    def select(self) -> Selection:
         fields = (field[:, : self.count] for field in self.fields)
         token, path_hash, key, parent = fields
         score = self.score[:, : self.count]
         depth = self.shape.max_depth
-        return select.reference(token, parent, score, key, path_hash, self.shape.budget, depth).tree
+        return select.reference(token, parent, score, key, path_hash, self.shape.budget, depth)
 
 
-KINDS = [PlainExpansion, Expansion, pytest.param(FusedExpansion, marks=compiled)]
+KINDS = [PlainExpansion, Expansion, pytest.param(CompiledGrowing, marks=compiled)]
 
 
 def assert_valid(tree: DraftTree, vocab: int, max_depth: int) -> None:
@@ -81,15 +82,14 @@ def grow(
 ) -> DraftTree:
     draw = torch.Generator().manual_seed(seed)
     growth = kind(shape, torch.tensor(shape.branching), requests)
-    growth.first_block(*strange_block(draw, share, shape, vocab, requests))
+    starts = growth.attach(None, *strange_block(draw, share, shape, vocab, requests, 1))
     for block in range(2, shape.num_blocks + 1):
-        starts = growth.starts(block)
         assert ((starts.token >= 0) & (starts.token < vocab)).all()
         assert ((starts.row >= 0) & (starts.row < 1 + (block - 2) * shape.num_starts)).all()
         assert ((starts.position >= 0) & (starts.position < shape.block_size)).all()
         rows = (requests, shape.num_starts)
-        growth.next_block(starts, block, *strange_block(draw, share, shape, vocab, *rows))
-    return growth.finish()
+        starts = growth.attach(starts, *strange_block(draw, share, shape, vocab, *rows))
+    return starts
 
 
 @settings(deadline=None, max_examples=60)
@@ -115,10 +115,10 @@ def test_no_number_is_no_node(kind, score):
     """Nor is anything below it, though its own score be fine."""
     shape = TreeShape(3, 1, 1, (2, 2, 2, 2), 8)
     growth = kind(shape, torch.tensor(shape.branching), 1)
-    top = torch.tensor([[[-0.1, -2.0], [score, -1.0], [-0.2, -3.0]]])
-    bucket = torch.zeros(1, 3, dtype=torch.int64)
-    growth.first_block(top, torch.arange(6).view(1, 3, 2), bucket)
-    assert texts(growth.finish(), 0).keys() == {(0,), (0, 3), (1,)}
+    top = torch.tensor([[[[-0.1, -2.0], [score, -1.0], [-0.2, -3.0]]]])
+    bucket = torch.zeros(1, 1, 3, dtype=torch.int64)
+    tree = growth.attach(None, top, torch.arange(6).view(1, 1, 3, 2), bucket)
+    assert texts(tree, 0).keys() == {(0,), (0, 3), (1,)}
 
 
 def strange_logits(seed: int, share: float, rows: int, vocab: int) -> torch.Tensor:

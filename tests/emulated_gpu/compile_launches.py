@@ -129,21 +129,18 @@ def launch_llama(attention: Any, expand: Any, grow_level: Any, select_tree: Any)
         bounds = attention.BatchBounds({61}, 32768, unknown)
         scores = attention.ScoreOptions(0.1)
         attention.tree_attention_triton(query, cache, seen, bounds, scores, torch.empty_like(query))
-    growing = expand.Growing(expand.Limits(4, 2, 4, 4, 60), torch.zeros(4).long(), 1)
+    growing = expand.Growing(expand.TreeShape(4, 2, 4, (4, 4, 4, 4), 60), torch.zeros(4).long(), 1)
 
     def block(rows: int) -> tuple[torch.Tensor, ...]:
         token = torch.zeros(1, rows, 4, 4, dtype=torch.int64)
         return token.float(), token, token[..., 0]
 
-    node, _, _, _, valid = growing.attach_block(1, None, None, *block(1))
-    growing.attach_block(2, node, valid, *block(4))
+    growing.attach(growing.attach(None, *block(1)), *block(4))
     levels = grow_level.GrowingLevels(grow_level.LevelLimits(8, 10, 8, 60), torch.zeros(1).long())
-    grown = levels.attach_level(
-        None, None, None, torch.zeros(1, 1, 10), torch.zeros(1, 1, 10).long()
-    )
+    grown = levels.attach(None, None, torch.zeros(1, 1, 10), torch.zeros(1, 1, 10).long())
     for _ in range(7):
         said = torch.zeros(1, 8, 10, dtype=torch.int64)
-        grown = levels.attach_level(grown[0], grown[4], None, said.float(), said)
+        grown = levels.attach(grown, None, said.float(), said)
     whole = torch.zeros(1, 577, dtype=torch.int64)
     select_tree.select_triton(whole, whole, whole.float(), whole, whole, 60, 12)
 

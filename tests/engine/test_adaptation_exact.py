@@ -21,7 +21,7 @@ from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.serving import swaps as serving_swaps
 from vllm_specblock.adapt.serving.refresh import Refresh
-from vllm_specblock.drafters.specblock.refresh import HEADS
+from vllm_specblock.drafters.specblock.refresh import HEADS, refresh
 
 TABLES = ROOT / "examples/two_heads/tables"
 NAMES = ["greedy", "sampled log-probabilities", "presence penalty, sampled"]
@@ -153,7 +153,7 @@ def test_a_graph_drafts_by_the_new_weights(versions, reference, monkeypatch):
     def drafts() -> list[list]:
         graphed.llm.reset_prefix_cache()
         speculator.forget_warm_up()
-        speculator.draft_policy.drafters[0].refresh(versions["trained"])
+        refresh(speculator.draft_policy.drafters[0].model, versions["trained"])
         found = []
         with monkeypatch.context() as patch:
             propose = speculator.propose

@@ -359,15 +359,15 @@ def test_select_compiles(compiler, count, joins):
 def test_growth_compiles(compiler):
     starting = compiler(expand, "_attach_and_start_kernel")
     compiler(expand, "_attach_and_select_kernel")
-    growing = expand.Growing(expand.Limits(4, 3, 4, 4, 60), whole(4), 1)
+    growing = expand.Growing(expand.TreeShape(4, 3, 4, (4, 4, 4, 4), 60), whole(4), 1)
 
     def block(rows):
         token = whole(1, rows, 4, 4)
         return token.float(), token, token[..., 0]
 
-    node, _, _, _, valid = growing.attach_block(1, None, None, *block(1))
-    node, _, _, _, valid = growing.attach_block(2, node, valid, *block(4))
-    growing.attach_block(3, node, valid, *block(4))
+    starts = growing.attach(None, *block(1))
+    starts = growing.attach(starts, *block(4))
+    growing.attach(starts, *block(4))
     assert len(starting) == 2
 
 
@@ -380,11 +380,11 @@ def test_growing_levels_compiles(compiler, depth, top_k, width):
     limits = grow_level.LevelLimits(depth, top_k, width, 60)
     levels = grow_level.GrowingLevels(limits, whole(2, 3)[:, 1])
     said = whole(2, 1, top_k)
-    grown = levels.attach_level(None, None, None, said.float(), said)
+    grown = levels.attach(None, None, said.float(), said)
     for level in range(2, depth + 1):
         said = whole(2, width, top_k)
-        there = grown[4] if level % 2 else None
-        grown = levels.attach_level(grown[0], grown[4], there, said.float(), said)
+        there = grown.valid if level % 2 else None
+        grown = levels.attach(grown, there, said.float(), said)
     assert len(growing) == depth - 1
 
 
@@ -415,17 +415,11 @@ def test_metadata_of_blocks_compiles(compiler, size, starts, mask_words):
     row, known, rows = whole(2, starts), whole(5, 3), 1 + 3 * starts
     for last, reach in ((known[:2, 0], None), (row[:, 0], whole(2, 5))):
         later_block_metadata.later_block_metadata_triton(
-            row,
-            row,
-            row.bool(),
-            known[:, 1],
-            known[:, 1],
-            last,
+            later_block_metadata.StartPointers(row, row, row.bool()),
+            later_block_metadata.CommittedRows(known[:, 1], known[:, 1], last),
             whole(rows, size, mask_words),
             torch.zeros(2, 9, dtype=torch.int32),
-            whole(2, rows),
-            whole(2, rows, mask_words),
-            reach,
+            later_block_metadata.RowPointers(whole(2, rows), whole(2, rows, mask_words), reach),
             3,
             16,
             4096,

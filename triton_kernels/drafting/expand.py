@@ -27,14 +27,43 @@ _DEPTH_BITS = MAX_DEPTH * DEPTH_ONE  # of a key
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Sizes of an expansion: K, M, S, B (candidate children per position) and N."""
+class TreeShape:
+    """Sizes of an expansion.
+
+    Attributes:
+        block_size: K, positions per block.
+        num_blocks: M.
+        num_starts: S, rows of every block after the first.
+        branching: children per rank bucket; at a position of 0 only the chain's own node is
+            attached, and no block starts.
+        budget: N, nodes of the tree.
+
+    Raises:
+        ValueError: paths of more than 255 tokens.
+    """
 
     block_size: int
     num_blocks: int
     num_starts: int
-    width: int
+    branching: tuple[int, int, int, int]
     budget: int
+
+    def __post_init__(self) -> None:
+        if self.max_depth > MAX_DEPTH:
+            raise ValueError(
+                f"{self.num_blocks} blocks of {self.block_size} positions draft paths of "
+                f"{self.max_depth} tokens, but at most {MAX_DEPTH} are supported."
+            )
+
+    @property
+    def width(self) -> int:
+        """B, candidates that are looked at per position."""
+        return max(1, *self.branching)
+
+    @property
+    def max_depth(self) -> int:
+        """M · K, tokens on the longest path."""
+        return self.num_blocks * self.block_size
 
     @property
     def candidates(self) -> int:
@@ -43,8 +72,11 @@ class Limits:
 
     def count(self, blocks: int) -> int:
         """Candidates once `blocks` blocks hang, the root included."""
-        rows = 1 + (blocks - 1) * self.num_starts
-        return 1 + rows * self.block_size * self.width
+        return 1 + self.rows(blocks) * self.block_size * self.width
+
+    def rows(self, blocks: int) -> int:
+        """Drafted rows of `blocks` blocks: the drafting row, and S per further block."""
+        return 1 + (blocks - 1) * self.num_starts
 
 
 class Growing:
@@ -54,95 +86,87 @@ class Growing:
         fields: [6, R, C] int64: token, path hash, key, parent, key as a start, scratch.
         score: [R, C] fp32.
         started: [R, max(1, M-2), S] int64, hashes of the texts that blocks started from.
+        block: the newest.
 
     Args:
-        branching: [4] int64, children per rank bucket; 0: nothing starts there.
+        branching: [4] int64, `shape.branching` on the device.
     """
 
-    def __init__(self, limits: Limits, branching: torch.Tensor, num_requests: int) -> None:
-        self.limits, self.branching, self.num_requests = limits, branching, num_requests
-        device = branching.device
-        shape = (num_requests, limits.candidates)
-        self.fields = torch.empty(6, *shape, dtype=torch.int64, device=device)
-        self.score = torch.empty(shape, dtype=torch.float32, device=device)
-        started = (num_requests, max(1, limits.num_blocks - 2), limits.num_starts)
+    def __init__(self, shape: TreeShape, branching: torch.Tensor, num_requests: int) -> None:
+        self.shape, self.branching, self.num_requests = shape, branching, num_requests
+        self.block = 0
+        size, device = (num_requests, shape.candidates), branching.device
+        self.fields = torch.empty(6, *size, dtype=torch.int64, device=device)
+        self.score = torch.empty(size, dtype=torch.float32, device=device)
+        started = (num_requests, max(1, shape.num_blocks - 2), shape.num_starts)
         self.started = torch.empty(started, dtype=torch.int64, device=device)
 
-    def attach_block(
+    def attach(
         self,
-        block: int,
-        start_node: torch.Tensor | None,
-        start_valid: torch.Tensor | None,
-        top_logprob: torch.Tensor,
-        top_token: torch.Tensor,
+        starts: NextStarts | None,
+        logprob: torch.Tensor,
+        token: torch.Tensor,
         bucket: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...] | TreeTensors:
-        """Hang block `block`, and go on.
+    ) -> NextStarts | TreeTensors:
+        """Hang a block under its starts; return the next starts, or at last the trees.
 
         Args:
-            block: 1 to M.
-            start_node: [R, S] int64, candidates that it starts from; None in block 1.
-            start_valid: [R, S] bool; None in block 1.
-            top_logprob: [R, rows, K, B] fp32, best first; 1 row in block 1, then S.
-            top_token: [R, rows, K, B] int64, target vocabulary.
+            starts: what the last call returned; None in block 1.
+            logprob: [R, rows, K, B] fp32, best first; 1 row in block 1, then S.
+            token: [R, rows, K, B] int64, target vocabulary.
             bucket: [R, rows, K] int64, 0 to 3.
-
-        Returns:
-            before the last block the next starts, each [R, S]: node, token, row, position (all
-            int64) and valid (bool); after the last one the tree.
         """
-        limits, device = self.limits, self.score.device
-        last = block == limits.num_blocks
-        grown = (self.num_requests, limits.num_starts)
-        if block == 1:
-            start_node = start_valid = self.branching  # not read
-        assert start_node is not None and start_valid is not None
-        count = limits.count(block)
-        rows = 1 if block == 1 else limits.num_starts
+        self.block += 1
+        shape, device, block = self.shape, self.score.device, self.block
+        last = block == shape.num_blocks
+        grown = (self.num_requests, shape.num_starts)
+        # Block 1 reads no starts.
+        node, valid = (self.branching,) * 2 if starts is None else (starts.node, starts.valid)
+        count = shape.count(block)
+        rows = 1 if block == 1 else shape.num_starts
         drafts = BlockDrafts(
-            top_logprob.contiguous(),
-            top_token.contiguous(),
+            logprob.contiguous(),
+            token.contiguous(),
             bucket.contiguous(),
             self.branching,
-            start_node.contiguous(),
-            start_valid.contiguous(),
+            node.contiguous(),
+            valid.contiguous(),
         )
         constants = BlockConstants(
             BLOCK=block,
-            BLOCKS=limits.num_blocks,
-            C=limits.candidates,
+            BLOCKS=shape.num_blocks,
+            C=shape.candidates,
             ROWS=rows,
-            K=limits.block_size,
-            B=limits.width,
-            S=limits.num_starts,
-            CELLS=next_power_of_2(rows * limits.block_size * limits.width),
+            K=shape.block_size,
+            B=shape.width,
+            S=shape.num_starts,
+            CELLS=next_power_of_2(rows * shape.block_size * shape.width),
         )
         kept, size = (self.fields, self.score, self.started), self.score.numel()
         grid, num_warps = (self.num_requests,), warps_for(count)
         if last:
-            tree = TreeTensors.empty(self.num_requests, limits.budget, self.fields[5])
-            depth = limits.num_blocks * limits.block_size
-            select = select_constants(count, limits.budget, depth)
+            tree = TreeTensors.empty(self.num_requests, shape.budget, self.fields[5])
+            select = select_constants(count, shape.budget, shape.max_depth)
             if self.num_requests:
                 _attach_and_select_kernel[grid](
                     drafts, *kept, tree, size, constants, select, num_warps=num_warps
                 )
             return tree
         dtypes = (*[torch.int64] * 4, torch.bool)
-        starts = NextStarts._make([torch.empty(grown, dtype=x, device=device) for x in dtypes])
+        next_starts = NextStarts._make([torch.empty(grown, dtype=x, device=device) for x in dtypes])
         if self.num_requests:
             _attach_and_start_kernel[grid](
                 drafts,
                 *kept,
-                starts,
+                next_starts,
                 size,
                 constants,
                 COUNT=count,
-                PLACES=max(next_power_of_2(count), next_power_of_2(limits.num_starts)),
-                STARTS=max(2, next_power_of_2(limits.num_starts)),  # 3.6 has no top 1
+                PLACES=max(next_power_of_2(count), next_power_of_2(shape.num_starts)),
+                STARTS=max(2, next_power_of_2(shape.num_starts)),  # 3.6 has no top 1
                 num_warps=num_warps,
             )
-        return starts
+        return next_starts
 
 
 class BlockDrafts(NamedTuple):
@@ -157,7 +181,7 @@ class BlockDrafts(NamedTuple):
 
 
 class BlockConstants(NamedTuple):
-    """What a launch is compiled for; letters as in `Limits`, C: all candidates of a request."""
+    """What a launch is compiled for; letters as in `TreeShape`, C: all candidates of a request."""
 
     BLOCK: int
     BLOCKS: int
@@ -170,13 +194,15 @@ class BlockConstants(NamedTuple):
 
 
 class NextStarts(NamedTuple):
-    """Where the next block starts, each [R, S]."""
+    """Nodes from which the next block grows, S per request: [R, S] each."""
 
-    node: torch.Tensor  # int64, as the three after it
-    token: torch.Tensor
+    node: torch.Tensor  # int64, candidate index
+    token: torch.Tensor  # int64
+    # int64, the drafted row that the node came from: 0 is the drafting row, the s-th start of
+    # block m is row 1 + (m − 2)·S + s.
     row: torch.Tensor
-    position: torch.Tensor
-    valid: torch.Tensor  # bool
+    position: torch.Tensor  # int64, 0-based position in that row
+    valid: torch.Tensor  # bool; the others are there for the shape's sake
 
 
 @jit

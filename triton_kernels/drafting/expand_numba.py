@@ -20,54 +20,55 @@ from ..tree.candidate_keys import (
 )
 from ..tree.select_tree import TreeTensors
 from ..tree.select_tree_numba import select_numba
-from .expand import Growing
+from .expand import Growing, NextStarts
 
 _DEPTH = MAX_DEPTH * DEPTH_ONE
 
 
 class CompiledGrowing(Growing):
-    """Growing in host memory. Differs in what `attach_block` launches."""
+    """Growing in host memory. Differs in what `attach` launches."""
 
-    def attach_block(
+    def attach(
         self,
-        block: int,
-        start_node: torch.Tensor | None,
-        start_valid: torch.Tensor | None,
-        top_logprob: torch.Tensor,
-        top_token: torch.Tensor,
+        starts: NextStarts | None,
+        logprob: torch.Tensor,
+        token: torch.Tensor,
         bucket: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...] | TreeTensors:
-        limits, requests = self.limits, self.num_requests
-        if start_node is None or start_valid is None:
-            start_node = torch.zeros(requests, 1, dtype=torch.int64)
-            start_valid = torch.ones(requests, 1, dtype=torch.bool)
+    ) -> NextStarts | TreeTensors:
+        self.block += 1
+        shape, requests, block = self.shape, self.num_requests, self.block
+        if starts is None:
+            node = torch.zeros(requests, 1, dtype=torch.int64)
+            valid = torch.ones(requests, 1, dtype=torch.bool)
+        else:
+            node, valid = starts.node, starts.valid
         fields = (*self.fields[:5].numpy(), self.score.numpy(), self.started.numpy())
-        given = (start_node, start_valid, top_logprob.float(), top_token, bucket)
+        given = (node, valid, logprob.float(), token, bucket)
         _attach_block(
             *fields,
             self.branching.numpy(),
             *(x.detach().contiguous().numpy() for x in given),
             block,
-            limits.count(block - 1) if block > 1 else 1,
-            block < limits.num_blocks,
+            shape.count(block - 1) if block > 1 else 1,
+            block < shape.num_blocks,
         )
-        if block == limits.num_blocks:
-            token, path_hash, key, parent = self.fields[:4]
-            return select_numba(token, parent, self.score, key, path_hash, limits.budget)
-        shape = requests, limits.num_starts
-        starts = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
-        starts.append(torch.empty(shape, dtype=torch.bool))
+        if block == shape.num_blocks:
+            own, path_hash, key, parent = self.fields[:4]
+            return select_numba(own, parent, self.score, key, path_hash, shape.budget)
+        size = requests, shape.num_starts
+        next_starts = [torch.empty(size, dtype=torch.int64) for _ in range(4)]
+        next_starts.append(torch.empty(size, dtype=torch.bool))
         _choose_starts(
             *fields[:3],
             *fields[4:5],
             fields[6],
-            *(x.numpy() for x in starts),
+            *(x.numpy() for x in next_starts),
             block,
-            limits.count(block),
-            limits.block_size,
-            limits.width,
+            shape.count(block),
+            shape.block_size,
+            shape.width,
         )
-        return tuple(starts)
+        return NextStarts._make(next_starts)
 
 
 @njit

@@ -1,7 +1,4 @@
-"""Attention metadata of a drafter's first block: KV indices, prefix lengths, RoPE positions.
-
-The torch reference is `drafters.specblock.draft_attention.DraftAttentionBuilder`.
-"""
+"""Attention metadata of a drafter's first block: KV indices, prefix lengths, RoPE positions."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..op import op
 from ..optional_triton import cdiv, jit, tl
 
 _CELLS = 256  # of a program
@@ -34,7 +32,7 @@ def first_block_metadata_triton(
     last: torch.Tensor,
     block_size: int,
 ) -> FirstBlockMetadata:
-    """Launch the kernel; tensors as `CommittedTokens` has them, block_size: K."""
+    """Launch the kernel; arguments as `first_block_metadata` has them."""
     rows, requests, K = len(position), len(last), block_size
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -52,6 +50,30 @@ def first_block_metadata_triton(
         *given, made, rows, requests, K=K, num_warps=4
     )
     return made
+
+
+@op(first_block_metadata_triton)
+def first_block_metadata(
+    position: torch.Tensor,
+    index: torch.Tensor,
+    kv_slot: torch.Tensor,
+    row_start: torch.Tensor,
+    last: torch.Tensor,
+    block_size: int,
+) -> FirstBlockMetadata:
+    """Return the metadata; tensors as `CommittedTokens` has them, block_size: K."""
+    K, device = block_size, position.device
+    k = torch.arange(K, device=device)
+    see = (index[:, None] * K + k + 1).int()  # [T, K]
+    return FirstBlockMetadata(
+        kv_index=torch.where(kv_slot >= 0, kv_slot * K, -K)[:, None] + k,
+        prefix_len=see.flatten(),
+        base=position + 1,
+        query_start=row_start * K,
+        ends=((index[last] + 1) * K).int(),
+        kept_start=torch.arange(0, len(last) * K + 1, K, dtype=torch.int32, device=device),
+        kept_prefix=see[last].flatten(),
+    )
 
 
 # A part of a long prompt begins anywhere: the alignment of its tensors is not to be compiled for.

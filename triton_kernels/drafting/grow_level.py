@@ -48,34 +48,28 @@ class GrowingLevels:
         self.fields = torch.empty(4, *shape, dtype=torch.int64, device=device)
         self.score = torch.empty(shape, dtype=torch.float32, device=device)
 
-    def attach_level(
+    def attach(
         self,
-        node: torch.Tensor | None,
-        valid: torch.Tensor | None,
+        rows: NextRows | None,
         there: torch.Tensor | None,
         logprob: torch.Tensor,
         token: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...] | TreeTensors:
-        """Hang the next level, and go on.
+    ) -> NextRows | TreeTensors:
+        """Hang a level under the rows that drafted it; return the next rows, or at last the trees.
 
         Args:
-            node: [R, rows] int64, the candidates that it hangs from; None in level 1.
-            valid: [R, rows] bool, which of them are real; None in level 1.
-            there: [R, rows] bool, which had a place; None: all.
+            rows: what the last call returned; None in level 1, which hangs from the root.
+            there: [R, rows] bool, rows that had a slot in the cache; None: all.
             logprob: [R, rows, k] fp32, best first; 1 row in level 1, then `width`.
             token: [R, rows, k] int64, target vocabulary.
-
-        Returns:
-            before the last level what grows next, as `LevelRows` has it, and after it the tree.
         """
         limits, device, requests = self.limits, self.score.device, len(self.score)
         self.level += 1
-        root, last = self.level == 1, self.level == limits.depth
-        rows = 1 if root else limits.width
+        root, last = rows is None, self.level == limits.depth
+        count = 1 if root else limits.width
         done = 0 if root else 1 + (self.level - 2) * limits.width  # rows before this level's
-        if root:
-            node = valid = self.fields  # not read
-        assert node is not None and valid is not None
+        # Level 1 reads no rows.
+        node, valid = (self.fields,) * 2 if rows is None else (rows.node, rows.valid)
         drafts = LevelDrafts(
             logprob.contiguous(),
             token.contiguous(),
@@ -85,10 +79,10 @@ class GrowingLevels:
         )
         constants = LevelConstants(
             ROOT=root,
-            ROWS=rows,
+            ROWS=count,
             TOP_K=limits.top_k,
             C=limits.candidates,
-            CELLS=max(2, next_power_of_2(rows * limits.top_k)),
+            CELLS=max(2, next_power_of_2(count * limits.top_k)),
         )
         kept, numbers = (self.fields, self.score), (self.score.numel(), self.level, done)
         if last:
@@ -118,7 +112,7 @@ class GrowingLevels:
                 WIDTH=limits.width,
                 # A top-k of 1 does not compile with Triton 3.6.
                 GROWN=max(2, next_power_of_2(limits.width)),
-                num_warps=1 if rows * limits.top_k <= 128 else 4,
+                num_warps=1 if count * limits.top_k <= 128 else 4,
             )
         return grown
 
@@ -134,15 +128,15 @@ class LevelDrafts(NamedTuple):
 
 
 class NextRows(NamedTuple):
-    """What grows next, as `LevelRows` has it: each [R, width], the last two [R · width]."""
+    """What grows next: as `NextStarts` [R, width] each, and what the drafter needs to run it."""
 
     node: torch.Tensor  # int64, as all but `valid`
     token: torch.Tensor
     row: torch.Tensor
-    position: torch.Tensor
+    position: torch.Tensor  # 0
     valid: torch.Tensor  # bool
-    behind: torch.Tensor
-    rope: torch.Tensor
+    behind: torch.Tensor  # [R · width], of the last forward's rows the one that each follows
+    rope: torch.Tensor  # [R · width], its RoPE position
 
     @classmethod
     def empty(cls, requests: int, width: int, device: torch.device) -> NextRows:

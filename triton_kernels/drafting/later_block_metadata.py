@@ -1,7 +1,4 @@
-"""Attention metadata of a drafter's later blocks: KV indices, prefix lengths, mask words.
-
-The torch reference is `drafters.specblock.draft_attention.DraftAttentionBuilder`.
-"""
+"""Attention metadata of a drafter's later blocks: KV indices, prefix lengths, mask words."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..op import op
 from ..optional_triton import jit, next_power_of_2, tl
 
 
@@ -27,72 +25,49 @@ class LaterBlockMetadata(NamedTuple):
 
 
 def later_block_metadata_triton(
-    row: torch.Tensor,
-    position: torch.Tensor,
-    valid: torch.Tensor,
-    stands: torch.Tensor,
-    index: torch.Tensor,
-    last: torch.Tensor,
+    starts: StartPointers,
+    committed: CommittedRows,
     own: torch.Tensor,
     block_table: torch.Tensor,
-    prefix: torch.Tensor,
-    bits: torch.Tensor,
-    reach: torch.Tensor | None,
+    kept: RowPointers,
     block: int,
     token_block: int,
     max_position: int,
 ) -> LaterBlockMetadata:
-    """Launch the kernel of block `block` ≥ 2, which also fills in its rows of what is kept of rows:
-    `prefix`, `bits` and `reach`.
-
-    Args:
-        row, position: [R, S] int64, of the starts; rows before this block's.
-        valid: [R, S] bool, likewise.
-        stands, index: [T] int64, `position` and `index` of the step's committed rows.
-        last: [R] int64, which of those drafts.
-        own: [rows, K, W] int64 contiguous, the bits up to each position of a row.
-        block_table: [R, max blocks] int32.
-        prefix: [R, rows] int64 contiguous, entries that a row sees as prefix; row 0's is not read.
-        bits: [R, rows, W] int64 contiguous, what a row sees behind them; likewise.
-        reach: [R, rows] int64 contiguous, tokens drafted before a row, likewise; None: RoPE does
-            not count them.
-        token_block: tokens in one block of the table.
-        max_position: positions at or beyond it have no slot.
-    """
-    (requests, starts), (rows, block_size, num_words) = row.shape, own.shape
-    cells = requests * starts * block_size
+    """Launch the kernel; arguments as `later_block_metadata` has them."""
+    (requests, count), (rows, block_size, num_words) = starts.row.shape, own.shape
+    cells = requests * count * block_size
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=row.device)
+        return torch.empty(shape, dtype=dtype, device=own.device)
 
     metadata = LaterBlockMetadata(
-        kv_index=empty(requests * starts, block_size, dtype=torch.int64),
+        kv_index=empty(requests * count, block_size, dtype=torch.int64),
         query_start=empty(requests + 1),
         prefix_len=empty(cells),
         mask_words=empty(cells, num_words, dtype=torch.int64),
         seq_len=empty(requests),
         tree_start=empty(requests),
-        valid=empty(requests, starts, dtype=torch.bool),
-        source=empty(requests * starts, dtype=torch.int64),
-        base=empty(requests * starts, dtype=torch.int64),
+        valid=empty(requests, count, dtype=torch.bool),
+        source=empty(requests * count, dtype=torch.int64),
+        base=empty(requests * count, dtype=torch.int64),
     )
-    places = next_power_of_2(starts * block_size)
-    given = StartPointers(row.contiguous(), position.contiguous(), valid.contiguous())
+    places = next_power_of_2(count * block_size)
     _later_block_metadata_kernel[(requests + 1,)](
-        given,
-        CommittedRows(stands, index, last),
-        CommittedRows(stands.stride(0), index.stride(0), last.stride(0)),
+        StartPointers._make(x.contiguous() for x in starts),
+        committed,
+        CommittedRows._make(x.stride(0) for x in committed),
         own,
         block_table,
         block_table.stride(0),
-        RowPointers(prefix, bits, reach),
+        kept,
         metadata,
         requests,
         block_table.shape[1],
-        1 + (block - 2) * starts,
+        1 + (block - 2) * count,
         max_position,
         ROWS=rows,
-        S=starts,
+        S=count,
         K=block_size,
         W=num_words,
         TOKENS=token_block,
@@ -102,8 +77,66 @@ def later_block_metadata_triton(
     return metadata
 
 
+@op(later_block_metadata_triton)
+def later_block_metadata(
+    starts: StartPointers,
+    committed: CommittedRows,
+    own: torch.Tensor,
+    block_table: torch.Tensor,
+    kept: RowPointers,
+    block: int,
+    token_block: int,
+    max_position: int,
+) -> LaterBlockMetadata:
+    """Return the metadata of block `block` ≥ 2, and fill in its rows of `kept`.
+
+    Args:
+        starts: of the block, in rows before it.
+        committed: of the step; `last`: [R] int64, which of them drafts.
+        own: [rows, K, W] int64 contiguous, the bits up to each position of a row.
+        block_table: [R, max blocks] int32.
+        kept: row 0's is not read.
+        token_block: tokens in one block of the table.
+        max_position: positions at or beyond it have no slot.
+    """
+    row, position = starts.row, starts.position
+    (requests, S), (_, K, width) = row.shape, own.shape
+    first_row, device = 1 + (block - 2) * S, row.device
+    here, k = slice(first_row, first_row + S), torch.arange(K, device=device)
+    newest, rope = committed.index[committed.last], committed.position[committed.last]  # [R]
+    drafted = row > 0
+    before = torch.where(drafted, kept.prefix.gather(1, row), newest[:, None] * K + position + 1)
+    path = kept.bits.gather(1, row[..., None].expand(-1, -1, width))
+    path = path.masked_fill(~drafted[..., None], 0) | own[row, position]  # [R, S, W]
+    kept.prefix[:, here], kept.bits[:, here] = before, path
+    base = (rope[:, None] + 1).expand_as(row)
+    if kept.reach is not None:
+        reach = kept.reach.gather(1, row).masked_fill(~drafted, 0) + position + 1
+        kept.reach[:, here], base = reach, base + reach
+
+    limit = max_position - (rope - newest)  # [R]
+    at = newest[:, None] + first_row + torch.arange(S, device=device)  # [R, S] places to borrow
+    there = at < limit[:, None]
+    table_block = (at // token_block).clamp(max=block_table.shape[1] - 1)
+    kv_slot = block_table.gather(1, table_block).long() * token_block
+    kv_slot = torch.where(there, kv_slot + at % token_block, -1)
+    window = ((newest + 1) * K).int()
+    request = torch.arange(requests, device=device)[:, None]
+    return LaterBlockMetadata(
+        kv_index=(torch.where(kv_slot >= 0, kv_slot * K, -K)[..., None] + k).flatten(0, 1),
+        query_start=torch.arange(0, requests * S * K + 1, S * K, dtype=torch.int32, device=device),
+        prefix_len=before[..., None].expand(-1, -1, K).flatten().int(),
+        mask_words=(path[:, :, None] | own[here]).flatten(0, 2),
+        seq_len=(window + (block - 1) * S * K).minimum(limit * K).int(),
+        tree_start=window,
+        valid=starts.valid & there,
+        source=((request * first_row + row) * K + position).flatten(),
+        base=base.flatten(),
+    )
+
+
 class StartPointers(NamedTuple):
-    """What a block starts from; contiguous."""
+    """What a block starts from; contiguous in the kernel."""
 
     row: torch.Tensor  # [R, S] int64
     position: torch.Tensor  # [R, S] int64
@@ -119,11 +152,12 @@ class CommittedRows(NamedTuple):
 
 
 class RowPointers(NamedTuple):
-    """What is kept of rows; contiguous."""
+    """What is kept of drafted rows; contiguous."""
 
-    prefix: torch.Tensor  # [R, ROWS] int64
-    bits: torch.Tensor  # [R, ROWS, W] int64
-    reach: torch.Tensor | None  # [R, ROWS] int64
+    prefix: torch.Tensor  # [R, ROWS] int64, entries that a row sees as prefix
+    bits: torch.Tensor  # [R, ROWS, W] int64, what it sees behind them
+    # [R, ROWS] int64, tokens drafted before it; None: RoPE does not count them.
+    reach: torch.Tensor | None
 
 
 @jit(do_not_specialize=["num_requests", "table_width", "first_row"])

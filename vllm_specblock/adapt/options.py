@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from vllm_specblock.adapt.policy.interface import EVERY
 from vllm_specblock.config import OptionError, Options, parse_options
-from vllm_specblock.drafters.registry import drafter_kind, kinds_that
+from vllm_specblock.drafters.registry import DRAFTERS, drafter_kind
 from vllm_specblock.engine.step_observer import ADAPT
 
 if TYPE_CHECKING:
@@ -124,9 +124,10 @@ def parse_adapt(given: Any, kind: str, where: str = "") -> AdaptConfig | None:
     if given is False:
         return None
     if not drafter_kind(kind).adapts:
+        learners = ", ".join(name for name, each in DRAFTERS.items() if each.adapts)
         raise OptionError(
             f"speculative_config key '{name}' is given to a head of kind {kind!r}, but of "
-            f"these only {kinds_that('adapts')} can learn while it serves: drop the key."
+            f"these only {learners} can learn while it serves: drop the key."
         )
     keys = {} if given is True else {key.replace("-", "_"): each for key, each in given.items()}
     return parse_options(AdaptConfig, keys, f"{name}.", f" under '{name}'")

@@ -24,8 +24,14 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.adapt.files import lock_folder, private_folder, read_json, write_json
-from vllm_specblock.drafters.common.checkpoint_files import MAPPING_NAMES
+from vllm_specblock.drafters.common.checkpoint_files import (
+    CONFIG,
+    MAPPING_NAMES,
+    WEIGHTS,
+    opened,
+)
 from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import TrainError
@@ -87,7 +93,7 @@ class VersionFolder:
         facts = {
             **facts,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "checksum": _digest(aside / checkpoint.WEIGHTS),
+            "checksum": _digest(aside / WEIGHTS),
             "fingerprints": self.fingerprints,
         }
         provenance.write(aside, {"adaptation": facts, **_origin()})
@@ -137,10 +143,10 @@ class VersionFolder:
         folder = self.drafter if name is None else self._checked(name)
         assert folder is not None  # it is for a look only
         try:
-            with checkpoint.opened(folder / checkpoint.WEIGHTS) as file:
+            with opened(folder / WEIGHTS) as file:
                 names = [each for each in file.keys() if each not in MAPPING_NAMES]  # noqa: SIM118
                 tensors = {each: file.get_tensor(each) for each in names if wanted(each)}
-        except checkpoint.CheckpointError as error:
+        except CheckpointError as error:
             raise TrainError(f"The version {folder} cannot be read: {error}") from None
         if not all(torch.isfinite(each).all() for each in tensors.values()):
             raise TrainError(f"The weights in {folder} are not finite.")
@@ -182,7 +188,7 @@ class VersionFolder:
             if facts.get("fingerprints", {}).get(what) != mine:
                 raise TrainError(f"The version {folder} was made for another {what}.")
         try:
-            checksum = _digest(folder / checkpoint.WEIGHTS)
+            checksum = _digest(folder / WEIGHTS)
         except OSError:
             checksum = None
         if checksum is None or checksum != facts.get("checksum"):
@@ -214,7 +220,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 def fingerprint(drafter: Path) -> str:
     """Return a digest of a drafter's config and weights; raises TrainError where there is none."""
     try:
-        return _digest(drafter / checkpoint.CONFIG)[:16] + _digest(drafter / checkpoint.WEIGHTS)
+        return _digest(drafter / CONFIG)[:16] + _digest(drafter / WEIGHTS)
     except OSError as error:
         raise TrainError(
             f"The drafter's {error.filename} cannot be read: {error.strerror}."

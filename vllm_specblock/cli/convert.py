@@ -64,6 +64,7 @@ def convert(
     """Rewrite a drafter directory in the other layout; the weights keep their bits."""
     from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
     from vllm_specblock.drafters.specblock import checkpoint
+    from vllm_specblock.drafters.specblock.config import CheckpointError
     from vllm_specblock.train.target.target_info import check_target, describe_target
 
     folder, info = drafter_folder(source), None
@@ -73,8 +74,6 @@ def convert(
         info = describe_target(directory, target_name or str(target), layers)
         check_target(folder, made_for, directory, info)
     elif target_name is not None or layer_ids is not None:
-        raise checkpoint.CheckpointError(
-            "The target's name and layers were given without --target."
-        )
+        raise CheckpointError("The target's name and layers were given without --target.")
     checkpoint.convert(folder, out, to, info)
     typer.echo(f"Wrote {source} in the layout '{to}' to {out}")

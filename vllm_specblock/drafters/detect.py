@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vllm_specblock.drafters.common.checkpoint_files import CONFIG
 from vllm_specblock.drafters.dflash.config import is_causal, is_dflash
 from vllm_specblock.drafters.eagle3.config import is_eagle3
 from vllm_specblock.drafters.registry import DRAFTERS
-from vllm_specblock.drafters.specblock.checkpoint import CONFIG
 from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.drafters.specblock.config_json import read_json
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -118,17 +118,6 @@ class Drafter(ABC):
             block_table: [most requests, max blocks] int32 of valid blocks.
             most_rows: committed rows of a step, at most.
         """
-
-    def refresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Between two steps, take other weights by the names and shapes of the checkpoint.
-
-        Raises:
-            ValueError: this kind cannot, or the weights do not fit; nothing has changed.
-        """
-        raise ValueError(
-            f"{type(self).__name__} keeps the weights that it was loaded with: only a "
-            "SpecBlockDrafter takes others while it serves."
-        )
 
     @abstractmethod
     def advance(self, rows: CommittedTokens) -> None:

@@ -104,8 +104,3 @@ def drafter_kind(name: str) -> DrafterKind:
             f"There is no drafter of kind {name!r}: choose one of {', '.join(DRAFTERS)}."
         )
     return DRAFTERS[name]
-
-
-def kinds_that(attribute: str) -> str:
-    """The names of the kinds with an attribute, for a sentence."""
-    return ", ".join(name for name, kind in DRAFTERS.items() if getattr(kind, attribute))

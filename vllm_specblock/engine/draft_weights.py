@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from vllm_specblock.drafters.interface import Drafter
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.drafters.specblock.refresh import refresh
 from vllm_specblock.engine.config.ours import is_ours
 from vllm_specblock.engine.patches import Function, replaces
 
@@ -54,7 +56,8 @@ class DraftModels(nn.ModuleList):
     def finish_update(self) -> None:
         """Let the received weights serve; raises ValueError if they do not fit."""
         received, self.received = self.received, {}
-        self.first.refresh(received)
+        assert isinstance(self.first.model, SpecBlockModel)  # by `begin_update`
+        refresh(self.first.model, received)
 
 
 def install() -> None:

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.specblock import checkpoint as drafter_files
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.train.attention import FirstBlock, Kernel, NextBlock
 from vllm_specblock.train.distributed import BatchCounts
 from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
@@ -33,6 +32,7 @@ from vllm_specblock.train.learner import (
     draft_labels,
 )
 from vllm_specblock.train.losses import BlockLoss, block_loss
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from vllm_specblock.adapt.link.finished import Finished
 from vllm_specblock.adapt.link.folder_link import FolderLink, FolderSource, make_shared_folder
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
 from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.drafters.common.checkpoint_files import WEIGHTS
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
 
@@ -232,7 +233,7 @@ def test_heads_alone_are_read_where_the_trunk_serves_already(pair, folder):
 
 def test_a_version_that_cannot_serve_is_reported_once(pair, folder, caplog):
     versions, name = written(pair, folder / "versions")
-    (versions.out / name / checkpoint.WEIGHTS).write_bytes(b"half")
+    (versions.out / name / WEIGHTS).write_bytes(b"half")
     link = link_of(pair, folder)
     (line,) = [each for each in caplog.messages if "current version" in each]
     assert "not those that were written" in line and line.count(". ") == 0 and line.endswith(".")

@@ -53,21 +53,20 @@ def dense_tree(drafter, embedding, features, text, end: int, head: SpecBlockDraf
         newest,
     )
     expansion = Expansion(shape, torch.tensor(shape.branching), 1)
-    expansion.first_block(*drafter.candidates(hidden, shape.width, beta))
+    grown = expansion.attach(None, *drafter.candidates(hidden[None], shape.width, beta))
     growth, drafted = cache.grow(), hidden
     depth = torch.zeros(1, dtype=torch.int64)
-    for block in range(2, shape.num_blocks + 1):
-        starts = expansion.starts(block)
-        position, row = starts.position[0], starts.row[0]
+    for _ in range(2, shape.num_blocks + 1):
+        position, row = grown.position[0], grown.row[0]
         base = torch.full_like(position, end)
         if drafter.config.block_rope == "path":
             base = base + depth[row] + position + 1
         depth = torch.cat([depth, depth[row] + position + 1])
         attend = growth.starts(row, position)
-        later = drafter(drafted[row, position], embedding[starts.token[0]], base, attend)
-        expansion.next_block(starts, block, *drafter.candidates(later[None], shape.width, beta))
+        later = drafter(drafted[row, position], embedding[grown.token[0]], base, attend)
+        grown = expansion.attach(grown, *drafter.candidates(later[None], shape.width, beta))
         drafted = torch.cat([drafted, later])
-    return expansion.finish()
+    return grown
 
 
 @pytest.mark.parametrize(

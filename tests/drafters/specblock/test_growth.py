@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from support.drafted_blocks import coarse_block, random_block
 from support.naive_expand import NaiveExpansion
 from support.trees import texts
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.drafters.specblock.growth import Expansion
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.tree import DraftTree
 
 BRANCHINGS = [(2, 4, 10, 0), (2, 4, 6, 4), (1, 1, 1, 1), (3, 0, 0, 0)]
@@ -21,19 +21,18 @@ def expand_both(shape: TreeShape, vocab: int, seed: int, num_requests: int = 2, 
     draw = torch.Generator().manual_seed(seed)
     expansion = Expansion(shape, torch.tensor(shape.branching), num_requests)
     naive = [NaiveExpansion(shape) for _ in range(num_requests)]
-    block = make(draw, shape, vocab, num_requests)
-    expansion.first_block(*block)
+    block = make(draw, shape, vocab, num_requests, 1)
+    starts = expansion.attach(None, *block)
     for request, plain in enumerate(naive):
-        plain.attach((), 0.0, *(part[request].tolist() for part in block))
+        plain.attach((), 0.0, *(part[request, 0].tolist() for part in block))
     ends = [plain.chain_end for plain in naive]
     for m in range(2, shape.num_blocks + 1):
-        starts = expansion.starts(m)
         # A caller reads hidden states at all of them, valid or not.
         rows_so_far = 1 + (m - 2) * shape.num_starts
         assert ((starts.row >= 0) & (starts.row < rows_so_far)).all()
         assert ((starts.position >= 0) & (starts.position < shape.block_size)).all()
         block = make(draw, shape, vocab, num_requests, shape.num_starts)
-        expansion.next_block(starts, m, *block)
+        grown = expansion.attach(starts, *block)
         for request, plain in enumerate(naive):
             chosen = plain.starts(ends[request])
             for s in range(shape.num_starts):
@@ -48,7 +47,8 @@ def expand_both(shape: TreeShape, vocab: int, seed: int, num_requests: int = 2, 
                 plain.attach(text, score, *(part[request, s].tolist() for part in block))
                 if s == 0:
                     ends[request] = plain.chain_end
-    return expansion.finish(), [plain.finish() for plain in naive]
+        starts = grown
+    return starts, [plain.finish() for plain in naive]
 
 
 def check_order(tree, request: int) -> None:
@@ -112,15 +112,11 @@ def test_certain_tokens_keep_parents_first(scores):
     """Log-probabilities of 0: without care, parent and child would tie."""
     shape = TreeShape(4, 2, 3, (1, 1, 1, 1), 16)
     expansion = Expansion(shape, torch.tensor(shape.branching), 1)
-    top = torch.full((1, 4, 1), scores)
-    bucket = torch.zeros(1, 4, dtype=torch.int64)
-    expansion.first_block(top, torch.tensor([[[5], [6], [7], [8]]]), bucket)
-    starts = expansion.starts(2)
+    top = torch.full((1, 1, 4, 1), scores)
+    bucket = torch.zeros(1, 1, 4, dtype=torch.int64)
+    starts = expansion.attach(None, top, torch.tensor([[[[5], [6], [7], [8]]]]), bucket)
     follow = torch.tensor([1, 2, 3, 4]).view(1, 1, 4, 1).expand(1, 3, 4, 1)
-    expansion.next_block(
-        starts, 2, top[:, None].expand(1, 3, 4, 1), follow, bucket[:, None].expand(1, 3, 4)
-    )
-    tree = expansion.finish()
+    tree = expansion.attach(starts, top.expand(1, 3, 4, 1), follow, bucket.expand(1, 3, 4))
     assert (tree.parent[0] < torch.arange(1, 17)).all()
     assert (tree.logprob[0] == 0).all()
     assert max(len(text) for text in texts(tree, 0)) == 8
@@ -130,27 +126,25 @@ def test_starts_that_have_no_room_are_left_out():
     shape = TreeShape(4, 2, 4, (2, 4, 6, 4), 60)
     draw = torch.Generator().manual_seed(0)
     expansion = Expansion(shape, torch.tensor(shape.branching), 1)
-    expansion.first_block(*random_block(draw, shape, 50, 1))
-    starts = expansion.starts(2)
+    starts = expansion.attach(None, *random_block(draw, shape, 50, 1, 1))
     starts.valid[:] = False
-    expansion.next_block(starts, 2, *random_block(draw, shape, 50, 1, 4))
-    assert max(len(text) for text in texts(expansion.finish(), 0)) <= 4
+    tree = expansion.attach(starts, *random_block(draw, shape, 50, 1, 4))
+    assert max(len(text) for text in texts(tree, 0)) <= 4
 
 
 def test_a_text_that_filled_a_shape_may_still_start():
     """Block 1 gives up at its second position; block 2 finds the same text, surer and open."""
     shape = TreeShape(3, 3, 8, (1, 0, 0, 0), 60)
     expansion = Expansion(shape, torch.tensor(shape.branching), 1)
-    chain = torch.tensor([[[1], [2], [3]]])
-    expansion.first_block(torch.full((1, 3, 1), -1.0), chain, torch.tensor([[0, 3, 0]]))
-    starts = expansion.starts(2)
+    chain = torch.tensor([[[[1], [2], [3]]]])
+    top = torch.full((1, 1, 3, 1), -1.0)
+    starts = expansion.attach(None, top, chain, torch.tensor([[[0, 3, 0]]]))
     assert starts.token[0, :2].tolist() == [3, 1] and starts.valid.sum() == 2
     # Below text 1: 2 once more, at −0.5 instead of −1.
     top = torch.full((1, 8, 3, 1), -0.5)
     token = torch.tensor([[4], [5], [6]]).expand(1, 8, 3, 1).clone()
     token[0, 1, 0] = 2
-    expansion.next_block(starts, 2, top, token, torch.zeros(1, 8, 3, dtype=torch.int64))
-    starts = expansion.starts(3)
+    starts = expansion.attach(starts, top, token, torch.zeros(1, 8, 3, dtype=torch.int64))
     again = (starts.token[0] == 2) & starts.valid[0]
     assert again.sum() == 1
     assert starts.row[0, again] == 2 and starts.position[0, again] == 0
@@ -164,19 +158,20 @@ def test_paths_too_long_for_a_key():
 def test_a_node_is_of_the_forward_whose_candidate_was_kept():
     """Block 1: 5 (or 6), then 7 (or 8). Block 2 starts after 5, 7 and after 5."""
     expansion = Expansion(TreeShape(2, 2, 2, (2, 2, 2, 2), 20), torch.tensor([2, 2, 2, 2]), 1)
-    bucket = torch.zeros(1, 2, dtype=torch.int64)
-    expansion.first_block(
-        torch.tensor([[[0.6, 0.4], [0.5, 0.3]]]).log(), torch.tensor([[[5, 6], [7, 8]]]), bucket
+    bucket = torch.zeros(1, 1, 2, dtype=torch.int64)
+    starts = expansion.attach(
+        None,
+        torch.tensor([[[[0.6, 0.4], [0.5, 0.3]]]]).log(),
+        torch.tensor([[[[5, 6], [7, 8]]]]),
+        bucket,
     )
-    starts = expansion.starts(2)
     assert starts.token.tolist() == [[7, 5]]
-    expansion.next_block(
+    expansion.attach(
         starts,
-        2,
         torch.tensor([[[[0.9, 0.1], [0.8, 0.2]], [[0.7, 0.2], [0.6, 0.4]]]]).log(),
         # After 5, block 2 says 7 more surely than block 1 did, and 8 less surely.
         torch.tensor([[[[1, 2], [3, 4]], [[7, 8], [9, 10]]]]),
-        bucket[:, None].expand(1, 2, 2),
+        bucket.expand(1, 2, 2),
     )
     selection = expansion.select()
     found = dict(zip(texts(selection.tree, 0), expansion.blocks(selection)[0].tolist()))

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support.engines import DRAFTER, ROOT
-from support.lone_drafters import head_of
 from support.records import small_drafter
 
-from vllm_specblock.config import NGramConfig
 from vllm_specblock.drafters.common.linear import Int8Linear, PackedLinear, process_after_loading
-from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.refresh import HEADS, RefreshError, held, refresh
@@ -180,9 +177,3 @@ def test_refused_before_anything_is_written(why, quantization):
 def test_a_drafter_that_does_not_serve_is_refused():
     with pytest.raises(RefreshError, match="made ready to serve"):
         refresh(small_drafter(1), weights(small_drafter(2)))
-
-
-def test_heads_of_another_kind_refuse():
-    for head in (head_of("eagle3")[0], NGramDrafter(NGramConfig(), 8, 64)):
-        with pytest.raises(ValueError, match=f"^{type(head).__name__} keeps the weights"):
-            head.refresh(weights(small_drafter(1)))

@@ -8,13 +8,13 @@ import pytest
 import torch
 from support import committed
 from support.trees import texts
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.config import Eagle3Config, SpecBlockConfig
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.drafting import (
     Eagle3Draft,

@@ -1,5 +1,4 @@
-"""One launch per block gives every tensor that the torch description of DraftAttentionBuilder
-gives."""
+"""One launch per block gives every tensor that the torch reference gives."""
 
 from __future__ import annotations
 
@@ -8,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.strides import column
+from vllm_specblock.triton_kernels.drafting.first_block_metadata import first_block_metadata
+from vllm_specblock.triton_kernels.drafting.later_block_metadata import later_block_metadata
 
 from vllm_specblock.drafters.specblock import draft_attention
 from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
@@ -60,16 +61,30 @@ def some_starts(requests: int, starts: int, size: int, block: int, device) -> Si
     )
 
 
+class Builder(DraftAttentionBuilder):
+    """Differs in what works metadata out. forms: of the first block, and of later ones."""
+
+    def __init__(self, forms, *args) -> None:
+        super().__init__(*args)
+        self.forms = forms
+
+    def first(self, rows):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(draft_attention, "first_block_metadata", self.forms[0])
+            return super().first(rows)
+
+    def next(self, block, starts):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(draft_attention, "later_block_metadata", self.forms[1])
+            return super().next(block, starts)
+
+
 @pytest.fixture
 def both(kernels, monkeypatch):
     """(K, S) -> a sight by torch, and one by launches whose results begin as garbage."""
     first, later = kernels.load("first_block_metadata"), kernels.load("later_block_metadata")
-    monkeypatch.setattr(
-        draft_attention, "first_block_metadata_triton", first.first_block_metadata_triton
-    )
-    monkeypatch.setattr(
-        draft_attention, "later_block_metadata_triton", later.later_block_metadata_triton
-    )
+    references = first_block_metadata.reference, later_block_metadata.reference
+    launches = first.first_block_metadata_triton, later.later_block_metadata_triton
     empty = torch.empty
 
     def stale(*shape, **options):
@@ -78,11 +93,11 @@ def both(kernels, monkeypatch):
     monkeypatch.setattr(later.torch, "empty", stale)
 
     def make(size: int, starts: int, path_rope: bool = False) -> list[DraftAttentionBuilder]:
-        caches = [None, None]  # the last layer's queries are those of the newest rows
-        args = (caches, size, starts, BLOCKS, MAX, kernels.device, path_rope)
-        pair = [DraftAttentionBuilder(*args) for _ in range(2)]
-        pair[0].fused, pair[1].fused = False, True
-        return pair
+        caches = [
+            torch.empty(0, device=kernels.device)
+        ] * 2  # the last layer's queries are those of the newest rows
+        args = (caches, size, starts, BLOCKS, MAX, path_rope)
+        return [Builder(forms, *args) for forms in (references, launches)]
 
     return make
 
@@ -127,24 +142,23 @@ def test_as_torch_sees(both, kernels, requests, size, starts, width, path_rope):
     for chosen in (None, wanted):
         reference.begin(chosen)
         fused.begin(chosen)
-        fused.prefix.fill_(1 << 60)
-        fused.mask_words.fill_(-1)
-        assert (fused.reach is None) != path_rope
-        if path_rope:
-            fused.reach.fill_(1 << 60)
-        fused.last = column(fused.last)
+        for metadata in (reference, fused):
+            assert (metadata.kept.reach is None) != path_rope
+            for each in filter(torch.is_tensor, metadata.kept):
+                each.fill_(1 << 60)
+        committed = fused.committed
+        fused.committed = committed._replace(last=column(committed.last))
         everywhere, nowhere = 0, 0
         for block in range(2, BLOCKS + 1):
-            where = some_starts(len(fused.last), starts, size, block, kernels.device)
+            where = some_starts(len(committed.last), starts, size, block, kernels.device)
             expected = reference.next(block, where)
             same(fused.next(block, where), expected)
             there = expected[1].valid
             assert not (there & ~where.valid).any()
-            drafted = reference.prefix.shape[1]
-            same_tensor(fused.prefix[:, 1:drafted], reference.prefix[:, 1:])
-            same_tensor(fused.mask_words[:, 1:drafted], reference.mask_words[:, 1:])
-            if path_rope:
-                same_tensor(fused.reach[:, 1:drafted], reference.reach[:, 1:])
+            drafted = 1 + (block - 1) * starts
+            for mine, theirs in zip(fused.kept, reference.kept):
+                if theirs is not None:
+                    same_tensor(mine[:, 1:drafted], theirs[:, 1:drafted])
             everywhere += int(there.sum())
             nowhere += int((where.valid & ~there).sum())
         assert requests < 20 or (nowhere and everywhere), "the length limit was not met"

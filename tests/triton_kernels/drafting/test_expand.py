@@ -7,13 +7,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.drafted_blocks import coarse_block, few_examples, random_block
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
 
 from vllm_specblock import candidates
 from vllm_specblock.candidates import NEVER, extend_hash, rank_key, select
-from vllm_specblock.drafters.specblock import growth as module
-from vllm_specblock.drafters.specblock.growth import Expansion, FusedExpansion
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
+from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.tree import DraftTree
 
 
@@ -112,31 +111,28 @@ SHAPES = st.builds(
 def test_growth_equals_torch(kernels, shape, make, seed):
     draw = torch.Generator().manual_seed(seed)
     device, requests = kernels.device, 2
-    with pytest.MonkeyPatch.context() as patch:
-        kernel = kernels.load("expand")
-        patch.setattr(module, "Growing", kernel.Growing)
-        branching = torch.tensor(shape.branching)
-        plain = Expansion(shape, branching, requests)
-        fused = FusedExpansion(shape, branching.to(device), requests)
-        block = make(draw, shape, 11, requests)
-        plain.first_block(*block)
-        fused.first_block(*(x.to(device) for x in block))
-        for m in range(2, shape.num_blocks + 1):
-            wanted, got = plain.starts(m), fused.starts(m)
-            assert torch.equal(got.valid.cpu(), wanted.valid)
-            for name in ("node", "token", "row", "position"):
-                mine, theirs = getattr(got, name).cpu(), getattr(wanted, name)
-                assert torch.equal(mine[wanted.valid], theirs[wanted.valid]), name
-            # A caller reads hidden states at all of them, valid or not.
-            assert (got.row >= 0).all() and (got.row < 1 + (m - 2) * shape.num_starts).all()
-            assert (got.position >= 0).all() and (got.position < shape.block_size).all()
-            no_room = torch.rand(wanted.valid.shape, generator=draw) < 0.2
-            wanted.valid[no_room] = False
-            got.valid[no_room.to(device)] = False
-            block = make(draw, shape, 11, requests, shape.num_starts)
-            plain.next_block(wanted, m, *block)
-            fused.next_block(got, m, *(x.to(device) for x in block))
-        assert_same_tree(fused.finish(), plain.finish())
+    kernel = kernels.load("expand")
+    branching = torch.tensor(shape.branching)
+    plain = Expansion(shape, branching, requests)
+    fused = kernel.Growing(shape, branching.to(device), requests)
+    block = make(draw, shape, 11, requests, 1)
+    wanted = plain.attach(None, *block)
+    got = fused.attach(None, *(x.to(device) for x in block))
+    for m in range(2, shape.num_blocks + 1):
+        assert torch.equal(got.valid.cpu(), wanted.valid)
+        for name in ("node", "token", "row", "position"):
+            mine, theirs = getattr(got, name).cpu(), getattr(wanted, name)
+            assert torch.equal(mine[wanted.valid], theirs[wanted.valid]), name
+        # A caller reads hidden states at all of them, valid or not.
+        assert (got.row >= 0).all() and (got.row < 1 + (m - 2) * shape.num_starts).all()
+        assert (got.position >= 0).all() and (got.position < shape.block_size).all()
+        no_room = torch.rand(wanted.valid.shape, generator=draw) < 0.2
+        wanted.valid[no_room] = False
+        got.valid[no_room.to(device)] = False
+        block = make(draw, shape, 11, requests, shape.num_starts)
+        wanted = plain.attach(wanted, *block)
+        got = fused.attach(got, *(x.to(device) for x in block))
+    assert_same_tree(got, wanted)
 
 
 def test_too_large_a_budget_is_refused_before_any_launch():

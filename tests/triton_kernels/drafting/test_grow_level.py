@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.drafted_blocks import few_examples
-from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
+from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits, NextRows
 
-from vllm_specblock.drafters.eagle3 import growth as module
-from vllm_specblock.drafters.eagle3.growth import FusedLevels, LevelRows, Levels
+from vllm_specblock.drafters.eagle3.growth import Levels
 from vllm_specblock.tree import DraftTree
 
 
@@ -31,13 +27,13 @@ def a_level(draw: torch.Generator, coarse: bool, *shape: int) -> tuple[torch.Ten
     return logprob, torch.rand(*shape[:-1], 50, generator=draw).argsort(-1)[..., : shape[-1]]
 
 
-def assert_equal(got, wanted, kind) -> None:
-    for field in fields(kind):
-        mine, theirs = getattr(got, field.name), getattr(wanted, field.name)
+def assert_equal(got, wanted, names) -> None:
+    for name in names:
+        mine, theirs = getattr(got, name), getattr(wanted, name)
         if theirs is None:
-            assert mine is None, field.name
+            assert mine is None, name
             continue
-        assert mine.dtype == theirs.dtype and torch.equal(mine.cpu(), theirs), field.name
+        assert mine.dtype == theirs.dtype and torch.equal(mine.cpu(), theirs), name
 
 
 def assert_grows_as_torch(
@@ -47,21 +43,19 @@ def assert_grows_as_torch(
     kernel = kernels.load("grow_level")
     # A column of a table, as a caller may have it.
     position = torch.randint(0, 10**5, (requests, 3), generator=draw)[:, 1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "GrowingLevels", kernel.GrowingLevels)
-        plain, fused = Levels(growth, position), FusedLevels(growth, position.to(device))
-        first = a_level(draw, coarse, requests, 1, growth.top_k)
-        rows = plain.attach(None, None, *first)
-        of_kernel = fused.attach(None, None, *(x.to(device) for x in first))
-        for level in range(2, growth.depth + 1):
-            assert_equal(of_kernel, rows, LevelRows)
-            there = torch.rand(requests, growth.width, generator=draw) < 0.8
-            there = None if level == 3 else there
-            said = a_level(draw, coarse, requests, growth.width, growth.top_k)
-            rows = plain.attach(rows, there, *said)
-            there = None if there is None else there.to(device)
-            of_kernel = fused.attach(of_kernel, there, *(x.to(device) for x in said))
-        assert_equal(of_kernel, rows, DraftTree)
+    plain, fused = Levels(growth, position), kernel.GrowingLevels(growth, position.to(device))
+    first = a_level(draw, coarse, requests, 1, growth.top_k)
+    rows = plain.attach(None, None, *first)
+    of_kernel = fused.attach(None, None, *(x.to(device) for x in first))
+    for level in range(2, growth.depth + 1):
+        assert_equal(of_kernel, rows, NextRows._fields)
+        there = torch.rand(requests, growth.width, generator=draw) < 0.8
+        there = None if level == 3 else there
+        said = a_level(draw, coarse, requests, growth.width, growth.top_k)
+        rows = plain.attach(rows, there, *said)
+        there = None if there is None else there.to(device)
+        of_kernel = fused.attach(of_kernel, there, *(x.to(device) for x in said))
+    assert_equal(of_kernel, rows, DraftTree.TENSORS)
     return rows
 
 
@@ -84,8 +78,6 @@ def test_no_requests(kernels):
     position = torch.zeros(0, dtype=torch.int64, device=kernels.device)
     growing = kernel.GrowingLevels(LevelLimits(2, 3, 3, 6), position)
     token = position.view(0, 1, 1).expand(0, 3, 3)
-    node, *_, valid, behind, _ = growing.attach_level(
-        None, None, None, token[:, :1].float(), token[:, :1]
-    )
-    assert node.shape == (0, 3) and behind.shape == (0,)
-    assert growing.attach_level(node, valid, None, token.float(), token).token.shape == (0, 6)
+    rows = growing.attach(None, None, token[:, :1].float(), token[:, :1])
+    assert rows.node.shape == (0, 3) and rows.behind.shape == (0,)
+    assert growing.attach(rows, None, token.float(), token).token.shape == (0, 6)

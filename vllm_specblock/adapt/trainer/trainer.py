@@ -25,6 +25,7 @@ from vllm_specblock.adapt.policy.registry import make_policy
 from vllm_specblock.adapt.trainer.version_writer import VersionWriter
 from vllm_specblock.adapt.versions import KEPT, VersionFolder
 from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target import target_rows
 
@@ -157,7 +158,7 @@ def serve(config: TrainerConfig) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine's business
     try:
         trainer = Trainer(config, FolderSource(Path(config.link)))
-    except (TrainError, checkpoint.CheckpointError) as error:
+    except (TrainError, CheckpointError) as error:
         print(f"SpecBlock adaptation: {error}", file=sys.stderr)
         return CANNOT_START
     while not told.is_set():

@@ -14,7 +14,7 @@ from vllm_specblock.adapt.link.staged import DELIVERED
 from vllm_specblock.adapt.policy.actions import action_between, put
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.versions import VersionFolder, facts_of, name_of, number_of
-from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.drafters.common.checkpoint_files import WEIGHTS, opened
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.config import TrainError
 
@@ -41,7 +41,7 @@ class VersionWriter:
         self.folder, self.adaptation = folder, adaptation
         self.seconds, self._keep = seconds, keep
         assert folder.drafter is not None
-        with checkpoint.opened(folder.drafter / checkpoint.WEIGHTS) as file:
+        with opened(folder.drafter / WEIGHTS) as file:
             dtype = file.get_tensor("lm_head.weight").dtype
         self._drafter = copy.deepcopy(drafter).to("cpu", dtype)
         adaptation.number = max(map(number_of, folder.names()), default=0)

@@ -54,10 +54,8 @@ class PackedLinear(nn.Module):
     @staticmethod
     def packs() -> bool:
         """Whether the processor has products in bfloat16; one with AVX2 alone has none."""
-        if not torch.backends.mkldnn.is_available():
-            return False
-        multiplies: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return multiplies
+        there = torch.backends.mkldnn.is_available()
+        return there and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
     @classmethod
     def takes(cls, linear: nn.Linear) -> bool:

@@ -11,8 +11,8 @@ from vllm_specblock.drafters.eagle3.growth import grow, limits_of
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
-from vllm_specblock.drafters.specblock.tree_shape import Starts
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.drafting.grow_level import NextRows
 
 
 class Eagle3Drafter(NetworkDrafter):
@@ -36,7 +36,7 @@ class Eagle3Drafter(NetworkDrafter):
 
     def bind(self, caches: list[torch.Tensor]) -> None:
         self.attention_builder = DraftAttentionBuilder(
-            caches, 1, self.growth.width, self.growth.depth, self.max_model_len, caches[0].device
+            caches, 1, self.growth.width, self.growth.depth, self.max_model_len
         )
 
     def _forward(self, rows: CommittedTokens) -> torch.Tensor:
@@ -55,6 +55,6 @@ class Eagle3Drafter(NetworkDrafter):
         self.attention_builder.begin(requests)
         return grow(self.model, self.embed, self.growth, state, position, self._level, beta)
 
-    def _level(self, level: int, rows: Starts) -> tuple[PagedAttention, torch.Tensor]:
+    def _level(self, level: int, rows: NextRows) -> tuple[PagedAttention, torch.Tensor]:
         attend, there = self.attention_builder.next(level, rows)
         return attend, there.valid

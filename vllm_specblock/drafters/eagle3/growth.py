@@ -8,7 +8,6 @@ host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,9 +16,12 @@ from vllm_specblock.candidates import NEVER, select_nodes, tree_of
 from vllm_specblock.config import Eagle3Config
 from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.specblock.tree_shape import Starts
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.drafting.grow_level import GrowingLevels, LevelLimits
+from vllm_specblock.triton_kernels.drafting.grow_level import (
+    GrowingLevels,
+    LevelLimits,
+    NextRows,
+)
 from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES
 
 _DEPTH, _NODES_PER_LEVEL = 8, 4
@@ -38,26 +40,13 @@ def limits_of(
     return LevelLimits(depth, top_k, width, num_nodes)
 
 
-@dataclass(frozen=True)
-class LevelRows(Starts):
-    """The rows of a level: nodes that grow, and what the drafter needs to run them.
-
-    Attributes:
-        behind: [R · width] int64, of all texts' rows of the last forward the one that each follows.
-        rope: [R · width] int64, its RoPE position.
-    """
-
-    behind: Tensor
-    rope: Tensor
-
-
 def grow(
     drafter: Eagle3Model,
     embed: Callable[[Tensor], Tensor],
     growth: LevelLimits,
     state: Tensor,
     position: Tensor,
-    attention: Callable[[int, Starts], tuple[Attend, Tensor | None]],
+    attention: Callable[[int, NextRows], tuple[Attend, Tensor | None]],
     beta: Tensor | None = None,
 ) -> DraftTree:
     """The trees under the tokens that the newest committed rows have embedded.
@@ -70,23 +59,18 @@ def grow(
             slot in the cache (None: all).
         beta: [R] fp32, see `feedback/calibration.py`; None: 1.
     """
-    levels = levels_for(growth, position)
+    fused = position.is_cuda and growth.candidates <= MOST_CANDIDATES
+    levels: GrowingLevels | Levels = (GrowingLevels if fused else Levels)(growth, position)
     grown = levels.attach(None, None, *drafter.best(state[:, None], growth.top_k, beta))
     level = 1
-    while isinstance(grown, LevelRows):
+    while isinstance(grown, NextRows):
         level += 1
         attend, there = attention(level, grown)
         feature = drafter.carry(state[grown.behind])
         state = drafter.run(embed(grown.token.flatten()), feature, grown.rope, attend)
         of_requests = state.view(len(position), growth.width, -1)
         grown = levels.attach(grown, there, *drafter.best(of_requests, growth.top_k, beta))
-    return grown
-
-
-def levels_for(growth: LevelLimits, position: Tensor) -> Levels | FusedLevels:
-    """Make levels where `position` is: on a GPU one launch per level, if C is not too large."""
-    fused = position.is_cuda and growth.candidates <= MOST_CANDIDATES
-    return (FusedLevels if fused else Levels)(growth, position)
+    return grown if isinstance(grown, DraftTree) else tree_of(grown)
 
 
 class Levels:
@@ -106,8 +90,8 @@ class Levels:
         self.parent: list[Tensor] = []
 
     def attach(
-        self, rows: Starts | None, there: Tensor | None, logprob: Tensor, token: Tensor
-    ) -> LevelRows | DraftTree:
+        self, rows: NextRows | None, there: Tensor | None, logprob: Tensor, token: Tensor
+    ) -> NextRows | DraftTree:
         """Hang a level under the rows that drafted it; return the next rows, or at last the trees.
 
         Args:
@@ -132,14 +116,14 @@ class Levels:
         """Candidates before the newest level."""
         return sum(level.shape[1] for level in self.token[:-1])
 
-    def _starts(self) -> LevelRows:
+    def _starts(self) -> NextRows:
         """The best nodes of the newest level, [R, width]; of equals the earlier first."""
         order = self.score[-1].sort(dim=1, descending=True, stable=True)
         score, index = (part[:, : self.growth.width] for part in order)
         row, level = index // self.growth.top_k, len(self.token)
         rows = self.score[-1].shape[1] // self.growth.top_k
         request = torch.arange(len(index), device=index.device)
-        return LevelRows(
+        return NextRows(
             node=1 + self._before + index,
             token=self.token[-1].gather(1, index),
             row=row if level == 1 else 1 + (level - 2) * self.growth.width + row,
@@ -156,18 +140,3 @@ class Levels:
         limits = self.growth.budget, self.growth.depth
         parent, score = torch.cat(self.parent, 1), torch.cat(self.score, 1)
         return select_nodes(token, parent, score, torch.cat(depth, 1), None, *limits).tree
-
-
-class FusedLevels:
-    """`Levels` in one launch per level; the same results, bit for bit."""
-
-    def __init__(self, growth: LevelLimits, position: Tensor) -> None:
-        self.growing = GrowingLevels(growth, position)
-
-    def attach(
-        self, rows: Starts | None, there: Tensor | None, logprob: Tensor, token: Tensor
-    ) -> LevelRows | DraftTree:
-        node, valid = (None, None) if rows is None else (rows.node, rows.valid)
-        grown = self.growing.attach_level(node, valid, there, logprob, token)
-        done = self.growing.level == self.growing.limits.depth
-        return tree_of(grown) if done else LevelRows(*grown)

@@ -22,7 +22,6 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     CheckpointReader,
     PathLike,
     Tensors,
-    opened,
     with_mapping,
 )
 from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig, TargetInfo
@@ -34,20 +33,6 @@ from vllm_specblock.drafters.specblock.config_json import (
     to_json,
 )
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-
-__all__ = [
-    "CONFIG",
-    "MAPPING",
-    "WEIGHTS",
-    "CheckpointError",
-    "check_tensors",
-    "convert",
-    "load",
-    "opened",
-    "read_config",
-    "read_tensors",
-    "save",
-]
 
 
 def _named(found: Tensors, config: DrafterConfig, directory: Path) -> Tensors:

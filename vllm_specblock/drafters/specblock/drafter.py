@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-
 import torch
 
+from vllm_specblock.candidates import tree_of
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.specblock.growth import expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.refresh import refresh
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
 
 
 class SpecBlockDrafter(NetworkDrafter):
@@ -42,13 +39,9 @@ class SpecBlockDrafter(NetworkDrafter):
             self.shape.num_starts,
             self.shape.num_blocks,
             self.max_model_len,
-            caches[0].device,
             self.model.config.block_rope == "path",
         )
         self.width = torch.tensor(self.shape.branching, device=caches[0].device)
-
-    def refresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        refresh(self.model, tensors)
 
     def _forward(self, rows: CommittedTokens) -> torch.Tensor:
         attend, base = self.attention_builder.first(rows)
@@ -60,18 +53,19 @@ class SpecBlockDrafter(NetworkDrafter):
         state, beta = of_requests(requests, self.state, self.beta)
         drafted = state[:, None]  # [R, rows so far, K, H]; row 0 is the drafting row
         growth = expansion(shape, self.width, len(drafted))
-        growth.first_block(*model.candidates(drafted[:, 0], shape.width, beta))
+        grown = growth.attach(None, *model.candidates(drafted, shape.width, beta))
 
         self.attention_builder.begin(requests)
-        for block in range(2, shape.num_blocks + 1):
-            starts = growth.starts(block)
-            attend, rows = self.attention_builder.next(block, starts)
-            embedded = self.embed(starts.token.flatten())
+        block = 1
+        while isinstance(grown, NextStarts):
+            block += 1
+            attend, rows = self.attention_builder.next(block, grown)
+            embedded = self.embed(grown.token.flatten())
             condition = drafted.flatten(0, 2)
             hidden = model(condition, embedded, rows.base, attend, rows=rows.source)
-            hidden = hidden.unflatten(0, starts.token.shape)  # [R, S, K, H]
+            hidden = hidden.unflatten(0, grown.token.shape)  # [R, S, K, H]
             candidates = model.candidates(hidden, shape.width, beta)
-            growth.next_block(replace(starts, valid=rows.valid), block, *candidates)
+            grown = growth.attach(grown._replace(valid=rows.valid), *candidates)
             if block < shape.num_blocks:
                 drafted = torch.cat([drafted, hidden], 1)
-        return growth.finish()
+        return grown if isinstance(grown, DraftTree) else tree_of(grown)

@@ -15,11 +15,9 @@ from vllm_specblock.candidates import (
     join,
     rank_key,
     select,
-    tree_of,
 )
-from vllm_specblock.drafters.specblock.tree_shape import Starts, TreeShape
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.drafting.expand import Growing, Limits
+from vllm_specblock.triton_kernels.drafting.expand import Growing, NextStarts, TreeShape
 from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
 from vllm_specblock.triton_kernels.optional_numba import takes
 from vllm_specblock.triton_kernels.tree.candidate_keys import (
@@ -35,7 +33,7 @@ _DEPTH = MAX_DEPTH * DEPTH_ONE
 
 
 class Expansion:
-    """Candidates of one step; `first_block`, then `starts` and `next_block` per block, `finish`.
+    """Candidates of one step; `attach` per block.
 
     Candidate 0 is the root. Row r, position k, rank b is candidate 1 + (r·K + k)·B + b.
 
@@ -60,31 +58,75 @@ class Expansion:
         wanted = torch.arange(B, device=device) < width.clamp(min=1)[:, None]
         self.unwanted = torch.where(wanted, 0.0, NEVER)  # [4, B] by bucket
         self.closed = torch.where(width > 0, 0, CLOSED)  # [4] by bucket
-        self.rows = 0
+        self.rows = self.block = 0
         self.open: list[torch.Tensor] = []  # per block [R, rows·K·B], keys as starts
         self.started: list[torch.Tensor] = []  # per block [R, S], hashes of the starts' texts
 
-    def first_block(self, *candidates: torch.Tensor) -> None:
-        """Hang block 1 under the root.
+    def attach(
+        self,
+        starts: NextStarts | None,
+        logprob: torch.Tensor,
+        token: torch.Tensor,
+        bucket: torch.Tensor,
+    ) -> NextStarts | DraftTree:
+        """Hang a block under its starts; return the next starts, or at last the trees.
+
+        A row is a caterpillar: a chain of top-1 tokens, each with its siblings. Position k hangs
+        its tokens under the chain's node of position k − 1.
 
         Args:
-            candidates: log-probabilities [R, K, B] fp32, best first, normalised over the draft
-                vocabulary; tokens [R, K, B] int64, target vocabulary; and the rank bucket 0 … 3 of
-                each position [R, K] int64.
+            starts: what the last call returned; None: block 1, of one row under the root.
+            logprob: [R, rows, K, B] fp32, best first, normalised over the draft vocabulary.
+            token: [R, rows, K, B] int64, target vocabulary.
+            bucket: [R, rows, K] int64, the rank bucket 0 … 3 of each position.
         """
-        _, path_hash, key, node = self.fields[..., :1].unbind()
-        one_row = (each[:, None] for each in candidates)
-        self._attach(node, self.score[:, :1], path_hash, key, *one_row)
+        self.block += 1
+        if starts is None:
+            _, path_hash, key, node = self.fields[..., :1].unbind()
+            score = self.score[:, :1]
+        else:
+            node = starts.node
+            path_hash, key = self.fields[1:3].gather(2, node.expand(2, -1, -1)).unbind()
+            score = torch.where(starts.valid, self.score.gather(1, node), NEVER)
+            # The root is no start.
+            self.started.append(torch.where(starts.valid, path_hash, ROOT_HASH))
+        R, rows, K, B = token.shape
+        here = slice(self.rows, self.rows + rows)
+        cells = slice(1 + self.rows * K * B, 1 + (self.rows + rows) * K * B)
+        tokens, hashes, keys, parents = self.fields[..., cells].view(4, R, rows, K, B).unbind()
+        scores = self.score[:, cells].view(R, rows, K, B)
+        # Rounding may leave a certain token's log-probability above 0; a child's score must
+        # not pass its parent's.
+        gain = (logprob.detach() + self.unwanted[bucket]).clamp_(max=0)
+        tokens.copy_(token)
+        score, path_hash = score[..., None], path_hash[..., None]
+        for k in range(K):
+            torch.add(score, gain[:, :, k], out=scores[:, :, k])
+            extend_hash(path_hash, tokens[:, :, k], out=hashes[:, :, k])
+            score, path_hash = scores[:, :, k, :1], hashes[:, :, k, :1]
+        parents[:, :, 0] = node[..., None]
+        parents[:, :, 1:] = self.index[here, :-1, :1]
+        tie = self.tie[here] + (key & _DEPTH)[..., None, None]
+        rank_key(scores, tie, out=keys)
+        self.rows += rows
 
-    def starts(self, block: int) -> Starts:
-        """Choose the S best nodes so far for block `block` ≥ 2; the chain's end is the first.
+        if self.block == self.shape.num_blocks:
+            return self.select().tree
+        may_start = keys | self.closed[bucket[..., None]]
+        # The main chain goes on from row 0 of every block, which starts at its last end.
+        may_start[:, 0, -1, :1].bitwise_or_(FIRST)
+        self.open.append(may_start.flatten(1))
+        return self._starts()
+
+    def _starts(self) -> NextStarts:
+        """Choose the S best nodes so far for the next block; the chain's end is the first.
 
         Candidates of equal text are one node, the best of them, and a node starts once: else later
         blocks would mostly start from the twins of earlier starts.
         """
         K, B, S = self.shape.block_size, self.shape.width, self.shape.num_starts
         key = torch.cat(self.open, 1)
-        if block > 2:
+        if self.started:
             order, winner = join(self.key[:, : self.count], self.path_hash[:, : self.count])
             place = torch.arange(order.shape[1], device=order.device)
             best = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, winner == place)
@@ -98,71 +140,14 @@ class Expansion:
         if count < S:
             index = index.clamp(max=count - 1)
         node, drafted = index + 1, index // B
-        return Starts(
+        return NextStarts(
             node, self.token.gather(1, node), drafted // K, drafted % K, valid=key < CLOSED
         )
-
-    def next_block(self, starts: Starts, block: int, *candidates: torch.Tensor) -> None:
-        """Hang block `block` under its starts; as `first_block`, with [R, S] before [K, B]."""
-        node = starts.node
-        path_hash, key = self.fields[1:3].gather(2, node.expand(2, -1, -1)).unbind()
-        score = torch.where(starts.valid, self.score.gather(1, node), NEVER)
-        if block < self.shape.num_blocks:
-            # The root is no start.
-            self.started.append(torch.where(starts.valid, path_hash, ROOT_HASH))
-        self._attach(node, score, path_hash, key, *candidates)
-
-    def _attach(
-        self,
-        node: torch.Tensor,
-        score: torch.Tensor,
-        path_hash: torch.Tensor,
-        key: torch.Tensor,
-        top_logprob: torch.Tensor,
-        top_token: torch.Tensor,
-        bucket: torch.Tensor,
-    ) -> None:
-        """Add one caterpillar per row: a chain of top-1 tokens, each with its siblings.
-
-        Position k hangs its tokens under the chain's node of position k − 1.
-
-        Args:
-            node, score, path_hash, key: [R, rows], of the candidates to start from.
-            top_logprob, top_token: [R, rows, K, B]; bucket: [R, rows, K].
-        """
-        R, rows, K, B = top_token.shape
-        here = slice(self.rows, self.rows + rows)
-        cells = slice(1 + self.rows * K * B, 1 + (self.rows + rows) * K * B)
-        tokens, hashes, keys, parents = self.fields[..., cells].view(4, R, rows, K, B).unbind()
-        scores = self.score[:, cells].view(R, rows, K, B)
-        # Rounding may leave a certain token's log-probability above 0; a child's score must
-        # not pass its parent's.
-        gain = (top_logprob.detach() + self.unwanted[bucket]).clamp_(max=0)
-        tokens.copy_(top_token)
-        score, path_hash = score[..., None], path_hash[..., None]
-        for k in range(K):
-            torch.add(score, gain[:, :, k], out=scores[:, :, k])
-            extend_hash(path_hash, tokens[:, :, k], out=hashes[:, :, k])
-            score, path_hash = scores[:, :, k, :1], hashes[:, :, k, :1]
-        parents[:, :, 0] = node[..., None]
-        parents[:, :, 1:] = self.index[here, :-1, :1]
-        tie = self.tie[here] + (key & _DEPTH)[..., None, None]
-        rank_key(scores, tie, out=keys)
-        self.rows += rows
-
-        if self.rows < self.shape.num_rows:
-            may_start = keys | self.closed[bucket[..., None]]
-            # The main chain goes on from row 0 of every block, which starts at its last end.
-            may_start[:, 0, -1, :1].bitwise_or_(FIRST)
-            self.open.append(may_start.flatten(1))
 
     @property
     def count(self) -> int:
         """Candidates so far, the root included."""
         return 1 + self.index[: self.rows].numel()
-
-    def finish(self) -> DraftTree:
-        return self.select().tree
 
     def select(self) -> Selection:
         """Join nodes of equal text, keep the best N, put them in order."""
@@ -179,31 +164,11 @@ class Expansion:
         return torch.where(candidate > 0, 1 + (row + starts - 1) // starts, 0)
 
 
-def expansion(
-    shape: TreeShape, width: torch.Tensor, num_requests: int
-) -> Expansion | FusedExpansion:
-    """Make an expansion on the device of `width`: fused, on a GPU if C is not too large."""
-    fused = takes(width) or (width.is_cuda and shape.candidates <= MOST_CANDIDATES)
-    return (FusedExpansion if fused else Expansion)(shape, width, num_requests)
-
-
-class FusedExpansion:
-    """`Expansion` in one launch per block: the same calls with the same results, in this order."""
-
-    def __init__(self, shape: TreeShape, width: torch.Tensor, num_requests: int) -> None:
-        sizes = shape.block_size, shape.num_blocks, shape.num_starts, shape.width, shape.budget
-        kind = Growing if width.is_cuda else CompiledGrowing
-        self.growing = kind(Limits(*sizes), width, num_requests)
-
-    def first_block(self, *candidates: torch.Tensor) -> None:
-        one_row = (each[:, None] for each in candidates)
-        self.grown = self.growing.attach_block(1, None, None, *one_row)
-
-    def starts(self, block: int) -> Starts:
-        return Starts(*self.grown)
-
-    def next_block(self, starts: Starts, block: int, *candidates: torch.Tensor) -> None:
-        self.grown = self.growing.attach_block(block, starts.node, starts.valid, *candidates)
-
-    def finish(self) -> DraftTree:
-        return tree_of(self.grown)
+def expansion(shape: TreeShape, width: torch.Tensor, num_requests: int) -> Expansion | Growing:
+    """Make an expansion on the device of `width`: one launch per block unless C is too large."""
+    kind: type[Expansion | Growing] = Expansion
+    if takes(width):
+        kind = CompiledGrowing
+    elif width.is_cuda and shape.candidates <= MOST_CANDIDATES:
+        kind = Growing
+    return kind(shape, width, num_requests)

@@ -37,6 +37,7 @@ class SpecBlockModel(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
+        self.rank_scope = None if config.rank_topk == "full" else config.rank_topk
         size, depth = config.hidden_size, config.num_hidden_layers
         self.input_layer = InputLayer(config)
         self.rotary = Rotary(config, block_size=config.block_size)
@@ -116,7 +117,7 @@ class SpecBlockModel(nn.Module):
     @torch.no_grad()
     def rank_features(self, logits: Tensor) -> Tensor:
         """ψ of eq. 4. logits [..., Vd] -> [..., 15] float32, no gradient."""
-        return top_and_features(logits, 0, self._scope)[1]
+        return top_and_features(logits, 0, self.rank_scope)[1]
 
     def rank(self, normed: Tensor, features: Tensor) -> Tensor:
         """Rank logits [..., C] of normed [..., H] and features [..., 15]; see `heads`."""
@@ -135,7 +136,7 @@ class SpecBlockModel(nn.Module):
         with torch.no_grad():
             normed, logits = self._read(hidden)
             return lm_and_rank_head(
-                normed, logits, self.d2t, self.rank_head, width, self._scope, beta
+                normed, logits, self.d2t, self.rank_head, width, self.rank_scope, beta
             )
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
@@ -146,12 +147,6 @@ class SpecBlockModel(nn.Module):
         """(final norm, draft logits) of hidden [..., H]."""
         normed = self.norm(hidden)
         return normed, self.lm_head(normed)
-
-    @property
-    def _scope(self) -> int | None:
-        """Logits over which rank features are taken; None: all."""
-        scope = self.config.rank_topk
-        return None if scope == "full" else scope
 
 
 class InputLayer(nn.Module):

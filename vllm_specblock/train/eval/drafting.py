@@ -15,13 +15,13 @@ from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.tree_shape import Starts, TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.chain import first_block_along
 from vllm_specblock.train.eval.dense_cache import DenseCache
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
+from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
+from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits, NextRows
 
 
 class LearnedBeta:
@@ -79,31 +79,27 @@ class SpecBlockDraft:
         depth = torch.zeros(1, dtype=torch.int64, device=self.device)  # tokens before a row
         expansion = Expansion(self.shape, self.branching, num_requests=1)
         best = drafter.candidates(drafted[None], self.shape.width, beta)
-        expansion.first_block(*(x[:, 0] for x in best))
+        grown = expansion.attach(None, *best)
         growth = self.cache.grow(newest)
-        for block in range(2, self.shape.num_blocks + 1):
-            starts = expansion.starts(block)
-            row, position = starts.row[0], starts.position[0]
+        while isinstance(grown, NextStarts):
+            row, position = grown.row[0], grown.position[0]
             reach = depth[row] + position + 1
             base = root + (reach if self.path_rope else torch.zeros_like(reach))
             hidden = drafter(
                 drafted[row, position],
-                self.sequence.embed(starts.token[0]).to(self.dtype),
+                self.sequence.embed(grown.token[0]).to(self.dtype),
                 base,
                 growth.starts(row, position),
             )  # [S, K, H]
             best = drafter.candidates(hidden[None], self.shape.width, beta)
-            expansion.next_block(starts, block, *best)
+            grown = expansion.attach(grown, *best)
             drafted, depth = torch.cat([drafted, hidden]), torch.cat([depth, reach])
-        selection = expansion.select()
-        self.last = expansion, selection
-        self.beta.before = root, selection.tree
-        return selection.tree
+        self.last, self.beta.before = expansion, (root, grown)
+        return grown
 
     def forwards(self) -> Tensor:
         """[N], which forward (block 1 … M) each node of the last tree comes from; 0: no node."""
-        expansion, selection = self.last
-        return expansion.blocks(selection)[0]
+        return self.last.blocks(self.last.select())[0]
 
     @cached_property
     @torch.no_grad()
@@ -140,7 +136,7 @@ class Eagle3Draft:
         state = self.drafter.run(self.embed(tokens[row + 1]), feature, row, attend)[-1:]
         levels = self.cache.grow()
 
-        def attention(_level: int, rows: Starts) -> tuple[Attend, None]:
+        def attention(_level: int, rows: NextRows) -> tuple[Attend, None]:
             return _rows_of_one(levels.starts(rows.row[0], rows.position[0])), None
 
         tree = grow(self.drafter, self.embed, self.growth, state, row[-1:], attention, beta)
@@ -186,6 +182,6 @@ def uniform_shape(shape: TreeShape, width: int | None = None) -> TreeShape:
     """Ablation: the same width at every position. The default is the least width, from 2 on, with
     1.5 times as many candidates as the budget: those of equal text join, and a comparison needs a
     full tree."""
-    cells = shape.num_rows * shape.block_size
+    cells = shape.rows(shape.num_blocks) * shape.block_size
     width = width or max(2, -(-3 * shape.budget // (2 * cells)))
     return replace(shape, branching=(width,) * 4)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.tree_shape import TreeShape
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.eval.chain import ChainFigures, chain_along
@@ -25,6 +24,7 @@ from vllm_specblock.train.eval.steps import Replay
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.target.answers import continue_prompts
 from vllm_specblock.train.target.features import OnlineTeacher
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
