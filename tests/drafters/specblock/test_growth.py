@@ -107,55 +107,6 @@ def test_a_smaller_budget_is_a_cut():
         assert torch.equal(getattr(large.prefix(24), name), getattr(small, name)), name
 
 
-@pytest.mark.parametrize("scores", [0.0, 1e-6], ids=["certain", "rounded above certain"])
-def test_certain_tokens_keep_parents_first(scores):
-    """Log-probabilities of 0: without care, parent and child would tie."""
-    shape = TreeShape(4, 2, 3, (1, 1, 1, 1), 16)
-    expansion = Expansion(shape, torch.tensor(shape.branching), 1)
-    top = torch.full((1, 4, 1), scores)
-    bucket = torch.zeros(1, 4, dtype=torch.int64)
-    expansion.first_block(top, torch.tensor([[[5], [6], [7], [8]]]), bucket)
-    starts = expansion.starts(2)
-    follow = torch.tensor([1, 2, 3, 4]).view(1, 1, 4, 1).expand(1, 3, 4, 1)
-    expansion.next_block(
-        starts, 2, top[:, None].expand(1, 3, 4, 1), follow, bucket[:, None].expand(1, 3, 4)
-    )
-    tree = expansion.finish()
-    assert (tree.parent[0] < torch.arange(1, 17)).all()
-    assert (tree.logprob[0] == 0).all()
-    assert max(len(text) for text in texts(tree, 0)) == 8
-
-
-def test_starts_that_have_no_room_are_left_out():
-    shape = TreeShape(4, 2, 4, (2, 4, 6, 4), 60)
-    draw = torch.Generator().manual_seed(0)
-    expansion = Expansion(shape, torch.tensor(shape.branching), 1)
-    expansion.first_block(*random_block(draw, shape, 50, 1))
-    starts = expansion.starts(2)
-    starts.valid[:] = False
-    expansion.next_block(starts, 2, *random_block(draw, shape, 50, 1, 4))
-    assert max(len(text) for text in texts(expansion.finish(), 0)) <= 4
-
-
-def test_a_text_that_filled_a_shape_may_still_start():
-    """Block 1 gives up at its second position; block 2 finds the same text, surer and open."""
-    shape = TreeShape(3, 3, 8, (1, 0, 0, 0), 60)
-    expansion = Expansion(shape, torch.tensor(shape.branching), 1)
-    chain = torch.tensor([[[1], [2], [3]]])
-    expansion.first_block(torch.full((1, 3, 1), -1.0), chain, torch.tensor([[0, 3, 0]]))
-    starts = expansion.starts(2)
-    assert starts.token[0, :2].tolist() == [3, 1] and starts.valid.sum() == 2
-    # Below text 1: 2 once more, at −0.5 instead of −1.
-    top = torch.full((1, 8, 3, 1), -0.5)
-    token = torch.tensor([[4], [5], [6]]).expand(1, 8, 3, 1).clone()
-    token[0, 1, 0] = 2
-    expansion.next_block(starts, 2, top, token, torch.zeros(1, 8, 3, dtype=torch.int64))
-    starts = expansion.starts(3)
-    again = (starts.token[0] == 2) & starts.valid[0]
-    assert again.sum() == 1
-    assert starts.row[0, again] == 2 and starts.position[0, again] == 0
-
-
 def test_paths_too_long_for_a_key():
     with pytest.raises(ValueError, match="draft paths of 256 tokens, but at most 255"):
         TreeShape(32, 8, 8, (2, 4, 6, 4), 60)
