@@ -60,7 +60,9 @@ def texts(tree: DraftTree, request: int) -> dict[tuple, float]:
     return out
 
 
-def assert_same_tree(tree: DraftTree, request: int, wanted: dict[tuple, float], ties: int = 2):
+def assert_same_tree(
+    tree: DraftTree, request: int, wanted: dict[tuple, float], ties: int = 2
+) -> None:
     """A request's texts and scores, but for so many `ties` at the budget's cut."""
     found = texts(tree, request)
     common = found.keys() & wanted.keys()
