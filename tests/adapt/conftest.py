@@ -1,13 +1,19 @@
-"""What is logged can be read whatever ran before."""
+"""Fixtures of several tests of adaptation."""
 
 from __future__ import annotations
 
 import logging
 
 import pytest
+from support.adapting import Pair
 
 
 @pytest.fixture(autouse=True)
 def heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once vLLM was imported in this process, its logger keeps what is said below it to itself."""
+    """Let records of our loggers reach pytest: vLLM's logger does not propagate them."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+
+@pytest.fixture
+def pair(tmp_path) -> Pair:
+    return Pair.make(tmp_path)

@@ -30,11 +30,6 @@ class Weighs(Fixed):
         self.told.append((action, gain, seconds, error))
 
 
-@pytest.fixture
-def pair(tmp_path) -> Pair:
-    return Pair.make(tmp_path)
-
-
 def adapting(pair: Pair) -> Adaptation:
     return Adaptation(
         checkpoint.load(pair.drafter),
@@ -64,17 +59,6 @@ def test_a_gain_is_that_of_the_requests_after_the_update(pair):
         spread = stdev(b - ratio * a for a, b in zip(less, more))
         assert error == pytest.approx(spread / EVERY**0.5 / fmean(less), abs=1e-5) and error > 0
     assert sum(gain for _, gain, *_ in told) > 0.1
-
-
-def test_requests_without_rows_leave_a_gain_unknown(pair):
-    adaptation = adapting(pair)
-    for number in range(EVERY):
-        adaptation.finish(*pair.request(number))
-    _, request = pair.request(0)
-    for _ in range(EVERY):
-        adaptation.finish(None, request)
-    ((_, gain, seconds, error),) = adaptation.policy.told
-    assert gain != gain and error != error and seconds == 0.25
 
 
 def test_a_version_that_old_texts_refused_serves_once_new_ones_want_it(pair, monkeypatch):
@@ -143,48 +127,6 @@ def test_a_fall_of_tau_brings_the_last_good_version_back(pair, monkeypatch):
     while adaptation.pool.current.number:
         adaptation.finish(None, replace(request, tokens=11))
         assert adaptation.requests < 6 * EVERY
-
-
-def test_versions_are_counted_from_the_start_or_an_alarm_on(pair, monkeypatch):
-    """Whether they came to serve or not."""
-    adaptation, counts = adapting(pair), []
-
-    def is_better(version, other, book, count):
-        counts.append(count)
-        return count == 2
-
-    monkeypatch.setattr(adaptation.judge, "is_better", is_better)
-    monkeypatch.setattr(adaptation, "_look_again", lambda weighed: None)
-    for number in range(3 * EVERY):
-        adaptation.finish(*pair.request(number))
-    assert counts == [1, 2, 3] and adaptation.pool.current.number == 2
-    with monkeypatch.context() as once:
-        once.setattr(adaptation.falls, "add", lambda tau: True)
-        adaptation.finish(*pair.request(3 * EVERY))
-    for number in range(3 * EVERY + 1, 5 * EVERY):
-        adaptation.finish(*pair.request(number))
-    assert counts == [1, 2, 3, 1, 2]
-
-
-def test_a_gain_is_that_of_hard_requests(pair):
-    """Others are learned from and decided on all the same, and held against a refused version."""
-    adaptation = adapting(pair)
-    for number in range(EVERY):
-        adaptation.finish(*pair.request(number))
-    weighed = adaptation._weighed
-    assert weighed is not None
-    record, request = pair.request(EVERY)
-    adaptation.finish(record, replace(request, tokens=9 * request.steps))
-    assert (len(weighed.steps), len(weighed.saved)) == (0, 1)
-    record, request = pair.request(EVERY + 1)
-    adaptation.finish(record, replace(request, tokens=2 * request.steps))
-    assert (len(weighed.steps), len(weighed.saved)) == (1, 2)
-    for number in range(EVERY + 2, 2 * EVERY):
-        adaptation.finish(*pair.request(number))
-    assert adaptation.training.number == 2, "the easy request counts as one of four"
-    learned = {each.request for each in adaptation.book.reservoir.records}
-    judged = {each.request for each in adaptation.book.recent.records}
-    assert len(learned | judged) == 2 * EVERY
 
 
 class Rejected(Always):

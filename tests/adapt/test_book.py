@@ -131,11 +131,6 @@ def known(name: str, tau: int) -> Record:
     return replace(random_record(name), tau=tau)
 
 
-def test_a_record_weighs_what_a_token_of_depth_saves():
-    assert (known("one", 1).weight, known("two", 2).weight) == (1.0, 0.25)
-    assert replace(random_record("of no step"), tau=0.0).weight == 1.0
-
-
 def test_records_are_drawn_by_their_weight():
     """Four hard ones, of weight 1, and four easy ones, of 1 / 9."""
     records = [known(name, tau) for name, tau in zip(learned(8), (1, 3) * 4)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -72,17 +71,6 @@ def test_other_heads(kind):
     assert parse_adapt(False, kind) is None
     refused(True, f"kind {kind!r}", "only specblock can learn", "drop the key", kind=kind)
     refused({}, "'second_drafter.adapt'", kind=kind, where="second_drafter.")
-
-
-@pytest.mark.parametrize(
-    ("trainer", "folder", "beside"),
-    [("cpu", None, True), ("cuda:0", None, True), ("a/folder", "a/folder", False)],
-)
-def test_where_a_trainer_is(trainer, folder, beside):
-    assert not parse_adapt({"policy": "watch"}, "specblock").trains_beside
-    options = parse_adapt({"trainer": trainer, "memory": 64, "out": "versions"}, "specblock")
-    assert options.folder == (folder and Path(folder)) and options.trains_beside == beside
-    assert AdaptConfig(**options.model_dump(mode="json")) == options
 
 
 @pytest.mark.parametrize(

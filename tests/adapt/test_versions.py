@@ -24,11 +24,6 @@ FACTS = {"parent": None, "action": "heads", "rows": 12, "gain": 0.5}
 
 
 @pytest.fixture
-def pair(tmp_path) -> Pair:
-    return Pair.make(tmp_path)
-
-
-@pytest.fixture
 def folder(pair, tmp_path) -> VersionFolder:
     made = VersionFolder(tmp_path / "out", pair.drafter, pair.target)
     made.lock()

@@ -109,14 +109,3 @@ def test_a_pipe_gets_equal_answers_once_and_others_both():
     with shown(console, "why?", [one, two]):
         two.hear([2])
     assert out.getvalue().splitlines()[6:9] == ["> why?", "ab", "abc"]
-
-
-def test_a_terminal_gets_both_panels():
-    out = io.StringIO()
-    console = Console(file=out, width=80, force_terminal=True, color_system="truecolor")
-    answers = [Answer("plain", letters), Answer("ours", letters)]
-    with shown(console, "why?", answers):
-        for answer in answers:
-            answer.hear([0, 1, 2])
-    assert "plain" in out.getvalue() and "3 tokens" in out.getvalue()
-    assert "\x1b[30;48;2;168;221;168mab" in out.getvalue()

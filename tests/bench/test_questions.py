@@ -121,10 +121,3 @@ def test_raw_text_goes_on():
 def test_chats_need_a_template():
     with pytest.raises(BenchError, match="no chat template: with --raw"):
         reader(None)
-
-
-def test_room_for_the_longest_chat():
-    # Before the last answer: 17 tokens without the first one, which may be read as 5/4 of 100.
-    assert len(reader().prompt(CHAT, [[]])) == 17
-    assert reader().needed({"s": [CHAT]}, 100) == 256  # 242 and one more, in steps of 64
-    assert reader().needed({"s": [Question("d", ("one",))]}, 100) == 128

@@ -72,30 +72,6 @@ def test_a_chat_goes_on_with_the_engines_own_answer(make_bench, journal):
         assert job["prompts"] == [tokens.raw(f"one{said}two")]
 
 
-def test_a_run_goes_on_at_its_turn(make_bench, journal):
-    dying = make_bench({"ours": FAST})
-    total, add = [], dying.store.add
-
-    def add_some(unit, answers):
-        add(unit, answers)
-        total.append(unit)
-        if len(total) == 3:
-            raise KeyboardInterrupt
-
-    dying.store.add = add_some
-    with pytest.raises(KeyboardInterrupt):
-        quiet(dying)
-    journal.write_text("")
-    again = make_bench({"ours": FAST})
-    assert len(again.store.records) == 3
-    quiet(again)
-    # Warm-ups, then one question of two turns and three of one.
-    assert len(jobs(journal)) == 3 + 4 * 3 and len(again.store.records) == 7
-    journal.write_text("")
-    quiet(make_bench({"ours": FAST}))
-    assert jobs(journal) == []
-
-
 def test_groups_have_plain_vllm_each(make_bench, journal):
     fakes = {"a": FAST, "b": FAST, "c": FAST}
     bench = make_bench(fakes, at_once=4)

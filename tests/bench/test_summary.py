@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from vllm_specblock.bench.config import BenchError
-from vllm_specblock.bench.questions import Question
-from vllm_specblock.bench.run import _answer
-from vllm_specblock.bench.schedule import Unit
 from vllm_specblock.bench.store import Answer, Record
 from vllm_specblock.bench.summary import MEAN, fastest, summarise
 
@@ -52,28 +47,6 @@ def test_one_set_one_round():
     assert (plain.speedup, plain.speedup_cpu, plain.tau) == (1.0, 1.0, 1.0)
     assert plain.throughput == pytest.approx(22 / 26)
     assert plain.draft_ms is plain.draft_share is plain.different is None
-
-
-def test_tau_of_a_recorded_run_stops_at_the_end():
-    """Recorded from 8 answers of two tokens: one of the prompt, one of a decode step."""
-    said = {
-        "ids": [[5, 6]] * 8,
-        "wall": 1.0,
-        "cpu": 1.0,
-        "counters": {
-            "vllm:spec_decode_num_drafts": 8,
-            "vllm:spec_decode_num_accepted_tokens": 9,
-            "vllm:inter_token_latency_seconds": 8,
-        },
-    }
-    bench = SimpleNamespace(
-        config=SimpleNamespace(seed=0, max_new_tokens=2, ignore_eos=False),
-        reader=SimpleNamespace(prompt=lambda *_: [1]),
-    )
-    unit = Unit(0, 0.8, "a", (Question("q", ("?",)),) * 8)
-    kept = _answer(bench, SimpleNamespace(ask=lambda job: said), unit)
-    plain = answer(16, 2.0, ids=[1] * 8)
-    assert figures([record("a", 0, plain, kept)])["ours", "a"].tau == 1.0
 
 
 def test_the_mean_over_sets():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import end_to_end
 import pytest
-import steady_state
 import typer
 from end_to_end import PLAIN, Place
 from lib import acceptance
@@ -50,41 +48,6 @@ def test_every_engine_that_drafts_is_imposed_upon_and_plain_vllm_is_not():
     assert found.pop(PLAIN) is None
     for keys in found.values():
         assert len(keys["synthetic_acceptance_rates"]) == keys["num_speculative_tokens"]
-
-
-class FakeEngine:
-    """Two requests of 14 tokens: two a step, and one a step from the second step on."""
-
-    def __init__(self):
-        self.left, self.count = {}, 0
-
-    def add_request(self, name, prompt, params):
-        self.left[name] = 14
-
-    def has_unfinished_requests(self):
-        return any(self.left.values())
-
-    def step(self):
-        self.count += 1
-        answers = []
-        for name, rate in zip(self.left, (2, self.count > 1)):
-            given = min(self.left[name], int(rate))
-            self.left[name] -= given
-            outputs, finished = [SimpleNamespace(token_ids=[5] * given)], not self.left[name]
-            answers.append(SimpleNamespace(request_id=name, outputs=outputs, finished=finished))
-        return answers
-
-
-def test_steps_count_while_all_requests_decode():
-    """Both have three outputs after step 4, and the first one ends with step 7."""
-    pytest.importorskip("vllm", reason="its sampling parameters")
-    engine = FakeEngine()
-    steps = SimpleNamespace(name=counted.TOKENS, labels={})
-    llm = SimpleNamespace(
-        llm_engine=engine, get_metrics=lambda: [setattr(steps, "value", engine.count) or steps]
-    )
-    _, found = steady_state.window(llm, {"prompts": ["a", "b"], "max_tokens": 14}, "w", None)
-    assert (found[STEPS], found[TOKENS], found[counted.TOKENS]) == (3, 9, 3)
 
 
 def fake_run(calls, failing=()):

@@ -38,10 +38,3 @@ def test_a_node_scores_what_its_path_is_worth():
         first += earlier == 0
     assert first > 8, "the tree has more than one chain"
     assert int(tree.depth.max()) == 8
-
-
-def test_certain_candidates_make_a_chain():
-    tree = synthetic_tree(shape_of(60), [1.0] * 6 + [0.0] * 54)
-    assert tree.size.item() == 6
-    assert tree.parent[0, :6].tolist() == [0, 1, 2, 3, 4, 5]
-    assert tree.logprob[0, :6].tolist() == [0.0] * 6

@@ -10,6 +10,7 @@ import time
 import pytest
 import run_gpu_suite
 from run_gpu_suite import PARTS, RESULT, ROOT, Step
+from support.processes import alive
 
 ENDS = "import json, sys; print('said'); json.dump({'us': 5}, open(sys.argv[1], 'w'))"
 OVERRUNS = """
@@ -22,15 +23,6 @@ time.sleep(600)
 
 def command(*words: str) -> str:
     return shlex.join(words)
-
-
-def alive(process: int) -> bool:
-    """Whether it runs; one that ended and was not waited for does not."""
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_steps_that_end_fail_and_overrun(tmp_path):

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
 from vllm_specblock.train.data.packed_dataset import PackedDataset, load_texts
-from vllm_specblock.train.target.feature_store import FeatureStore
 from vllm_specblock.train.target.features import OnlineTeacher, StoredTeacher, load_target
 
 TARGET = Path(__file__).parents[2] / "examples/tiny_pair/target"
@@ -97,13 +96,6 @@ class TestThroughVLLM:
         assert expected.last[inside].abs().max() > 1  # the tolerance means something
         tokens = batch.tokens[inside]
         assert torch.equal(stored.embed(tokens), online.embed(tokens))
-
-    def test_every_token_is_there_and_nothing_else(self, folder):
-        assert len(FeatureStore(folder)) == 3 + 1 + 1 + 1 + 1 + 2 + 1
-        index = json.loads((folder / "features.json").read_text())
-        assert (index["sequences"], index["dtype"]) == (len(SIZES), "float32")
-        shards = {f"features-{number:05d}.safetensors" for number in range(index["shards"])}
-        assert {path.name for path in folder.iterdir()} == shards | {"features.json"}
 
     def test_again_is_done_at_once(self, folder, data):
         result = CliRunner().invoke(app, arguments(data, folder))

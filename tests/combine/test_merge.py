@@ -145,27 +145,6 @@ def test_a_trie_says_each_text_once_and_no_less(pair, budget):
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_joint_budget_goes_to_the_better_head(how):
-    """The second head's worst node is better than the first head's best."""
-    chain = [(node, node) for node in range(6)]
-    first = to_tree([chain], 6)
-    second = to_tree([[(up, 9) for up, _ in chain]], 6)
-    unsure = replace(first, logprob=first.logprob - 1)
-    assert merge(unsure, second, how, 6).origin.tolist() == [[2] * 6]
-    assert merge(unsure, second, how, 8).origin.tolist() == [[2] * 6 + [1] * 2]
-
-
-def test_equal_prefixes_are_one_node():
-    """Both say 0 0; the first is surer of the start, and the second's end hangs from it."""
-    first = to_tree([[(0, 0), (1, 0), (0, 7)]], 3)
-    second = to_tree([[(0, 0), (1, 0), (2, 5)]], 4)
-    tree = merge(first, replace(second, logprob=second.logprob - 0.01), "trie", 6)
-    assert list(texts(tree, 0)) == [(0,), (0, 0), (7,), (0, 0, 5)]
-    assert tree.origin.tolist() == [[3, 3, 1, 2, 0, 0]]
-    assert tree.parent.tolist() == [[0, 1, 0, 2, -1, -1]]
-
-
-@pytest.mark.parametrize("how", HOWS)
 def test_the_largest_trees(how):
     draw = random.Random(3)
     plain = [[(draw.randint(0, node), draw.randrange(4)) for node in range(256)] for _ in "12"]

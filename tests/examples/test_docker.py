@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from vllm_specblock.versions import SUPPORTED_VLLM, is_supported
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,14 +28,3 @@ def test_the_gpu_image_is_of_the_release_that_tests_run_on():
     assert re.fullmatch(r"v\d+\.\d+\.\d+", tag), "no moving tag"
     tested = re.search(r'^VLLM = "(.+)"$', (ROOT / "tools/setup_env.py").read_text(), re.M)[1]
     assert tag == f"v{tested}" and next(iter(SUPPORTED_VLLM)) == tested.rpartition(".")[0]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_what_is_copied_is_there(path):
-    first, *rest = instructions(path)
-    assert first[0] == "FROM"
-    copied = [words.split()[:-1] for name, words in rest if name == "COPY"]
-    assert copied
-    for source in (each for sources in copied for each in sources):
-        assert (ROOT / source).exists(), source
-    assert {name for name, _ in rest} <= {"COPY", "RUN", "ENV", "WORKDIR", "ENTRYPOINT"}

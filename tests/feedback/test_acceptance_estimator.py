@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specblock.feedback import acceptance_estimator
 from vllm_specblock.feedback.acceptance_estimator import (
     BINS_PER_NAT,
     NUM_BINS,
     PRIOR,
     AcceptanceEstimator,
 )
-from vllm_specblock.feedback.verified_trees import on_path
 
 NEVER = float("-inf")
 
@@ -49,16 +46,6 @@ def test_nodes_are_worth_what_such_nodes_were():
     # Requests that sample are another matter.
     other = table.survival(kinds(1, 1), logprob)
     torch.testing.assert_close(other, logprob.exp(), atol=0.01, rtol=0.0)
-
-
-def test_a_chain_that_scores_less_than_its_siblings_loses_no_tokens():
-    """The second node is hardly ever reached, the third, deeper one, often."""
-    table = AcceptanceEstimator("cpu", decay=1.0)
-    logprob = torch.tensor([[-0.125, -1.125, -1.875]])
-    teach(table, logprob, [0.9, 0.1, 0.7])
-    found = table.survival(kinds(1), logprob)
-    assert found.sum().item() == pytest.approx(0.9 + 0.1 + 0.7, abs=0.03)
-    assert found[0, 1].item() == pytest.approx(found[0, 2].item(), abs=0.02)
 
 
 def naive_falling(counts, sums):
@@ -121,16 +108,6 @@ def test_survival_never_rises_and_steps_multiply_to_it(data):
     torch.testing.assert_close(table.steps(kind, logprob).cumprod(1), survival)
 
 
-def test_nodes_on_the_path_up_to_what_was_accepted():
-    path = torch.tensor([[0, 1, 3, 4], [0, 2, 4, 0], [0, 5, 1, 2]])
-    found = on_path(path, torch.tensor([3, 1, 0]), 5)
-    assert [[1 + i for i, on in enumerate(row) if on] for row in found.tolist()] == [
-        [1, 3, 4],
-        [2],
-        [],
-    ]
-
-
 def test_the_survival_of_slots():
     table = AcceptanceEstimator("cpu")
     teach(table, scores([0.9, 0.5, 0.1]), [0.7, 0.6, 0.2], kind=1)
@@ -139,21 +116,3 @@ def test_the_survival_of_slots():
     table.write_survival(by_slot, torch.tensor([0.0, 0.7]), torch.tensor([2, 1]), steps)
     assert (steps[0] == 0).all() and (steps[2] == -1).all()
     torch.testing.assert_close(steps[1:2], table.steps(kinds(1, 1), by_slot[1:2]))
-
-
-def test_the_table_takes_the_kernels_where_it_lies_on_a_gpu(monkeypatch):
-    """Every tensor goes to its place: `tests/triton_kernels` says what the kernels do with them."""
-    calls = []
-    monkeypatch.setattr(
-        acceptance_estimator, "write_survival_triton", lambda *given: calls.append(given)
-    )
-
-    class OnGpu:
-        is_cuda = True
-
-    table = AcceptanceEstimator("cpu")
-    table.judged = OnGpu()
-    score, temperatures, req_idx, steps = (torch.zeros(1) for _ in range(4))
-    table.write_survival(score, temperatures, req_idx, steps)
-    seen = temperatures, table.judged, table.reached, table.believed, PRIOR, BINS_PER_NAT
-    assert all(a is b for a, b in zip(calls[0], (req_idx, score, *seen, steps), strict=True))

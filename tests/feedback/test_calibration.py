@@ -7,10 +7,8 @@ import torch
 
 from vllm_specblock.feedback.calibration import (
     GREEDY,
-    MEMORY,
     OWN_MEMORY,
     OWN_RANGE,
-    PRIOR,
     RANGE,
     SAMPLING,
     DraftCalibration,
@@ -72,20 +70,6 @@ def test_a_cold_request_teaches_what_decides_for_it():
     before = calibration.log.clone()
     calibration.learn(torch.tensor([0.1]), torch.ones(1), torch.tensor([5]), torch.ones(1).bool())
     assert calibration.log[0] > before[0] and calibration.log[1] == before[1]
-
-
-def test_the_first_trees_count_most_and_old_ones_fade():
-    calibration = DraftCalibration("cpu")
-    steps = []
-    for _ in range(2000):
-        before = float(calibration.log[1])
-        accepted = 1 + torch.tensor([(-1) ** len(steps)])  # right on average
-        calibration.learn(torch.ones(1), torch.ones(1), accepted, torch.ones(1).bool())
-        steps.append(abs(float(calibration.log[1]) - before))
-    assert steps[0] == pytest.approx(0.5 / (PRIOR + 1), rel=1e-3)
-    assert steps[-1] == pytest.approx(0.5 / (PRIOR + MEMORY), rel=1e-2)
-    calibration.forget()
-    assert calibration.trees.sum() == 0 and float(calibration.of(torch.zeros(1))) == GREEDY
 
 
 def test_it_stays_within_its_range():

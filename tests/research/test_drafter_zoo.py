@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import drafter_zoo
 import pytest
 import torch
-from comparison import PAPER, UNIFORM, Comparison, contestants, footing, table
+from comparison import Comparison, footing
 from support.training import write_pair
 
 from vllm_specblock.train.config import TrainError, parse
@@ -43,20 +41,3 @@ def test_every_drafter_is_made_of_about_one_size(common, name):
 def test_an_unknown_drafter_is_one_sentence(common):
     with pytest.raises(TrainError, match=r"'unknown'; there are specblock, .*, EAGLE-3, "):
         drafter_zoo.make("unknown", common[1])
-
-
-def test_other_trees_are_shown_with_their_drafter(common):
-    config, run_context = common
-    learner = drafter_zoo.make("specblock", run_context)
-    train_states = {"specblock": SimpleNamespace(learner=learner)}
-    names = list(contestants(config, SimpleNamespace(train_states=train_states)))
-    assert names == ["specblock", PAPER, UNIFORM]
-    summary = {
-        "results": {f"{name} T=0": {"tau": 2.0, "error": 0.1} for name in names},
-        "alpha": {"specblock": [[0.5]]},
-        "parameters": {"specblock": 2e6},
-        "loss_floor": {"specblock": 0.5},
-    }
-    rows = table(summary).splitlines()[2:]
-    assert len(rows) == len(names)
-    assert all("| 2.00 | 0.5 | 2 | 2.00 ± 0.10 | – | 0.50 |" in row for row in rows)

@@ -18,14 +18,6 @@ def tool(tmp_path, monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("build", [None, "0.32.0"])
-def test_without_a_build_for_cpus_it_is_one_sentence(tool, build, monkeypatch):
-    monkeypatch.setattr(tool, "installed_version", lambda name: build)
-    monkeypatch.setattr(tool, "folder_of", lambda release: pytest.fail("too early"))
-    with pytest.raises(SystemExit, match=f"here is {build}.* `make setup`"):
-        tool.main(["0.33.0"])
-
-
 def test_the_whole_of_it(tool, tmp_path, monkeypatch, capsys):
     """With a made-up release that has nothing but a version."""
     pytest.importorskip("vllm")

@@ -54,13 +54,9 @@ REST = [
 ]
 
 
-def test_a_cpu_in_steps(setup, capsys):
+def test_a_cpu_in_steps(setup):
     setup.set_up(setup.folder)
     assert tail(setup.machine.commands) == [TORCH, *REST]
-    said = capsys.readouterr().out.splitlines()
-    assert all(line.startswith("setup: ") for line in said)
-    assert "its CPU build" in said[0] and said[-1].endswith("v is ready")
-    assert "setup: installing torch 2.13.0 for CPUs, by pip" in said
     # The second call finds it ready, and a change of what is wanted does not.
     setup.set_up(setup.folder)
     assert len(setup.machine.commands) == 4
@@ -69,12 +65,11 @@ def test_a_cpu_in_steps(setup, capsys):
     assert len(setup.machine.commands) == 8
 
 
-def test_where_no_index_is_set_up_pytorchs_own_is_asked(setup, capsys):
+def test_where_no_index_is_set_up_pytorchs_own_is_asked(setup):
     setup.machine.fails = lambda command: command == f"{setup.folder}/bin/{TORCH}"
     setup.set_up(setup.folder)
     by_itself = f"{TORCH} --extra-index-url {WHEELS}"
     assert tail(setup.machine.commands) == [TORCH, by_itself, *REST]
-    assert f"installing torch 2.13.0 from {WHEELS}, by pip" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

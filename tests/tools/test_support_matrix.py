@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def tool():
-    spec = importlib.util.spec_from_file_location(
-        "support_matrix", ROOT / "tools/support_matrix.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(ROOT / "tools/support_matrix.py")
 
 
 def test_the_page_is_up_to_date(tool):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from vllm_specblock.train.learner import LossOutput
 from vllm_specblock.train.train_state import MetricsLog, describe
-
-CPU = torch.device("cpu")
 
 
 def outcome(ce_loss, hits, seen, rank=0.0, num_positions=None) -> LossOutput:
@@ -46,31 +42,3 @@ def test_means_are_over_positions_since_the_last_entry(metrics_log):
     metrics_log.add(SECOND)
     assert metrics_log.entry(step=8)["alpha"] == [[0.5, 1.0], [0.0, 0.0]]
     assert [entry["step"] for entry in metrics_log.entries] == [7, 8]
-
-
-def test_losses_may_count_other_positions_than_paths():
-    metrics_log = MetricsLog()
-    metrics_log.add(outcome([[6.0]], [[1]], [[2]], num_positions=[[12]]))
-    entry = metrics_log.entry()
-    assert (entry["loss"], entry["alpha"]) == ([[0.5]], [[0.5]])
-
-
-def test_a_log_goes_on_from_its_state(metrics_log, tmp_path):
-    halfway, again = MetricsLog(), MetricsLog()
-    halfway.add(FIRST)
-    halfway.entry(step=0)
-    halfway.add(FIRST)
-    torch.save(halfway.state(), tmp_path / "state.pt")
-    halfway.add(SECOND)  # after the state: not a part of it
-    again.load_state(torch.load(tmp_path / "state.pt", weights_only=True), CPU)
-    again.add(SECOND)
-    assert again.entry(step=7) == metrics_log.entry(step=7)
-    assert [entry["step"] for entry in again.entries] == [0, 7]
-
-
-def test_a_line_each(metrics_log, tmp_path):
-    metrics_log.entry(step=1)
-    metrics_log.entries.append({"step": 1, "tau": 2.5})
-    metrics_log.write(tmp_path / "log.jsonl")
-    lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == metrics_log.entries

@@ -3,7 +3,6 @@ from corpus to table runs, at a size at which nothing is learned."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import runpy
@@ -13,12 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 import yaml
 from comparison import Comparison
 from pydantic import BaseModel
-from safetensors.torch import load_file
 
 from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.bench.config import BenchConfig
@@ -34,7 +31,7 @@ from vllm_specblock.config import (
 from vllm_specblock.train.config import TrainConfig, parse, read_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIR, STDLIB = ROOT / "examples/tiny_pair", ROOT / "examples/stdlib_100m"
+STDLIB = ROOT / "examples/stdlib_100m"
 RECIPES = sorted(ROOT.glob("examples/recipes/*.yaml"))
 YAMLS = sorted([*ROOT.glob("examples/**/*.yaml"), *ROOT.glob("benchmarks/**/*.yaml")])
 PAGES = sorted(
@@ -57,13 +54,6 @@ SHELL = {"|", ">", "&&", ";", "&"}
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-@pytest.fixture
-def pair(monkeypatch):
-    """A module of examples/tiny_pair by its name."""
-    monkeypatch.syspath_prepend(PAIR)
-    return importlib.import_module
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -147,33 +137,6 @@ def test_commands_of_a_page_exist(page, monkeypatch):
             model = model_of(ROOT / recipe)
             options = {k: v for k, v in options.items() if k in model.model_fields}
             parse(model, **read_recipe(ROOT / recipe) | options)
-
-
-def build(pair, work: Path, **options) -> None:
-    options = {"held_out_prompts": 2, "drafter": False} | options
-    pair("build").build(size="nano", work=work, **options)
-
-
-def test_a_build_cut_into_calls_ends_in_the_same_files(pair, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pair("lessons"), "PART", 8)  # two parts
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    build(pair, whole)
-    calls = 0
-    while not (cut / "prompts.jsonl").exists():
-        build(pair, cut, minutes=0.0)
-        calls += 1
-    # Three updates in three calls, the last of which goes on with the first part.
-    assert calls == 4
-    assert capsys.readouterr().out.count("call again") == calls - 1
-    for name in ("target/model.safetensors", "drafter_data.safetensors"):
-        ours, theirs = load_file(cut / name), load_file(whole / name)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    stages = json.loads((cut / "stages.json").read_text())
-    assert stages["target"]["figures"]["tokens"] == 3 * 2 * 64
-
-    with pytest.raises(SystemExit, match="was run with"):
-        build(pair, cut, seed=1)
 
 
 def test_the_chain_from_corpus_to_table(tmp_path):

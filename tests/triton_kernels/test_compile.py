@@ -6,12 +6,7 @@ find out last.
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -183,70 +178,6 @@ HOPPER = 227 * 1024
 def test_tree_attention_compiles(compiler, monkeypatch, dtype, head_size, queries, rare, shared):
     monkeypatch.setattr(attention_schedule, "shared_memory", lambda device: shared)
     attend(compiler, dtype, head_size, queries, 1, shared, **RARE[rare])
-
-
-def hot_loop(compiled) -> list[str]:
-    """Instructions of the loop with the most products, of a program for Hopper's tensor cores."""
-    folder = Path(sys.modules["triton"].__file__).parent / "backends/nvidia/bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [folder / "nvdisasm", "-c", file.name]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    label, loops, instructions = {}, [], lines.splitlines()
-    for number, line in enumerate(instructions):
-        if found := re.match(r"(\.L_x_\d+):", line):
-            label[found[1]] = number
-        elif (found := re.search(r"BRA.*(\.L_x_\d+)\)", line)) and found[1] in label:
-            loops.append(range(label[found[1]], number))
-    innermost = [loop for loop in loops if not any(inner.start in loop[1:] for inner in loops)]
-    bodies = [instructions[loop.start : loop.stop] for loop in innermost]
-    hot = max(bodies, key=lambda body: sum("HGMMA" in line for line in body))
-    assert sum("HGMMA" in line for line in hot) >= 8
-    return hot
-
-
-LOOPS = {
-    "split": (1, "plain", {}),
-    "whole": (32, "plain", {}),
-    "unknown lengths": (32, "plain", {"unknown_up_to": 61}),
-    "fp8": (32, "fp8", {}),
-}
-
-
-@pytest.mark.parametrize(("requests", "rare", "lengths"), LOOPS.values(), ids=LOOPS)
-def test_where_the_time_goes_nothing_spills_and_loads_are_on_their_way(
-    compiler, requests, rare, lengths
-):
-    """Head size 128, trees of 61 tokens: the loop without a mask, which reads nearly all entries.
-
-    DEPBAR waits until so many groups of loads are left. With none left (0x0) the loop would stand
-    still for memory once a block.
-    """
-    arguments = RARE[rare] | lengths
-    kernels = attend(compiler, torch.bfloat16, 128, 61, requests, HOPPER, **arguments)
-    assert len(kernels) == (2 if lengths else 1)  # a graph of many requests has both forms
-    for loop in map(hot_loop, kernels):
-        assert not [line for line in loop if re.search(r"\b(LDL|STL)", line)]
-        left = [int(n, 16) for line in loop for n in re.findall(r"DEPBAR\.LE SB0, (0x\w+)", line)]
-        assert left and min(left) >= 4
-
-
-@pytest.mark.parametrize(
-    ("generation", "shared", "rows", "warps"),
-    [
-        (8, 163 * 1024, (16, 64, 128), (4, 8, 8)),
-        (8, SHARED_LIMIT, (16, 64), (4, 8)),
-        (9, HOPPER, (16, 64, 128), (4, 4, 8)),
-        (10, HOPPER, (16, 64), (4, 8)),
-        (12, SHARED_LIMIT, (16, 64), (4, 8)),
-    ],
-)
-def test_tiles_by_generation(generation, shared, rows, warps):
-    """Wider tiles, or fewer warps, spill in the loop (`tests/emulated_gpu/compiled.json`)."""
-    tiles = attention_schedule.tile_classes(128, torch.bfloat16, shared, generation)
-    assert tuple(tile.rows for tile in tiles) == rows
-    assert tuple(tile.num_warps for tile in tiles) == warps
 
 
 def test_move_kv_compiles(compiler):

@@ -85,17 +85,6 @@ def test_longest_matching_path_over_several_words(size, vocab):
     check_longest_path(batch, size, sampled, [size, size // 2, size])
 
 
-def test_the_same_text_from_two_heads():
-    """A disjoint merge: both heads draft 5, the first goes on with 6, the second with 7 8."""
-    plain = [(0, 5), (1, 6), (0, 5), (3, 7), (4, 8)]
-    tree = to_tree([plain, plain], 5)
-    # Nodes of equal text draw the same token.
-    sampled = torch.tensor([[5, 7, 0, 7, 8, 1], [5, 6, 2, 6, 0, 0]])
-    accepted_paths = run(tree, torch.ones(2, 5, dtype=torch.bool), sampled, 3)
-    assert accepted_paths.path.tolist() == [[0, 3, 4, 5], [0, 1, 2, 0]]
-    assert accepted_paths.output.tolist() == [[5, 7, 8, 1], [5, 6, 2, 0]]
-
-
 def test_no_nodes_at_all():
     tree = to_tree([[]], 1).prefix(0)
     accepted_paths = run(tree, torch.ones(1, 0, dtype=torch.bool), torch.tensor([[4]]), 0)

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
-import torch
 from support.records import random_record, small_drafter, small_teacher
 
 from vllm_specblock.adapt.book import Book
-from vllm_specblock.adapt.learning import judge as judge_module
-from vllm_specblock.adapt.learning.judge import Judge, depth_along, is_sure
+from vllm_specblock.adapt.learning.judge import Judge, is_sure
 from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.policy.actions import held
 from vllm_specblock.adapt.policy.interface import Action
-
-
-def test_depth_counts_the_chain_and_a_sibling_where_the_text_leaves_it(monkeypatch):
-    rows = [  # of each position: on the chain, followed, bucket of the token's rank
-        [(1, 1, 0), (1, 1, 0), (1, 0, 1), (0, 0, 1)],  # two, then a sibling
-        [(1, 0, 2), (0, 0, 0), (0, 1, 0), (0, 0, 0)],
-        [(1, 1, 0), (1, 1, 0), (1, 1, 0), (1, 1, 0)],
-        [(1, 1, 0), (1, 0, 2), (0, 0, 1), (0, 0, 0)],
-    ]
-    on_chain, hit, rank = torch.tensor(rows).unbind(-1)
-    chain = SimpleNamespace(on_chain=on_chain.bool(), hit=hit.bool(), rank=rank)
-    monkeypatch.setattr(judge_module, "chain_along", lambda *_: chain)
-    sequence = small_teacher().sequence(random_record("r"))
-    assert depth_along(small_drafter(), sequence, 2) == (3 + 0 + 4 + 1) / 4
 
 
 def versions() -> tuple[Version, Version]:
@@ -80,39 +63,6 @@ def test_the_more_were_compared_the_surer_one_has_to_be(monkeypatch):
     assert found == [True] + 18 * [False], "the second takes 1.19"
     saved = [0.2, 0.3, 0.1, 0.2]  # 4.9
     assert judge.is_better(one, other, book, 500) and not judge.is_better(one, other, book, 600)
-
-
-def test_better_is_who_takes_fewer_steps(monkeypatch):
-    """Of three texts in four it follows a fifth of a token less, of the others half a token more,
-    where steps are short: a lower mean depth, and fewer steps."""
-    book, (one, other) = book_of(range(80)), versions()
-    judge = Judge(small_drafter(), small_teacher(), 2)
-    number = {each.request: place for place, each in enumerate(book.recent.records[-8:])}
-    assert len(number) == 8
-
-    def depth(version: Version, each) -> float:
-        known = number.get(each.request, 0) % 4 > 0
-        noise = 0.01 * (number.get(each.request, 0) % 3)
-        if version is other:
-            return 3.0 if known else 0.4
-        return noise + (2.8 if known else 0.9)
-
-    monkeypatch.setattr(judge, "depth", depth)
-    assert judge.difference(one, other, book) < 0
-    assert judge.is_better(one, other, book) and not judge.is_better(other, one, book)
-
-
-def test_a_pair_is_computed_once(monkeypatch):
-    calls = []
-    real = depth_along
-    monkeypatch.setattr(judge_module, "depth_along", lambda *given: calls.append(1) or real(*given))
-    book, (one, other) = book_of(range(40)), versions()
-    judge = Judge(small_drafter(), small_teacher(), 2)
-    first = judge.difference(one, other, book)
-    assert calls
-    count = len(calls)
-    assert judge.difference(one, other, book) == first
-    assert len(calls) == count
 
 
 def test_without_judged_records_nothing_is_said():

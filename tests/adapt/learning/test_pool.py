@@ -66,15 +66,6 @@ def test_a_domain_that_comes_back_finds_its_version():
     assert back == 1
 
 
-def test_the_longest_good_version_is_kept_as_the_earlier_one():
-    pool, tau = Pool(version(0)), {number: 2.0 + number for number in range(4)}
-    for number, texts in ((1, 100), (2, 30), (3, 30)):
-        pool.offer(version(number))
-        serve(pool, tau, texts)
-    assert pool.good.number == 3 and pool.earlier is not None
-    assert pool.earlier.number == 1
-
-
 def test_roll_back_is_to_the_last_good_version():
     pool = Pool(version(0))
     assert pool.roll_back() is None

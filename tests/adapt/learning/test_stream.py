@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from vllm_specblock.adapt.learning.stream import SLOW, Usual
+from vllm_specblock.adapt.learning.stream import Usual
 
 
 def test_it_parts_what_a_drafter_knows_from_what_it_does_not():
@@ -15,29 +15,9 @@ def test_it_parts_what_a_drafter_knows_from_what_it_does_not():
     assert wrong < 8
 
 
-def test_another_domain_is_hard_throughout_until_it_is_learned():
-    draw, usual = random.Random(1), Usual()
-    for _ in range(256):
-        usual.is_hard(draw.gauss(3.3, 0.5))
-    hard = [usual.is_hard(draw.gauss(1.6, 0.3)) for _ in range(128)]
-    assert sum(hard) > 120
-
-
 def test_of_requests_of_one_kind_half_are_hard():
     draw, usual = random.Random(2), Usual()
     hard = [usual.is_hard(draw.gauss(3.0, 0.5)) for _ in range(1000)]
     assert 450 < sum(hard) < 550
     usual = Usual()
     assert all(usual.is_hard(1.0) for _ in range(100)), "where nothing is ever accepted, too"
-
-
-def test_the_mean_by_hand():
-    usual = Usual()
-    assert usual.is_hard(2.0), "the first: nothing is usual"
-    assert not usual.is_hard(4.0) and (usual.value, usual.count) == (3.0, 2)
-    assert usual.is_hard(3.0)
-    for _ in range(2000):
-        usual.is_hard(5.0)
-    before = usual.value
-    assert not usual.is_hard(7.0)
-    assert usual.value == before + SLOW * (7.0 - before)

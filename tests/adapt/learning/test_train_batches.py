@@ -51,12 +51,3 @@ def test_padding_of_a_batch_counts_nothing():
     ]
     assert torch.equal(both.seen, alone[0].seen + alone[1].seen)
     torch.testing.assert_close(both.ce_loss, alone[0].ce_loss + alone[1].ce_loss)
-
-
-def test_a_record_as_a_script_is_the_text():
-    teacher = small_teacher()
-    sequence = random_script(teacher, 40, prompt=12)
-    found = teacher.sequence(record_of("r", sequence))
-    assert found.prompt == 12
-    assert torch.equal(found.tokens[1:], sequence.tokens[1:])
-    assert torch.equal(found.hidden, sequence.hidden[:-1])

@@ -10,7 +10,7 @@ import torch
 from support.records import random_record, small_drafter, small_teacher
 
 from vllm_specblock.adapt.learning.anchor import anchor
-from vllm_specblock.adapt.learning.update import AdaptationConfig, Updater, rate_for
+from vllm_specblock.adapt.learning.update import AdaptationConfig, Updater
 from vllm_specblock.adapt.policy.actions import held, parameters, put
 from vllm_specblock.adapt.policy.interface import Action
 
@@ -58,13 +58,6 @@ def test_no_decay_and_three_times_the_rate_for_heads(train_batch):
         updater.update(action, [train_batch])
         moved = (updater.drafter.lm_head.weight.detach() - before).abs()
         assert float(moved.max()) == pytest.approx(rate, rel=1e-2)
-
-
-def test_a_rate_that_nobody_names_is_that_of_the_width():
-    drafter = small_drafter()
-    assert rate_for(drafter) * drafter.config.hidden_size == pytest.approx(0.0576)
-    assert Updater(drafter).rate == rate_for(drafter)
-    assert Updater(drafter, AdaptationConfig(lr=1e-3)).rate == 1e-3
 
 
 def test_a_batch_that_is_not_finite_changes_nothing(train_batch):

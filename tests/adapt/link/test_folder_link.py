@@ -28,11 +28,6 @@ REQUEST = FinishedRequest(1.5, 7, 19, 0.1 + 0.2)
 
 
 @pytest.fixture
-def pair(tmp_path) -> Pair:
-    return Pair.make(tmp_path)
-
-
-@pytest.fixture
 def folder(tmp_path) -> Path:
     return tmp_path / "requests"
 
@@ -51,9 +46,6 @@ def same(record, other) -> bool:
     return all(one.dtype == two.dtype and torch.equal(one, two) for one, two in pairs) and all(
         getattr(record, name) == getattr(other, name) for name in ("request", "tau")
     )
-
-
-# ---- requests ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,9 +140,6 @@ def test_both_ends_tell_each_other_what_they_count(pair):
     link.close()
 
 
-# ---- shared memory ----
-
-
 def test_a_folder_in_shared_memory_goes_with_its_engine(pair):
     link = pair.link()
     assert link.folder.parent == folder_link.SHARED_MEMORY
@@ -171,9 +160,6 @@ def test_too_little_shared_memory_is_one_sentence(tmp_path, monkeypatch, where):
     with pytest.raises(TrainError, match=r"MiB left, but .* needs .* name a folder .*\.$"):
         make_shared_folder(1, 1 << 60)
     assert not list(tmp_path.iterdir())
-
-
-# ---- versions ----
 
 
 def written(pair: Pair, out: Path, seed: int = 0) -> tuple[VersionFolder, str]:

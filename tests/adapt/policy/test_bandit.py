@@ -59,14 +59,6 @@ def test_as_printed_it_skips_for_ever_once_nothing_is_positive():
     assert len(updates(feed(bandit, 200))) == 1
 
 
-def test_exploration_after_the_cold_start_fills_whole_buffers():
-    schedule = Schedule(warm_up=0, cold_start=1, epsilon=(0.3, 1.0), explore_every=64)
-    bandit = PaperBandit(schedule)
-    found = feed(bandit, 64 * 6)
-    assert len(updates(found)) >= 5
-    assert sum(each.push is SKIP for each in found) > 64 * 4
-
-
 def test_three_falling_windows_roll_back_and_forget_the_values():
     bandit = PaperBandit(Schedule(**GREEDY))
     windows = [feed(bandit, 8, tokens=tokens) for tokens in (40, 50, 45, 40)]
@@ -79,35 +71,7 @@ def test_three_falling_windows_roll_back_and_forget_the_values():
     assert later == [False, False, True]
 
 
-def test_epsilon_falls_linearly_over_the_cold_start():
-    bandit = PaperBandit(Schedule(warm_up=0, cooldown=0, buffer=1))
-    seen = []
-    for _ in range(12):
-        seen.append(bandit.epsilon)
-        bandit.decide(request())
-    assert seen[0] == pytest.approx(0.30)
-    assert seen[4] == pytest.approx(0.20)
-    assert seen[8:10] == pytest.approx([0.10, 0.10])
-
-
-def test_the_cold_start_tries_both_arms():
-    arms = {arm for seed in range(20) for arm in updates(feed(PaperBandit(seed=seed), 80))}
-    assert arms == {HEADS, FULL}
-
-
-def test_without_heads_there_is_one_arm():
-    bandit = PaperBandit(Schedule(least=FULL))
-    assert set(updates(feed(bandit, 200))) == {FULL} and list(bandit.values) == [FULL]
-
-
 def test_always_updates_everything_every_eight_requests_without_a_gate():
     assert [n for n, each in enumerate(feed(Always(), 25), 1) if each.update] == [8, 16, 24]
     assert updates(feed(Always(), 8)) == [FULL] and not Always().gated
     assert updates(feed(Always(HEADS, 3), 10)) == [HEADS] * 3
-
-
-def test_rates_of_a_request():
-    found = request(tokens=30, misses=3.0, steps=12)
-    assert (found.miss_rate, found.tau) == (0.25, 2.5)
-    with pytest.raises(ValueError, match="has a step"):
-        request(steps=0)

@@ -9,9 +9,8 @@ from statistics import fmean
 import pytest
 from support.toy_serving import Toy
 
-from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
-from vllm_specblock.adapt.policy.gain_bandit import EXPLORING, HOPE, IN_A_ROW, TRIES, GainBandit
-from vllm_specblock.adapt.policy.gain_belief import GainBelief
+from vllm_specblock.adapt.policy.bandit import PaperBandit
+from vllm_specblock.adapt.policy.gain_bandit import EXPLORING, TRIES, GainBandit
 from vllm_specblock.adapt.policy.interface import Action, Always, FinishedRequest
 
 SKIP, HEADS, FULL = Action.SKIP, Action.HEADS, Action.FULL
@@ -60,53 +59,11 @@ def test_what_does_not_pay_loses_no_more_than_the_share_for_exploring():
     assert len(serve(GainBandit(), gains, {HEADS: 0.2, FULL: 0.4})) > 250
 
 
-def test_another_arm_has_its_turn_though_the_best_is_the_most_hopeful():
-    bandit = GainBandit()
-    feed(bandit, 8)
-    bandit.reward(FULL, 0.015, 0.2, 0.001)
-    bandit.costs[HEADS], bandit.tries, bandit.account = 0.1, 0, 0.0
-    expected, hoped = bandit.worth(request()), bandit.worth(request(), HOPE)
-    assert hoped[FULL] > hoped[HEADS] > expected[FULL] > expected[HEADS] > 0
-    for _ in range(IN_A_ROW - 1):
-        assert bandit.choose(request()) is FULL
-        bandit.began(FULL, [request()])
-    assert bandit.in_a_row == IN_A_ROW and bandit.choose(request()) is HEADS
-    before = bandit.belief.mean[HEADS]
-    bandit.belief.mean[HEADS] = -0.1
-    assert bandit.choose(request()) is FULL, "heads can not be better"
-    bandit.belief.mean[HEADS] = before
-    bandit.began(HEADS, [request()])
-    assert bandit.in_a_row == 1 and bandit.choose(request()) is FULL
-
-
 def test_nothing_is_given_up_for_good():
     bandit = GainBandit()
     assert serve(bandit, {HEADS: -0.02, FULL: -0.02}, COST, 1000)
     assert SKIP in {each.push for each in feed(bandit, 8)}
     assert updates(feed(bandit, 8 + math.ceil(COST[FULL] / EXPLORING)))
-
-
-def test_exploring_saves_for_the_arm_that_may_gain_most():
-    """Heads would be paid for sooner, and be tried for ever."""
-    bandit = GainBandit()
-    feed(bandit, 8)
-    bandit.reward(FULL, 0.0, 2.0, 0.02)
-    bandit.costs[HEADS], bandit.tries, bandit.account = 1.0, 0, 1.5
-    short = {arm: -worth for arm, worth in bandit.worth(request()).items()}
-    assert short[HEADS] < bandit.account < short[FULL]
-    assert bandit.choose(request()) is SKIP
-    bandit.account = 2.0
-    assert bandit.choose(request()) is FULL
-
-
-def test_weak_requests_are_skipped_and_strong_ones_taken():
-    bandit = GainBandit(Schedule(largest=HEADS))
-    for _ in range(8):
-        bandit.decide(request())
-    bandit.reward(HEADS, 0.012, 0.32, 0.0)
-    bandit.belief.mean[HEADS], bandit.tries = 0.02, 0  # 64 s · 0.02 · x: worth it above x = 0.25
-    assert bandit.decide(request(misses=2.0)).push is SKIP
-    assert bandit.decide(request(misses=3.0)).push is HEADS
 
 
 def test_an_alarm_forgets_gains_and_the_update_that_is_being_judged():
@@ -121,40 +78,6 @@ def test_an_alarm_forgets_gains_and_the_update_that_is_being_judged():
     bandit.reward(FULL, -0.05, 0.2, 0.001)  # of texts before and behind the change
     assert bandit.belief.mean == {HEADS: 0.0, FULL: 0.0}
     assert updates(feed(bandit, 8)) == [FULL]
-
-
-def test_one_buffer_makes_an_update_every_eight_requests_whatever_they_are_pushed_to():
-    bandit = GainBandit(Schedule(cooldown=0))
-    feed(bandit, 8)
-    bandit.reward(FULL, 0.03, 1.0, 0.0)
-    bandit.belief.mean = {HEADS: 0.03, FULL: 0.05}  # each request by its own x, all of them paying
-    bandit.tries, bandit.account = 0, 0.0
-    found = [bandit.decide(request(misses=3 + 6 * (n % 2))) for n in range(16)]
-    assert {each.push for each in found} == {HEADS, FULL}
-    assert [n for n, each in enumerate(found, 1) if each.update] == [8, 16]
-
-
-def test_an_update_without_texts_after_it_teaches_its_cost_alone():
-    bandit = GainBandit()
-    feed(bandit, 8)
-    bandit.reward(FULL, float("nan"), 0.2, float("nan"))
-    assert bandit.costs[FULL] == 0.2 and bandit.belief.mean[FULL] == 0
-    feed(bandit, 8)
-    bandit.reward(FULL, 0.03, 0.4, float("nan"))  # of one text
-    assert bandit.costs[FULL] == pytest.approx(0.3) and 0 < bandit.belief.mean[FULL] < 0.025
-
-
-def test_an_observation_of_one_arm_tells_of_the_other():
-    belief = GainBelief((HEADS, FULL))
-    belief.learn(FULL, -0.02, 0.01)
-    low, wide = belief.mean[FULL], belief.spread(FULL)
-    assert low < belief.mean[HEADS] < 0
-    for _ in range(3):
-        belief.learn(HEADS, 0.03, 0.01)
-    known = belief.mean[FULL]
-    assert known > 0.005 and 0.005 < belief.mean[HEADS] < 0.03 and belief.spread(FULL) < wide
-    belief.forget(0.5)
-    assert belief.spread(FULL) > wide and belief.mean[FULL] == known / 2
 
 
 HOME, AWAY = 0, 1

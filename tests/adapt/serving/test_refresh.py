@@ -8,30 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.records import small_drafter
+from support.refreshed import assert_equal, served, values, weights
 
 from vllm_specblock.adapt.serving.refresh import Refresh
-from vllm_specblock.drafters.common.linear import process_after_loading
-from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.refresh import RefreshError, held
-
-
-def values(drafter: SpecBlockModel) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in held(drafter)}
-
-
-def assert_equal(drafter: SpecBlockModel, wanted: dict[str, torch.Tensor]) -> None:
-    found = values(drafter)
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
-
-
-def served(model: SpecBlockModel) -> SpecBlockModel:
-    return process_after_loading(model.eval(), None)
-
-
-def weights(model: SpecBlockModel) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
+from vllm_specblock.drafters.specblock.refresh import RefreshError
 
 
 @pytest.fixture(params=["cpu", "gpu"])

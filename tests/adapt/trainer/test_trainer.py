@@ -16,6 +16,7 @@ import pytest
 import torch
 from lib.policies import Fixed
 from support.adapting import Pair, staged, wait
+from support.processes import alive
 
 from vllm_specblock.adapt.learning.judge import depth_along
 from vllm_specblock.adapt.link.folder_link import FolderLink, FolderSource
@@ -33,11 +34,6 @@ from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
 
 HEADS = {"lm_head.weight", "rank_head.0.weight", "rank_head.2.weight"}
-
-
-@pytest.fixture
-def pair(tmp_path) -> Pair:
-    return Pair.make(tmp_path)
 
 
 @pytest.fixture
@@ -106,9 +102,6 @@ def holds(tensors, found) -> bool:
     return all(torch.equal(tensors[name], each) for name, each in found.tensors.items())
 
 
-# ---- what is learned and offered ----
-
-
 def test_what_was_recorded_is_learned_and_reaches_the_engine(pair, engine):
     both = Both(pair, engine)
     taken = both.serve(range(32))
@@ -143,14 +136,6 @@ def test_rows_of_another_target_are_dropped(pair, engine):
     engine.offer(replace(record, states=record.states[:, :-3].clone()), request)
     wait(both.trainer.step)
     assert both.counts["dropped_records"] == 1
-
-
-def test_wrong_configs_are_one_sentence(pair, engine):
-    with pytest.raises(TrainError, match="no policy 'osd'"):
-        Both(pair, engine, policy="osd")
-
-
-# ---- what it goes on from ----
 
 
 def test_a_later_trainer_goes_on_from_what_serves_and_chooses_nothing_anew(pair, keeping, out):
@@ -200,18 +185,8 @@ def test_versions_are_kept_and_a_person_may_choose(pair, keeping, out):
     assert holds(dict(after.updater.drafter.named_parameters()), after.pool.origin)
 
 
-# ---- its process ----
-
-
 def config_of(pair: Pair, **more) -> TrainerConfig:
     return TrainerConfig(str(pair.drafter), str(pair.target), "always", "all", lr=3e-3, **more)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
 
 
 def test_a_trainer_that_is_killed_harms_no_request(pair, keeping, out, caplog):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
-import torch
-from lib.policies import POLICIES, Fixed, Frozen
-from lib.simulation import CostModel, Simulation, SimulationConfig, misses_of, simulate
+from lib.policies import Fixed, Frozen
+from lib.simulation import Simulation, SimulationConfig, simulate
 from lib.simulation_figures import tau_of
 from lib.streams import AWAY, HOME, Place, make_stream
 from support.world import World
@@ -19,7 +17,6 @@ from vllm_specblock.adapt.policy.interface import (
     Decision,
     Policy,
 )
-from vllm_specblock.train.eval.steps import Step
 
 CONFIG = SimulationConfig(lr=2e-3, nodes=12)
 
@@ -84,76 +81,3 @@ def test_the_pool_brings_the_start_back_with_its_domain(world):
     assert found[True].returns[-1] == 0 and found[False].returns == []
     assert [each.version for each in found[True].served[-8:]] == [0] * 8
     assert late(found[True], "home") > late(found[False], "home") + 0.5
-
-
-def test_the_same_seed_gives_the_same_result(world):
-    before = copy.deepcopy(world[1].state_dict())
-    one, other = (run(world, POLICIES["gain"](0), length=24) for _ in range(2))
-    assert one == other
-    assert one != run(world, POLICIES["gain"](0), length=24, config=replace(CONFIG, seed=1))
-    assert all(torch.equal(before[name], each) for name, each in world[1].state_dict().items())
-
-
-def test_what_training_costs_is_charged_to_the_next_request(world):
-    cost = CostModel(step=0.5, update=(2.0, 7.0), swap=(0.25, 1.0))
-    found = run(world, Always(), "stationary", 20, config=replace(CONFIG, cost=cost))
-    assert [n for n, each in enumerate(found.served) if each.training] == [8, 16]
-    assert {each.training for each in found.served} == {0.0, 8.0}
-    assert all(each.seconds == each.training + 0.5 * each.steps for each in found.served)
-    heads = run(
-        world,
-        Fixed(Action.HEADS, 8, gated=False),
-        "stationary",
-        9,
-        config=replace(CONFIG, cost=cost),
-    )
-    assert heads.served[-1].training == 2.25
-
-
-class RollsBack(Policy):
-    """Full updates after 8 and 16 requests, the first of them good; back after 24."""
-
-    count = 0
-
-    def decide(self, request):
-        self.count += 1
-        return Decision(
-            Action.FULL,
-            update=self.count in (8, 16),
-            good=self.count == 12,
-            roll_back=self.count == 24,
-        )
-
-
-def test_a_rollback_brings_the_weights_and_the_training_copy_back(world):
-    made, drafter, texts = world
-    simulation = Simulation(drafter, made.teacher, RollsBack(), CONFIG)
-    seen = {}
-    for number, sequence in enumerate(texts[AWAY][:25], 1):
-        simulation.serve("away", sequence)
-        seen[number] = copy.deepcopy(simulation.serving.state_dict())
-    assert simulation.pool.returns == [1]
-    for name, value in simulation.updater.drafter.state_dict().items():
-        assert torch.equal(value, seen[12][name]) and torch.equal(seen[24][name], seen[12][name])
-    assert not torch.equal(seen[20]["lm_head.weight"], seen[24]["lm_head.weight"])
-    assert not simulation.updater.optimizer.state
-
-
-def test_what_serves_is_what_is_learned_and_judged(world):
-    """12 nodes are drafted by one block, 24 by two."""
-    made, drafter, _ = world
-    for nodes, blocks in ((12, 1), (24, 2)):
-        simulation = Simulation(drafter, made.teacher, Frozen(), replace(CONFIG, nodes=nodes))
-        adaptation = simulation.adaptation
-        assert adaptation.updater.learner.recipe.num_blocks == blocks
-        assert adaptation.judge.blocks == simulation.shape.num_blocks == blocks
-
-
-def test_a_miss_is_a_step_that_ends_at_a_node_with_children():
-    """Root 0 with children 1 and 2; node 3 below node 1."""
-    steps = [
-        Step(0, [5, 6, 7, 8], [-1, 0, 0, 1], [0.0] * 4, [0, 1, 1, 1], path, 9)
-        for path in ([0], [0, 1], [0, 2], [0, 1, 3])
-    ]
-    assert [misses_of([step]) for step in steps] == [1, 1, 0, 0]
-    assert misses_of(steps) == 2

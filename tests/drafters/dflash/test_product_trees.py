@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trees import texts
+from support.trees import all_paths, texts
 
 from vllm_specblock.drafters.dflash.product_trees import ProductTrees
-
-
-def all_paths(score: list[list[float]]) -> dict[tuple[int, ...], float]:
-    """Sum of scores of every path of ranks."""
-    out = {}
-    for depth in range(1, len(score) + 1):
-        for ranks in itertools.product(range(len(score[0])), repeat=depth):
-            out[ranks] = sum(score[k][rank] for k, rank in enumerate(ranks))
-    return out
 
 
 @settings(max_examples=60, deadline=None)

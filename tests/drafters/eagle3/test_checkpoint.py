@@ -87,9 +87,6 @@ def refused(directory: Path) -> str:
     return refusal(FILES, directory)
 
 
-# --- layouts -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
 @pytest.mark.parametrize(
     "architecture", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"]
@@ -140,18 +137,6 @@ def test_projections_may_be_fused_and_names_prefixed(tmp_path):
     tensors["model.midlayer.mlp.gate_up_proj.weight"] = torch.cat(parts)
     tensors["lm_head.weight"] = tensors.pop("model.lm_head.weight")
     assert_loads(write(tmp_path / "it", raw, tensors), drafter)
-
-
-def test_weights_are_cast(tmp_path):
-    tensors = {
-        name: tensor.bfloat16() if tensor.is_floating_point() else tensor.int()
-        for name, tensor in drafter_of(OFFICIAL).state_dict().items()
-    }
-    directory = write(tmp_path / "it", OFFICIAL, tensors, binary=True)
-    loaded = FILES.load(directory, torch.float32)
-    assert torch.equal(loaded.fc.weight, tensors["fc.weight"].float())
-    assert loaded.d2t.dtype == torch.int64
-    assert FILES.load(directory, torch.float16).fc.weight.dtype == torch.float16
 
 
 def test_sharded_files_are_read_together_and_those_of_an_index_alone(tmp_path):
@@ -215,9 +200,6 @@ def test_several_layers_and_biases_of_the_mlp(tmp_path):
     assert_loads(write(tmp_path / "it", raw, tensors), drafter)
     del tensors["layers.2.mlp.up_proj.bias"]
     assert "lacks layers.2.mlp.up_proj.bias" in refused(write(tmp_path / "less", raw, tensors))
-
-
-# --- config --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -290,9 +272,6 @@ def test_other_models_are_none(tmp_path):
     raw = {k: v for k, v in OFFICIAL.items() if k != "draft_vocab_size"}
     write(tmp_path, raw | {"architectures": ["LlamaForCausalLM"]}, {})
     assert kind_of(tmp_path) == "specblock"
-
-
-# --- refusals ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

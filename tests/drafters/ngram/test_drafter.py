@@ -146,35 +146,6 @@ def test_some_requests_draft_as_in_the_whole_batch():
         assert torch.equal(getattr(some, name), getattr(whole, name)[wanted]), name
 
 
-def test_what_repeats_goes_on_beyond_the_text():
-    options = NGramConfig(depth=12)
-    tree = advanced([[7, 8, 9] * 5], options, 60).draft()
-    (path,) = [path for path in texts(tree, 0) if len(path) == 12]
-    assert path == (7, 8, 9) * 4
-    assert tree.size.tolist() == [12], "all occurrences say the same"
-    assert tree.logprob[0, 3].exp() > 0.6, "and that is likely"
-
-
-def test_the_longer_match_is_surer_and_of_equals_the_later():
-    #       longer match → 5          latest match → 6   earlier one → 4
-    text = [1, 2, 3, 5, 0, 9, 2, 3, 4, 0, 8, 2, 3, 6, 0, 1, 2, 3]
-    tree = advanced([text], NGramConfig(depth=1), 8).draft()
-    assert tree.token[0, :3].tolist() == [5, 6, 4]
-    followed = advanced([text], NGramConfig(depth=1, branches=2), 8).draft()
-    assert followed.token[0, : followed.size[0]].tolist() == [5, 6]
-
-
-@pytest.mark.parametrize("text", [[5], [5, 6], [5, 6, 7, 8], [6, 5, 7, 5]])
-def test_no_match_leaves_the_tree_empty(text):
-    head = advanced([[1, 2] * 9, [5, 6]], NGramConfig(min_match=2), 20)
-    known = head.texts
-    known.table[known.row[1], : len(text)] = torch.tensor(text).int()
-    known.position[known.last[1]] = len(text) - 2
-    tree = head.draft()
-    assert tree.size[1] == 0 and tree.size[0] > 0
-    assert (tree.parent[1] == -1).all() and (tree.logprob[1] == -math.inf).all()
-
-
 @pytest.mark.parametrize("position", [-2, -1, LONGEST + 30])
 def test_rows_that_stand_for_nothing_are_safe(position):
     """Dummy batches bring positions that belong to no text."""
@@ -182,11 +153,6 @@ def test_rows_that_stand_for_nothing_are_safe(position):
     head = NGramDrafter(NGramConfig(), 20, LONGEST)
     head.advance(rows)
     check_invariants(head.draft())
-
-
-def test_a_text_shorter_than_the_branches():
-    tree = advanced([[4, 4, 4]], NGramConfig(min_match=1, branches=32, depth=3), 20).draft()
-    assert texts(tree, 0).keys() == {(4,), (4, 4), (4, 4, 4)}
 
 
 def test_the_deepest_widest_tree_stays_a_tree():

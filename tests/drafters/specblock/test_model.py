@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.records import small_drafter
-from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
 
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -79,15 +78,6 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
 def flat(cached: torch.Tensor) -> torch.Tensor:
     """[rows, K, nkv, D] as the fixtures have it, [nkv, rows·K, D]."""
     return cached.flatten(0, 1).transpose(0, 1)
-
-
-def test_fused_input(variant):
-    condition = variant.drafter.condition(variant.train["target_features"])
-    norm = variant.drafter.layers[0].input_layernorm
-    embedding = variant.embed(variant.train["row_tokens"])
-    fused, normed = variant.drafter.input_layer(condition, embedding, norm)
-    assert_near(fused, variant.train["block1.fused_input"])
-    assert_near(normed, norm(fused))
 
 
 def test_block1_of_a_whole_sequence(variant):
@@ -190,13 +180,6 @@ def test_catch_up_after_a_verified_step(variant):
     assert {"a0"} < set(variant.catch_ups)
 
 
-def test_keep_gives_the_kept_rows_of_the_whole_forward(variant):
-    _, whole = variant.prompt()
-    keep = torch.tensor([3, 0, 5])
-    _, kept = variant.prompt(keep)
-    assert_near(kept, whole[keep])
-
-
 @pytest.mark.parametrize("topk", [20, "full"])
 @pytest.mark.parametrize("width", [1, 4, 32])
 def test_candidates_are_what_the_heads_say(variant, topk, width):
@@ -208,12 +191,6 @@ def test_candidates_are_what_the_heads_say(variant, topk, width):
     assert_near(logprob, best)
     assert torch.equal(token, drafter.target_ids(ids))
     assert torch.equal(bucket, rank_logits.argmax(-1))
-
-
-def test_target_ids_add_the_offset(variant):
-    mapped = variant.drafter.t2d.nonzero()[:, 0]
-    assert not torch.equal(mapped, torch.arange(len(mapped)))
-    assert torch.equal(variant.drafter.target_ids(torch.arange(len(mapped))), mapped)
 
 
 def test_rank_features_over_the_full_vocabulary(variant):
@@ -254,39 +231,3 @@ def test_qk_norm_makes_attention_blind_to_the_scale_of_queries_and_keys():
             model.layers[1].self_attn.k_proj.weight *= 3
     assert_near(outputs(drafter), before[0])
     assert (outputs(plain) - before[1]).abs().max() > 10 * TOLERANCE
-
-
-HEAD = {"rank_head.0.weight", "rank_head.2.weight"}
-
-
-@pytest.mark.parametrize("output", [0, 1], ids=["draft loss", "rank loss"])
-def test_parameters_that_a_loss_reaches(output):
-    """The rank loss reaches its head alone; the draft loss everything else."""
-    drafter = small_drafter(0, qk_norm=True)
-    hidden = drafter(
-        drafter.condition(torch.randn(3, 96)),
-        torch.randn(3, 32),
-        torch.arange(1, 4),
-        DenseCache(drafter.config).append(),
-    )
-    drafter.heads(hidden)[output].square().sum().backward()
-    touched = {n for n, p in drafter.named_parameters() if p.grad is not None and p.grad.any()}
-    assert touched == (HEAD if output else dict(drafter.named_parameters()).keys() - HEAD)
-
-
-def test_autocast_trains_float32_weights_in_bfloat16(monkeypatch):
-    def shift_in_one_dtype(hidden, weight, norm):
-        assert hidden.dtype == weight.dtype == torch.bfloat16  # the kernel wants it so
-        return layer_shift(hidden, weight, norm)
-
-    monkeypatch.setattr("vllm_specblock.drafters.specblock.model.layer_shift", shift_in_one_dtype)
-    drafter = small_drafter(0)
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden = drafter(
-            drafter.condition(torch.randn(3, 96)),
-            torch.randn(3, 32),
-            torch.arange(1, 4),
-            DenseCache(drafter.config, torch.bfloat16).append(),
-        )
-        drafter.heads(hidden)[0].float().logsumexp(-1).sum().backward()
-    assert drafter.layers[0].self_attn.k_proj.weight.grad.any()

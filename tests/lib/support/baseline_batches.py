@@ -26,6 +26,14 @@ TARGET_CONFIG = LlamaConfig(
     head_dim=8,
     intermediate_size=48,
 )
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+}
+"""Sizes of a small model that drafts by itself."""
 
 
 def vocabulary() -> tuple[Tensor, Tensor, list[int]]:

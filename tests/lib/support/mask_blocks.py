@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from support.dflash import JETSPEC, PUBLISHED, make_model, plain_logits
-from support.trees import texts
 from torch import Tensor
 
 from vllm_specblock.config import DFlashConfig
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
-from vllm_specblock.tree import DraftTree
 
 H, V, PAGE, MAX_LEN, NODES = 32, 64, 8, 64, 20
 TABLES = torch.tensor([[3, 7, 1, 12, 5, 6, 9, 10], [4, 2, 8, 11, 13, 14, 15, 16]])
@@ -86,12 +83,3 @@ def best_paths(logprobs: Tensor, nodes: int = NODES) -> dict[tuple[int, ...], fl
         level = dict(sorted(level.items(), key=lambda node: -node[1])[:nodes])
         found |= level
     return dict(sorted(found.items(), key=lambda node: -node[1])[:nodes])
-
-
-def assert_same(tree: DraftTree, request: int, wanted: dict[tuple[int, ...], float]) -> None:
-    """Of one request's tree and `best_paths`."""
-    found = texts(tree, request)
-    common = found.keys() & wanted.keys()
-    assert len(found) == len(wanted)
-    assert len(common) >= len(wanted) - 2, "more than a tie at the budget's cut differs"
-    assert {p: found[p] for p in common} == pytest.approx({p: wanted[p] for p in common}, abs=1e-3)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -54,6 +57,26 @@ def texts(tree: DraftTree, request: int) -> dict[tuple, float]:
     for node in range(1, int(tree.size[request]) + 1):
         known[node] = (*known[parent[node - 1]], token[node - 1])
         out[known[node]] = float(tree.logprob[request, node - 1])
+    return out
+
+
+def assert_same_tree(
+    tree: DraftTree, request: int, wanted: dict[tuple, float], ties: int = 2
+) -> None:
+    """A request's texts and scores, but for so many `ties` at the budget's cut."""
+    found = texts(tree, request)
+    common = found.keys() & wanted.keys()
+    assert len(found) == len(wanted)
+    assert len(common) >= len(wanted) - ties, "more than a tie at the budget's cut differs"
+    assert {p: found[p] for p in common} == pytest.approx({p: wanted[p] for p in common}, abs=1e-3)
+
+
+def all_paths(score: list[list[float]]) -> dict[tuple[int, ...], float]:
+    """Path of ranks -> sum of its scores, one of `score[k]` at each depth."""
+    out = {}
+    for depth in range(1, len(score) + 1):
+        for ranks in itertools.product(range(len(score[0])), repeat=depth):
+            out[ranks] = sum(score[k][rank] for k, rank in enumerate(ranks))
     return out
 
 

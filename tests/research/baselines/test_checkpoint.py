@@ -11,20 +11,13 @@ from baselines.falcon import Falcon
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
-from support.baseline_batches import DRAFT_VOCAB, TARGET_CONFIG, VOCAB, vocabulary
+from support.baseline_batches import DRAFT_VOCAB, SMALL, TARGET_CONFIG, VOCAB, vocabulary
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.specblock.config import CheckpointError
 
-SMALL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-}
 MAKE = {
     "medusa": (Medusa, {}),
     "parallelspec": (ParallelSpec, {"layer_ids": (1, 3, 5)}),

@@ -11,10 +11,9 @@ from baselines.falcon import Falcon, FalconDrafter
 from baselines.medusa import Medusa, MedusaDrafter
 from baselines.parallelspec import ParallelSpec, ParallelSpecDrafter
 from baselines.sps import SmallModel, SpSDrafter
-from support.baseline_batches import HIDDEN, TARGET_CONFIG, VOCAB, embed, vocabulary
+from support.baseline_batches import HIDDEN, SMALL, TARGET_CONFIG, VOCAB, embed, vocabulary
 from support.committed import advance, rows_of
-from support.host_reads import NoHostReads
-from support.trees import texts
+from support.trees import assert_same_tree, texts
 
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.detect import kind_of
@@ -22,13 +21,6 @@ from vllm_specblock.drafters.registry import DRAFTERS
 from vllm_specblock.train.learner import EvalSequence
 
 PAGE, MAX_LEN, NODES, LAST = 16, 64, 20, 3
-SMALL = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-}
 CASES = {
     "medusa": (Medusa, MedusaDrafter, {"num_heads": 3, "num_layers": 2, "budget": NODES}),
     "parallelspec": (ParallelSpec, ParallelSpecDrafter, {"positions": 4, "budget": NODES}),
@@ -95,15 +87,6 @@ def script_of(states, text, request: int) -> EvalSequence:
     return EvalSequence(text[request, :MAX_LEN], 1, hidden, states[LAST, request], embed)
 
 
-def assert_same(tree, request: int, expected) -> None:
-    found, wanted = texts(tree, request), texts(expected, 0)
-    common = found.keys() & wanted.keys()
-    assert len(found) == len(wanted)
-    assert len(common) >= len(wanted) - 1, "more than a tie at the budget's cut differs"
-    for path in common:
-        assert found[path] == pytest.approx(wanted[path], abs=1e-3)
-
-
 @torch.no_grad()
 def test_served_as_learned(pair):
     """Two requests, prompts in two chunks, then decode steps with rejected nodes as padding."""
@@ -121,7 +104,7 @@ def test_served_as_learned(pair):
         tree = head.draft()
         assert tree.token.shape == (2, NODES)
         for request, (_, end) in enumerate(requests):
-            assert_same(tree, request, drafts[request](end))
+            assert_same_tree(tree, request, texts(drafts[request](end), 0), ties=1)
     some = head.draft(torch.tensor([1]))
     assert texts(some, 0) == pytest.approx(texts(tree, 1), abs=1e-5)
 
@@ -140,57 +123,4 @@ def test_a_masked_first_block_is_as_a_text_that_begins_later(pair):
         advance(head, replace(rows, index=rows.position - PAGE, block_table=kept))
         tree = head.draft()
         for request, (_, end) in enumerate(requests):
-            assert_same(tree, request, drafts[request](end - PAGE))
-
-
-@torch.no_grad()
-def test_nothing_is_read_on_the_host(pair):
-    _, head = pair
-    states, text = made_up(2)
-    rows = rows_of([(0, 19), (0, 6)], torch.tensor([[3, 7, 1, 5], [4, 2, 8, 11]]), states, text, 16)
-    wanted = torch.tensor([1])
-    with NoHostReads():
-        advance(head, rows)
-        head.draft()
-        head.draft(wanted)
-
-
-@torch.no_grad()
-def test_a_prefix_that_another_request_left_is_enough(pair):
-    """The second request finds the first one's first block in the cache."""
-    learner, head = pair
-    states, text = made_up(2)
-    states[:, 1, :PAGE], text[1, : PAGE + 1] = states[:, 0, :PAGE], text[0, : PAGE + 1]
-    table = torch.tensor([[3, 7, 1, 5]])
-    advance(head, rows_of([(0, 20)], table, states, text, PAGE))
-    own = torch.tensor([[3, 2, 8, 11]])
-    advance(head, rows_of([(PAGE, 21)], own, states[:, 1:], text[1:], PAGE))
-    assert_same(head.draft(), 0, learner.draft_along(script_of(states, text, 1))(21))
-
-
-@torch.no_grad()
-def test_at_the_length_limit_nobody_elses_block_is_written(pair):
-    _, head = pair
-    states, text = made_up(1)
-    before = [cache.clone() for cache in head.caches]
-    advance(head, rows_of([(0, MAX_LEN - 1)], torch.tensor([[3, 7, 1, 5]]), states, text, PAGE))
-    tree = head.draft()
-    assert int(tree.size) > 0 and not tree.logprob[0, 0].isnan()
-    for cache, old in zip(head.caches, before):
-        changed = (cache != old).any(-1).any(1).any(-1).nonzero().flatten().tolist()
-        assert set(changed) <= {0, 3, 7, 1, 5}
-
-
-@torch.no_grad()
-def test_sharper_scores_for_a_greedy_request(pair):
-    """The first request is greedy and the second samples: β is another
-    (`feedback/calibration.py`)."""
-    _, head = pair
-    sharp = serve(type(head), head.model)
-    states, text = made_up(1)
-    states, text = (x.expand(*shape) for x, shape in ((states, (4, 2, -1, -1)), (text, (2, -1))))
-    tables = torch.tensor([[3, 7, 1, 5], [4, 2, 8, 11]])
-    advance(sharp, rows_of([(0, 9), (0, 9)], tables, states, text, PAGE))
-    tree = sharp.draft()
-    assert tree.token[0, 0] == tree.token[1, 0]
-    assert tree.logprob[0, 0] > tree.logprob[1, 0]
+            assert_same_tree(tree, request, texts(drafts[request](end - PAGE), 0), ties=1)

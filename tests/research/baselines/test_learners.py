@@ -13,7 +13,6 @@ from baselines.falcon import Falcon
 from baselines.mask_blocks import DFlash, JetSpec
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
-from baselines.static_tree import default_hits
 from safetensors.torch import load_file
 from support.baseline_batches import (
     DRAFT_VOCAB,
@@ -25,7 +24,6 @@ from support.baseline_batches import (
     lesson_of,
     packed_lesson,
     plain_trunk,
-    rows_of,
     script_to,
     train,
     vocabulary,
@@ -260,26 +258,3 @@ def test_medusa_starts_as_the_target_and_takes_short_windows():
         assert torch.allclose(logits, HEAD @ last, atol=1e-5)
     outcome = medusa(lesson_of(Batch.of(torch.tensor([[4, 5, 6]]))))
     assert outcome.loss.isfinite() and outcome.seen[0, 1:].sum() == 0
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", FALCON)
-def test_falcons_calibration_counts_ranks(name, train_batch):
-    drafter, named, batch = KINDS[name].learner(), vocabulary()[2], train_batch.batch
-    right = torch.zeros(FORWARDS * drafter.config.block_size, 10)
-    count = torch.zeros(len(right), 1)
-    for window, begin, end, column in rows_of(batch):
-        fed = fed_by_text(batch, window, column)
-        positions = falcon_rows(drafter, train_batch, (window, begin, column), fed, None)
-        for j, logprob in enumerate(positions[: end - column - 2]):
-            place = column + 2 + j
-            token = int(batch.tokens[window, place])
-            if batch.loss_mask[window, place] and token in named:
-                order = logprob.argsort(descending=True).tolist()
-                rank = order.index(named.index(token))
-                count[j] += 1
-                right[j, rank : rank + 1] += 1  # past the last column: nothing
-    prior = default_hits(*right.shape).float()
-    assert torch.equal(drafter.hits, prior)
-    drafter.calibrate([train_batch, train_batch])
-    assert torch.allclose(drafter.hits, (2 * right + prior) / (2 * count + 1))

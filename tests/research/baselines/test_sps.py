@@ -6,7 +6,7 @@ import pytest
 import torch
 from baselines.sps import SmallModel
 from drafter_zoo import parameters
-from support.baseline_batches import two_windows
+from support.baseline_batches import SMALL, two_windows
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from vllm_specblock.train.learner import EvalSequence, TrainBatch
@@ -19,13 +19,6 @@ TARGET = LlamaConfig(
     max_position_embeddings=64,
     rope_parameters={"rope_type": "default", "rope_theta": 100.0},
 )
-SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-}
 
 
 @pytest.fixture
@@ -33,7 +26,7 @@ def learner() -> SmallModel:
     t2d = torch.zeros(VOCAB, dtype=torch.bool)
     t2d[NAMED] = True
     learner = SmallModel.for_target(
-        TARGET, NAMED - torch.arange(len(NAMED)), t2d, 3, depth=4, **SIZES
+        TARGET, NAMED - torch.arange(len(NAMED)), t2d, 3, depth=4, **SMALL
     )
     with torch.no_grad():
         learner.model.embed_tokens.weight.mul_(30)  # apart from each other
@@ -46,7 +39,7 @@ def refuse(tokens):
 
 def llama_of(learner: SmallModel) -> LlamaForCausalLM:
     rope = {"rope_type": "default", "rope_theta": 100.0}
-    sizes = {**SIZES, "tie_word_embeddings": True, "rms_norm_eps": TARGET.rms_norm_eps}
+    sizes = {**SMALL, "tie_word_embeddings": True, "rms_norm_eps": TARGET.rms_norm_eps}
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, rope_parameters=rope, **sizes))
     weights = dict(learner.named_parameters())
     llama.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
@@ -110,7 +103,7 @@ def test_chains_are_greedy_without_a_cache(learner):
 
 def test_the_saved_model_is_a_llama(learner, tmp_path):
     before = torch.get_rng_state()
-    again = SmallModel.for_target(TARGET, learner.d2t, learner.t2d, 3, **SIZES)
+    again = SmallModel.for_target(TARGET, learner.d2t, learner.t2d, 3, **SMALL)
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(
         again.model.layers[1].mlp.up_proj.weight, learner.model.layers[1].mlp.up_proj.weight

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
 from baselines.static_tree import TreePlan, static_tree
-from support.trees import texts
-
-
-def all_paths(score: list[list[float]]) -> dict[tuple[int, ...], float]:
-    """Sum of scores of every path of ranks."""
-    out = {}
-    for depth in range(1, len(score) + 1):
-        for ranks in itertools.product(range(len(score[0])), repeat=depth):
-            out[ranks] = sum(score[k][rank] for k, rank in enumerate(ranks))
-    return out
+from support.trees import all_paths, texts
 
 
 def paths_of(parents: list[int], ranks: list[int]) -> list[tuple[int, ...]]:

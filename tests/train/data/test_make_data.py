@@ -114,14 +114,6 @@ def test_every_user_turn_is_answered_anew(run, capsys):
     assert index["vocab_size"] == len(TOKENS)
 
 
-def test_a_turn_of_a_shard_is_one_batch(run):
-    answers = Answers()
-    run(answerer=answers, shard_size=4)
-    # Shards of lines 0-3, 4-7, 8-10 of the usable ones, in up to three turns each.
-    assert [len(call) for call in answers.calls] == [3, 1, 1, 3, 3, 3, 3]
-    assert answers.forgotten == 3
-
-
 def test_temperatures_take_turns_and_every_answer_has_its_seed(run):
     answers = Answers()
     lines = [chat_line("a", "b") for _ in range(4)]

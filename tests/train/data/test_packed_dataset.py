@@ -27,14 +27,6 @@ def windows_of(sequences, length=5, shortest=3, pack=False, loss_mask=None):
     return PackedDataset(texts, length, shortest, pack)
 
 
-def test_a_shard_keeps_its_loss_mask(tmp_path):
-    texts = [Text(torch.arange(3, 7), torch.tensor([False, True, True, False]))]
-    shards.write_shard(tmp_path / "d.safetensors", texts)
-    (found,) = load_texts(tmp_path / "d.safetensors", 100)
-    assert found.tokens.tolist() == [3, 4, 5, 6]
-    assert found.loss_mask.tolist() == [False, True, True, False]
-
-
 def test_a_data_folder_is_read_shard_after_shard(tmp_path):
     for number, first in enumerate((3, 20)):
         text = Text(torch.arange(first, first + 4), torch.ones(4, dtype=torch.bool))

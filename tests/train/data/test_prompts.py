@@ -55,17 +55,3 @@ def test_a_data_folder(tokenizer, tmp_path):
     assert [len(prompt) for prompt in found] == [4, 6, 3]
     with pytest.raises(TrainError, match=r"holds token id 5, but .* ends at 4"):
         read_prompts(tmp_path, tokenizer, 9, prompt_tokens=6, vocab_size=5)
-
-
-def test_broken_lines_are_reported(tokenizer, tmp_path):
-    path = lines(tmp_path / "a.jsonl", {"prompt": 3}, {"prompt": "import"})
-    said: list[str] = []
-    assert len(read_prompts(path, tokenizer, 9, report=said.append)) == 1
-    assert said == [f'{path}:1: "prompt" is not a string']
-
-
-def test_no_prompts_are_one_sentence(tokenizer, tmp_path):
-    with pytest.raises(TrainError, match=r"^There are no prompts at .*none: give"):
-        read_prompts(tmp_path / "none", tokenizer, 9)
-    with pytest.raises(TrainError, match="None of the lines"):
-        read_prompts(lines(tmp_path / "a.jsonl", {"x": 1}), tokenizer, 9, report=lambda line: None)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from support import committed
+from support.eagle3 import small_eagle3
+from support.records import small_drafter
 from support.trees import texts
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.config import Eagle3Config, SpecBlockConfig
-from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
-from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.drafting import (
@@ -46,8 +44,8 @@ def with_sequence(drafter):
 
 
 @pytest.fixture
-def scene(make_drafter):
-    return lambda **changes: with_sequence(make_drafter(**changes))
+def scene():
+    return lambda **changes: with_sequence(small_drafter(**changes))
 
 
 @torch.no_grad()
@@ -100,19 +98,7 @@ def test_specblock_drafts_what_serving_drafts(scene, options, nodes, changes):
     ],
 )
 def test_eagle3_drafts_what_serving_drafts(options, nodes, own_embedding):
-    torch.manual_seed(0)
-    shape = Eagle3Shape(
-        hidden_size=HIDDEN,
-        target_hidden_size=HIDDEN,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        vocab_size=VOCAB,
-        draft_vocab_size=14,
-    )
-    drafter = Eagle3Model(shape, own_embedding)
-    drafter.d2t.copy_(torch.randperm(VOCAB)[:14].sort().values - torch.arange(14))
+    drafter = small_eagle3(own_embedding, vocab_size=VOCAB, draft_vocab_size=14)
     drafter, sequence = with_sequence(drafter)
     options = Eagle3Config(**options)
     calibration = DraftCalibration("cpu") if options.calibrate_drafts else None
@@ -124,17 +110,6 @@ def test_eagle3_drafts_what_serving_drafts(options, nodes, own_embedding):
         size = int(tree.size[0])
         assert draft.forwards().tolist()[:size] == [len(text) for text in found]
         assert not draft.forwards()[size:].any()
-
-
-def test_only_what_is_known_at_the_root_is_read(scene):
-    drafter, sequence = scene()
-    shape = serving_shape(drafter, SpecBlockConfig(num_blocks=3), 30)
-    hidden, tokens = sequence.hidden.clone(), sequence.tokens.clone()
-    # Rows go through block 1 together, where a mask of 0 would make NaN of NaN.
-    hidden[10:], tokens[11:] = 1e3 * torch.randn_like(hidden[10:]), 0
-    blind = dataclasses.replace(sequence, hidden=hidden, tokens=tokens)
-    seen, unseen = (SpecBlockDraft(drafter, each, shape)(10) for each in (sequence, blind))
-    assert texts(seen, 0) == texts(unseen, 0)
 
 
 def test_a_chain_is_the_best_token_of_every_position(scene):
@@ -162,7 +137,7 @@ def test_a_uniform_tree_fills_its_budget_without_the_rank_head(scene, blocks, no
 
 
 @pytest.mark.parametrize(("nodes", "blocks"), [(12, 1), (15, 1), (16, 2), (60, 2)])
-def test_small_trees_are_of_one_block_as_in_serving(make_drafter, nodes, blocks):
-    drafter = make_drafter()
+def test_small_trees_are_of_one_block_as_in_serving(nodes, blocks):
+    drafter = small_drafter()
     assert serving_shape(drafter, nodes=nodes).num_blocks == blocks
     assert serving_shape(drafter, SpecBlockConfig(num_blocks=2), nodes).num_blocks == 2

@@ -61,18 +61,6 @@ def test_replay_walks_as_a_naive_loop(prompt):
     assert found.tau == pytest.approx(1 + sum(accepted) / len(accepted))
 
 
-def test_tau_counts_steps_and_not_texts():
-    drawn = torch.Generator().manual_seed(1)
-    sequences = [
-        script_of(torch.randint(2, (length,), generator=drawn).tolist(), 2) for length in (12, 50)
-    ]
-    make = lambda sequence: drawn_tree  # noqa: E731
-    whole, *each = (replay(make, some, DEPTH) for some in (sequences, *([s] for s in sequences)))
-    assert whole.accepted == each[0].accepted + each[1].accepted
-    assert whole.tau == pytest.approx(1 + sum(whole.accepted) / len(whole.accepted))
-    assert whole.tau != pytest.approx(sum(part.tau for part in each) / 2)
-
-
 def test_texts_without_a_step_are_an_error():
     with pytest.raises(TrainError, match="needs 5 tokens after the prompt"):
         replay(lambda sequence: drawn_tree, [script_of([0] * 6, 2)], DEPTH)

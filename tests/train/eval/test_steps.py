@@ -55,17 +55,6 @@ def test_steps_are_those_of_replay(text, kind, forwards):
     assert {number for step in steps for number in step.forward[1:]} == set(range(1, forwards + 1))
 
 
-def test_steps_go_to_the_end_of_the_text(text):
-    target, texts, prompts = text
-    drafter = load_drafter(pair(DRAFTERS["eagle3"], TARGET), torch.float32, torch.device("cpu"), 9)
-    (sequence,) = sequences_for(target, drafter.pairing.layer_ids, texts, prompts)
-    steps = list(steps_along(drafter.along(sequence), sequence))
-    last = steps[-1]
-    committed = last.root + last.accepted_length + (last.bonus is not None)
-    assert committed == len(sequence.tokens) - 1
-    assert all(step.bonus is not None for step in steps[:-1])
-
-
 def test_what_does_not_belong_together_is_refused_before_weights_are_read(tmp_path):
     eagle3 = DRAFTERS["eagle3"]
     with pytest.raises(TrainError, match="names no target; give the target's with --target"):

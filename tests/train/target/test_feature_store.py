@@ -109,15 +109,6 @@ def test_a_packed_batch_gets_what_its_pieces_had_alone(folder, target, sequences
     assert torch.equal(shorter.last, features_of(sequences[4][8:16].long()).last[:5])
 
 
-def test_outputs_are_in_the_dtype_of_the_training(folder, target, sequences):
-    teacher = StoredTeacher(folder, target, DRAFT_IDS, "cpu", torch.bfloat16)
-    ids = torch.tensor([[0, 7], [29, 7]])
-    assert torch.equal(teacher.embed(ids), draw(VOCAB, HIDDEN, seed=0).bfloat16()[ids])
-    outputs = teacher.teach(batch_of(sequences))
-    dtypes = [getattr(outputs, name).dtype for name in ("hidden", "last", "target_probs")]
-    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]
-
-
 def batch_of(sequences, number: int = 2) -> Batch:
     """Sequence `number` alone in a window."""
     batch = Batch.of(sequences[number][None].long())
@@ -177,25 +168,6 @@ def test_after_a_kill_it_goes_on_at_the_first_missing_shard(tmp_path, origin, se
     assert feature_store.UNFINISHED not in files
 
 
-def test_an_unfinished_folder_takes_no_other_options(tmp_path, origin, sequences):
-    def stop(texts):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        feature_store.fill(tmp_path / "f", origin, sequences, stop)
-    with pytest.raises(TrainError, match="length = 8, not 7"):
-        feature_store.fill(tmp_path / "f", replace(origin, length=7), sequences, extract)
-
-
-def test_a_write_that_fails_is_told(tmp_path, origin, sequences):
-    def short(texts):
-        return (features_of(text[:-1]) for text in texts)
-
-    with pytest.raises(RuntimeError, match="7 rows came for a piece of 8 tokens"):
-        feature_store.fill(tmp_path / "f", origin, sequences, short)
-    assert not (tmp_path / "f" / feature_store.INDEX).exists()
-
-
 def test_features_of_something_else_are_refused(folder, target, origin):
     expected = {"layer_ids": origin.layer_ids, "length": LENGTH, "data": origin.data}
     StoredTeacher(folder, target, DRAFT_IDS, "cpu", torch.float32, **expected)
@@ -241,11 +213,3 @@ def test_a_target_without_weights(tmp_path):
         target_rows.embedding_rows(tmp_path)
     with pytest.raises(TrainError, match="cannot be read"):
         target_rows.fingerprint(tmp_path / "nowhere")
-
-
-def test_fingerprint_sees_tokens_and_cuts_not_dtypes():
-    a, b = torch.tensor([1, 2, 3]), torch.tensor([4])
-    known = feature_store.fingerprint([a, b])
-    assert feature_store.fingerprint([a.int(), b.int()]) == known
-    assert feature_store.fingerprint([a[:2], torch.tensor([3, 4])]) != known
-    assert feature_store.fingerprint([a, b + 1]) != known

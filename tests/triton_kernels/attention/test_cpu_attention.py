@@ -10,7 +10,6 @@ pytest.importorskip("numba")
 
 from vllm_specblock.triton_kernels.attention.cpu_attention import (
     attend_packed,
-    find_causal,
     plan_packed,
     rows_of,
 )
@@ -123,11 +122,6 @@ def test_sliding_window(form, window):
     check(attend(batch, amx, window), batch, window=window)
 
 
-def test_soft_cap():
-    batch = make_batch(MIXED, block_size=32)
-    check(attend(batch, False, soft_cap=2.0), batch, soft_cap=2.0)
-
-
 @pytest.mark.parametrize(("window", "level"), [(None, -80.0), (7, 0.5), (None, 80.0)])
 def test_sinks(form, window, level):
     """Far below the scores, among them, and far above; a row without entries stays zero."""
@@ -179,19 +173,6 @@ def test_requests_that_are_left_out_stay_as_they_are():
     batch = make_batch([Tree(5, 3), Chunk(9, 2)], block_size=32)
     got = attend(batch, False, left_out=torch.tensor([False, True]).numpy())
     assert got[4:].isnan().all() and not got[:4].isnan().any()
-
-
-def test_causal_requests_are_found():
-    batch = make_batch([Chunk(5, 19), Tree(37, 12), Tree(20, 0), Chunk(0, 4), Tree(8, 3)])
-    batch.mask_words[-4:, 0] = torch.tensor([1, 3, 7, 15])  # a chain of drafts
-    rows = rows_of(
-        batch.query_start.tolist(),
-        batch.seq_len,
-        batch.prefix_len,
-        batch.mask_words,
-        batch.tree_start,
-    )
-    assert find_causal(*rows).tolist() == [True, False, True, True, False]
 
 
 def test_a_path_moves_down(form):

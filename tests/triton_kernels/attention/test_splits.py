@@ -114,23 +114,6 @@ def test_requests_that_are_not_there_do_not_decide(kernels, short_splits, there)
     assert torch.equal(launch(kernels, graph, **rare), wanted[: len(graph.query)])
 
 
-def test_the_batches_above_are_launched_differently(short_splits):
-    """Else the two tests above show nothing."""
-    classes = attention_schedule.tile_classes(32, torch.bfloat16, attention_schedule.HOPPER_SHARED)
-
-    def plan(lens, requests, unknown=0, max_seq_len=720):
-        bounds = requests, 2, max_seq_len, unknown
-        launches = attention_schedule.plan_launches(classes, lens, 2, *bounds)
-        return [(each.tile.rows, each.whole, each.requests, each.whole_from) for each in launches]
-
-    assert plan({13}, 1) == [(64, False, 1, 0)]
-    assert [form[:2] for form in plan({1, 13, 70}, 9)] == [(16, True), (64, True), (128, True)]
-    assert plan({20}, 7, 20) == [(64, False, 7, 0)]
-    assert plan({20}, 8, 20) == [(64, False, 7, 8), (64, True, 8, 8)]
-    assert plan({20}, 12, 20)[1] == (64, True, 12, 8)
-    assert plan({20}, 12, 20, max_seq_len=100) == [(64, True, 12, 0)]  # there is one split
-
-
 def test_lengths_that_were_not_foreseen_are_attended(kernels, short_splits):
     """A captured graph knows the largest length only."""
     batch = make_batch([Tree(300, 20), Chunk(40, 1), Chunk(0, 9)], device=kernels.device)

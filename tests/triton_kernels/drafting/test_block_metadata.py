@@ -162,32 +162,3 @@ def test_as_torch_sees(both, kernels, requests, size, starts, width, path_rope):
             everywhere += int(there.sum())
             nowhere += int((where.valid & ~there).sum())
         assert requests < 20 or (nowhere and everywhere), "the length limit was not met"
-
-
-def test_a_start_goes_on_from_its_own_rows(both, kernels):
-    """`source` counts in rows as they are drafted, request by request."""
-    for metadata in both(4, 2):
-        rows = some_rows(3, 26, kernels.device)
-        metadata.step(rows)
-        metadata.begin(None)
-        for block, count in ((2, 1), (3, 3)):
-            cell = torch.arange(3 * count * 4, device=kernels.device).view(3, count, 4)
-            where = some_starts(3, 2, 4, block, kernels.device)
-            found = metadata.next(block, where)[1].source.view(3, 2)
-            for request in range(3):
-                wanted = cell[request, where.row[request], where.position[request]]
-                assert torch.equal(found[request], wanted)
-
-
-def test_rope_counts_the_path(both, kernels):
-    """Block 2 from position 2 of the drafting row, block 3 from position 1 of that."""
-    for path_rope, ahead in ((True, [1 + 3, 1 + 3 + 2]), (False, [1, 1])):
-        for metadata in both(4, 1, path_rope):
-            rows = some_rows(1, 26, kernels.device)
-            metadata.step(rows)
-            metadata.begin(None)
-            newest = int(rows.position[rows.last])
-            for block, (row, position) in enumerate([(0, 2), (1, 1)]):
-                at = torch.full((1, 1), row, device=kernels.device)
-                where = SimpleNamespace(row=at, position=at * 0 + position, valid=at >= 0)
-                assert int(metadata.next(block + 2, where)[1].base) == newest + ahead[block]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.strides import column, wide
-from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet
+from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 
 from vllm_specblock.commit.move import move_path
 
@@ -137,11 +137,3 @@ def test_no_paths(mover, count, depth):
     path = torch.zeros(count, depth + 1, dtype=torch.int64)
     expected = move(caches, torch.arange(4), AcceptedRows(none, none + 1, path, none.int()), 4)
     assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected))
-
-
-def test_caches_must_agree():
-    first, second, _ = make_caches()
-    with pytest.raises(ValueError, match="agree in shape"):
-        KVCacheSet([first, second[:, :, :, :4]])
-    with pytest.raises(ValueError, match="at least one layer"):
-        KVCacheSet([])

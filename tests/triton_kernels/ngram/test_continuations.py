@@ -74,15 +74,6 @@ def test_as_the_loop(kernels, options, vocab, width):
     assert wanted.size[0] > 0 or width == 1, "nothing was drafted"
 
 
-def test_a_smaller_budget_is_a_cut(kernels):
-    known = table_of([60, 45], 3, 60, kernels.device)
-    head = head_on(known, NGramConfig(depth=5, branches=3), 15)
-    made = launched(kernels, known, head)
-    small = launched(kernels, known, head_on(known, NGramConfig(depth=5, branches=3), 6))
-    for name in DraftTree.TENSORS:
-        assert torch.equal(getattr(small, name), getattr(made.prefix(6), name)), name
-
-
 @pytest.mark.parametrize("length", [1025, 1026, 2048, 3000])
 def test_many_stretches(kernels, length):
     """A text of several programs: matches across their edges, and a stretch without any."""

@@ -84,28 +84,6 @@ def test_of_equals_the_earlier_requests_and_nodes_are_first(kernels):
     assert admitted(kernels, [[1.0]] * 200, [1] * 200, 130) == [1] * 130 + [0] * 70
 
 
-def test_what_cannot_be_reached_is_a_draft_all_the_same(kernels):
-    """The runner has counted on all of the budget."""
-    assert admitted(kernels, [[0.0, 0.0], [0.5, 0.0]], [2, 2], 3) == [2, 1]
-
-
-def test_neighbouring_floats_are_told_apart(kernels):
-    less = torch.tensor(0.75).nextafter(torch.tensor(0.0)).item()
-    assert admitted(kernels, [[less], [0.75], [less]], [1, 1, 1], 1) == [0, 1, 0]
-    tiny = torch.finfo(torch.float32).tiny  # the next smaller ones are subnormal
-    assert admitted(kernels, [[tiny / 2], [tiny], [tiny / 4]], [1, 1, 1], 2) == [1, 1, 0]
-
-
-def test_survival_is_rounded_once(kernels):
-    """As a running product in double precision: rounded at every factor, it would be less."""
-    factors = torch.rand(100, 3, generator=torch.Generator().manual_seed(0)) / 4 + 0.75
-    exact = factors.double().prod(1).float()
-    often = factors[:, 0] * factors[:, 1] * factors[:, 2]
-    chosen = int((often < exact).nonzero()[0])
-    other = [exact[chosen].item(), 0.0, 0.0]  # ties with the first one's last draft, and loses
-    assert admitted(kernels, [factors[chosen].tolist(), other], [3, 3], 3) == [3, 0]
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5, 3.0])
 def test_the_budget_is_kept_at_any_confidence(kernels, value):
     """What follows is laid out for so many rows: any other number would be read past its end."""

@@ -1,0 +1,110 @@
+"""A small EAGLE-3 drafter, and how one drafts along a text without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
+
+from vllm_specblock.drafters.eagle3.config import Eagle3Shape
+from vllm_specblock.drafters.eagle3.model import Eagle3Model
+
+
+def small_eagle3(own_embedding: bool = False, **changes: Any) -> Eagle3Model:
+    """Random weights; `changes` of its shape."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "target_hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "vocab_size": 64,
+        "draft_vocab_size": 40,
+        "rms_norm_eps": 1e-5,
+    }
+    shape = Eagle3Shape(**sizes | changes)
+    drafter = Eagle3Model(shape, own_embedding).eval()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.normal_(std=0.25)
+        named = torch.randperm(shape.vocab_size)[: shape.draft_vocab_size].sort().values
+        drafter.d2t.copy_(named - torch.arange(len(named)))
+    return drafter
+
+
+class PlainEagle3:
+    """Every state is computed from the whole path before it, row by row and head by head.
+
+    Args:
+        embed: token -> [H].
+        features: [≥ end, 3·Ht] of the committed text, low layers first.
+        text: [> end] int64; text[end] is the root.
+    """
+
+    def __init__(
+        self,
+        drafter: Eagle3Model,
+        embed: Callable[..., Tensor],
+        features: Tensor,
+        text: Tensor,
+        end: int,
+    ):
+        self.drafter, self.embed, self.end = drafter, embed, end
+        self.features, self.text = features, text
+
+    def state(self, path: Sequence[int]) -> Tensor:
+        """[H], after the committed text and `path`."""
+        drafter, end = self.drafter, self.end
+        seen: list[list[tuple[Tensor, Tensor]]] = [
+            [] for _ in range(drafter.config.num_hidden_layers)
+        ]
+
+        def attend(layer, query, key, value):
+            seen[layer].append((key[0], value[0]))
+            return attention(query[0], seen[layer])[None]
+
+        def row(token, feature, position):
+            at = torch.tensor([position])
+            return drafter.run(self.embed(token)[None], feature[None], at, attend)[0]
+
+        for t in range(end):
+            state = row(self.text[t + 1], drafter.fuse(self.features[t]), t)
+        for step, token in enumerate(path):
+            state = row(token, drafter.carry(state), end + step)
+        return state
+
+    def tree(self, growth: LevelLimits, slots: int, beta: float) -> dict[tuple[int, ...], float]:
+        """Path -> score. A row of a later level needs one of the `slots` behind the text."""
+
+        def children(path, score):
+            logits = self.drafter.logit_scale * self.drafter.logits(self.state(path))
+            best = (beta * logits).log_softmax(-1).topk(growth.top_k)
+            return {
+                (*path, draft_id + int(self.drafter.d2t[draft_id])): score + float(each)
+                for each, draft_id in zip(best.values, best.indices.tolist())
+            }
+
+        level = children((), 0.0)
+        found = dict(level)
+        for done in range(growth.depth - 1):
+            best = sorted(level.items(), key=lambda node: -node[1])[: growth.width]
+            level = {}
+            for place, (path, score) in enumerate(best):
+                if done * growth.width + place < slots:
+                    level |= children(path, score)
+            found |= level
+        return dict(sorted(found.items(), key=lambda node: -node[1])[: growth.budget])
+
+
+def attention(query: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """[heads, D] of one row over the keys and values seen; two heads share each."""
+    out = []
+    for head, one in enumerate(query):
+        score = torch.stack([one @ key[head // 2] for key, _ in seen]) / one.shape[0] ** 0.5
+        out.append(score.softmax(0) @ torch.stack([value[head // 2] for _, value in seen]))
+    return torch.stack(out)
