@@ -58,7 +58,7 @@ def test_who_had_a_slab_before_does_not_fill_it(monkeypatch):
     device.install(monkeypatch, slab_copies)
     slabs = Slabs(2, HIDDEN, slabs=1, rows=PROMPT_ROWS + 40)
     slabs.copies = slab_copies.PinnedSlabs(slabs.tensors)
-    device.own([*vars(slabs.tensors).values(), *vars(slabs.copies.rows).values()])
+    device.own([*slabs.tensors, *slabs.copies.rows])
 
     def step(finishes: bool) -> list[int]:
         slabs.copies.before_step()
