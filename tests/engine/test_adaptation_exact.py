@@ -5,23 +5,13 @@ What changes when: `lib.weight_swaps`. `benchmarks/exactness.py --swaps` compare
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
-from lib.weight_swaps import NAN, Swaps, Versions, make_versions
+from lib.weight_swaps import Swaps, Versions, make_versions
 from support.engines import DRAFTER, ROOT, Engine, make_engine, note_calls, record_preemptions
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from support.recorded_graph import capture
 from vllm.platforms import current_platform
-
-from vllm_specblock.adapt.link.staged import StagedVersion
-from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.adapt.serving import swaps as serving_swaps
-from vllm_specblock.adapt.serving.refresh import Refresh
-from vllm_specblock.drafters.specblock.refresh import HEADS
 
 TABLES = ROOT / "examples/two_heads/tables"
 NAMES = ["greedy", "sampled log-probabilities", "presence penalty, sampled"]
@@ -83,49 +73,6 @@ def test_crowded_and_adaptive(versions, reference, monkeypatch):
         check(crowded, requests, reference(f"crowded {temperature}", requests, texts), texts)
     assert preempted, "the cache was large enough for every request: this tested no preemption"
     swaps.require(200, accepted=40)
-
-
-class Offers:
-    """A link whose trainer always has another version; it counts what became of them."""
-
-    def __init__(self, versions: Versions):
-        self.versions, self.draw, self.number = versions, random.Random(0), 0
-        self.taken, self.refused = Counter(), Counter()
-
-    def staged(self) -> StagedVersion:
-        self.number += 1
-        name = self.draw.choice(sorted(self.versions))
-        self.offered, tensors = name, self.versions[name]
-        action = Action.HEADS if all(key.startswith(HEADS) for key in tensors) else Action.FULL
-        return StagedVersion(self.number, 0, action, tensors)
-
-    def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
-        assert version.number == self.number and seconds > 0
-        self.taken[self.offered] += 1
-
-    def refuse(self, version: StagedVersion, reason: str = "not finite") -> None:
-        self.refused[self.offered] += 1
-
-
-@pytest.mark.parametrize("name", ["greedy", "temperature 1"])
-def test_versions_that_arrive_over_several_steps(engine, versions, reference, monkeypatch, name):
-    """As on a GPU, where a version is prepared in a thread."""
-    offers, propose = Offers(versions), engine.speculator.propose
-    refresh = Refresh(engine.speculator.draft_policy.drafters[0].model)
-    coming = serving_swaps.Swaps(offers, refresh)
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-        refresh._pool = ThreadPoolExecutor(1)
-
-    def turning(*args, **kwargs):
-        coming.turn()
-        return propose(*args, **kwargs)
-
-    monkeypatch.setattr(engine.speculator, "propose", turning)
-    for _ in range(2):
-        compare(engine, reference, name)
-    assert offers.taken.total() > 10, offers.taken
-    assert set(offers.refused) == {NAN}, offers.refused
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a recording knows no compiled kernels")

@@ -6,11 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.late_device import LateDevice
 from support.slab_traffic import HIDDEN, Engine, serve, serve_late
 
-from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
-from vllm_specblock.adapt.serving import slab_copies
 from vllm_specblock.adapt.serving.slabs import Slabs
 
 
@@ -50,32 +47,3 @@ def test_a_record_has_the_dtype_of_the_target(dtype):
     assert record.states.dtype == record.last.dtype == dtype and len(record.tokens) == 3
     assert last and finished is None, "nothing was drafted for it"
     assert not slabs.end(0, now=1.0) and slabs.begin(1, "b", prompt=1, computed=0, now=0.0)
-
-
-def test_who_had_a_slab_before_does_not_fill_it(monkeypatch):
-    """How full a slab is comes late from a device; of its owner before, it says nothing."""
-    device = LateDevice(0)
-    device.install(monkeypatch, slab_copies)
-    slabs = Slabs(2, HIDDEN, slabs=1, rows=PROMPT_ROWS + 40)
-    slabs.copies = slab_copies.PinnedSlabs(slabs.tensors)
-    device.own([*slabs.tensors, *slabs.copies.rows])
-
-    def step(finishes: bool) -> list[int]:
-        slabs.copies.before_step()
-        if finishes:
-            device.finish()
-        return slabs.crowded([0], 5)
-
-    with device:
-        device.finish()
-        assert slabs.begin(0, "a", prompt=1, computed=0, now=0.0)
-        slabs.tensors.end[0].fill_(PROMPT_ROWS + 38)
-        assert [step(True) for _ in range(3)] == [[], [0], [0]]
-        assert slabs.end(0, now=1.0)
-        device.finish()
-        assert len(list(slabs.arrived())) == 1
-        assert slabs.begin(0, "b", prompt=1, computed=0, now=2.0)
-        # Nothing comes of the device for a while: eight steps may have filled it.
-        assert [bool(step(False)) for _ in range(9)] == [False] * 7 + [True] * 2
-        device.finish()
-        assert [step(True) for _ in range(3)][1:] == [[], []]

@@ -36,20 +36,8 @@ OF_KIND = dflash.FOR_TINY_PAIR
 def folders(tmp_path_factory, reference) -> dict[str, Path]:
     """Of each kind, after a moment of learning what vLLM goes on with after the test's prompts."""
     answers = reference("baselines", params(len(ASKED), max_tokens=NEW_TOKENS), ASKED)
-    texts = [torch.tensor([*ask, *one.tokens]) for ask, (one,) in zip(ASKED, answers)]
-    target = load_target(TARGET, "fp32", torch.device("cpu"))
-    with torch.no_grad():
-        states = [target(text[None], output_hidden_states=True).hidden_states for text in texts]
-    embedding = target.get_input_embeddings().weight.detach()
-    firsts, found = [len(ask) for ask in ASKED], {}
-    for kind, raw in OF_KIND.items():
-        model = dflash.make_model(raw, std=0.05)
-        model.share_head(target.get_output_embeddings().weight)
-        layers = model.config.layer_ids
-        features = [torch.cat([of[layer][0] for layer in layers], dim=-1) for of in states]
-        dflash.learn(model, texts, features, firsts, embedding, causal=kind == "jetspec")
-        found[kind] = dflash.write(tmp_path_factory.mktemp(kind) / "drafter", model, raw)
-    return found
+    tokens = [one.tokens for (one,) in answers]
+    return dflash.write_learned(tmp_path_factory.mktemp("learned"), ASKED, tokens)
 
 
 @pytest.mark.parametrize("kind", OF_KIND)
