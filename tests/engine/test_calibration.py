@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from support.engines import ROOT, make_engine, shared_engine
+from support.engines import ROOT, make_engine, note_calls, shared_engine
 from support.matrix import PROMPTS, params
 from vllm import SamplingParams
 
@@ -73,13 +73,7 @@ def test_two_heads_learn_each_for_itself(plain):
 
 def test_temperatures_reach_the_head(tree, monkeypatch):
     (head,) = tree.speculator.draft_policy.drafters
-    seen, advance = [], head.advance
-
-    def noting(rows):
-        seen.extend(rows.temperature.tolist())
-        advance(rows)
-
-    monkeypatch.setattr(head, "advance", noting)
+    seen = note_calls(monkeypatch, head, "advance", lambda _, rows: rows.temperature.tolist())
     mixed = [SamplingParams(temperature=heat, max_tokens=8, seed=1) for heat in (0.0, 0.6, 1.3)]
     tree.generate(PROMPTS[:3], mixed)
-    assert {round(heat, 3) for heat in seen} == {0.0, 0.6, 1.3}
+    assert {round(heat, 3) for heats in seen for heat in heats} == {0.0, 0.6, 1.3}

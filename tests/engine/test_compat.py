@@ -9,7 +9,6 @@ from textwrap import dedent
 
 import pytest
 import torch
-from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from vllm_specblock.engine import compat
@@ -148,12 +147,3 @@ def test_as_many_values_as_the_runner_unpacks(counted, monkeypatch):
     starts = torch.tensor([0, 3]), torch.tensor([0, 4])
     expected = (*starts, 2, None) if counted else (*starts, 2)
     assert compat.reallocated(*starts, 2) == expected
-
-
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="nothing is replaced elsewhere")
-def test_kernels_that_are_replaced_on_a_cpu_are_there():
-    from vllm.triton_utils.dispatcher import _registry
-
-    from vllm_specblock.cpu.kernels import REPLACED
-
-    assert len(REPLACED) == 20 and set(REPLACED) <= set(_registry)

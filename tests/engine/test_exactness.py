@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from support.drafters import install
-from support.engines import Engine, keep_async_scheduling, make_engine, record_preemptions
+from support.engines import Engine, asynchronous_engine, make_engine, record_preemptions
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -172,16 +172,14 @@ def test_crowded(reference):
     assert preempted, "the cache was large enough for everybody: this tested no preemption"
 
 
-def test_asynchronous_scheduling(reference, monkeypatch):
-    keep_async_scheduling(monkeypatch)
-    engine = make_engine({"num_speculative_tokens": 60, "num_blocks": 3})
-    assert engine.core.vllm_config.scheduler_config.async_scheduling
+def test_asynchronous_scheduling(reference):
+    engine = asynchronous_engine()
     for name in ("greedy", "temperature 1", "repetition penalty"):
         check(engine, params(**CASES[name]), reference(name, params(**CASES[name])))
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-def test_sizes_of_trees(reference, nodes):
-    engine = make_engine({"num_speculative_tokens": nodes, "num_blocks": 1 if nodes == 1 else 2})
+@pytest.mark.parametrize(("nodes", "blocks"), [(1, 1), (60, 3)])
+def test_sizes_of_trees(reference, nodes, blocks):
+    engine = make_engine({"num_speculative_tokens": nodes, "num_blocks": blocks})
     for name in ("greedy", "temperature 1"):
         check(engine, params(**CASES[name]), reference(name, params(**CASES[name])))

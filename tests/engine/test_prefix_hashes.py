@@ -10,8 +10,7 @@ from support import dflash
 from support.engines import DRAFTER, ROOT, Engine, record_drafts, shared_engine
 from support.matrix import PROMPTS, params
 from vllm import SamplingParams
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher
+from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.request import Request
 
 BLOCK, NEW_TOKENS = 32, 40
@@ -135,24 +134,3 @@ def test_the_block_before_the_same_token_may_be_taken(kind, engine, served):
     taken = 2 * BLOCK if ahead or kind in WITHOUT_DROP else BLOCK
     assert (alone[0], after[0]) == (0, taken)
     assert after[1:] == alone[1:]
-
-
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - WITHOUT_DROP), indirect=True)
-def test_rows_of_another_text_would_show(engine, served, monkeypatch):
-    """With vLLM's care for them put off, the drafts are others, and the tokens still the same."""
-    first, second = two_texts()
-    engine.llm.reset_prefix_cache()
-    alone = served(second)
-    scheduler, core = engine.core.scheduler, engine.core
-    of_block = get_hash_fn_by_name(core.vllm_config.cache_config.prefix_caching_hash_algo)
-    coordinator = scheduler.kv_cache_manager.coordinator
-    monkeypatch.setattr(core, "request_block_hasher", get_request_block_hasher(BLOCK, of_block))
-    for groups in ("eagle_group_ids", "drop_eagle_group_ids"):
-        monkeypatch.setattr(coordinator, groups, set(), raising=False)
-    engine.llm.reset_prefix_cache()
-    served(first)
-    after = served(second)
-    engine.llm.reset_prefix_cache()
-    assert after[0] == 2 * BLOCK
-    assert after[1] != alone[1], "the tests above cannot fail"
-    assert after[2] == alone[2]

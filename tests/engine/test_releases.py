@@ -8,9 +8,8 @@ import pytest
 import torch
 import vllm
 from packaging.version import Version
-from support.engines import assert_identical, make_engine, prompts
+from support.engines import assert_identical, make_engine, note_calls, prompts
 from vllm import SamplingParams
-from vllm.platforms import current_platform
 
 from vllm_specblock.cpu import install
 
@@ -57,13 +56,9 @@ def test_rows_of_a_larger_batch_are_cleared(beyond):
         assert table[0].all() and not table[1:4].any() and (table[4:] == 7).all()
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_no_drafts_where_nobody_could_use_them(adaptive, plain, monkeypatch):
+def test_no_drafts_where_nobody_could_use_them(plain, monkeypatch):
     """From 0.33 on chunks of prompts propose none; the drafters have to follow all the same."""
-    if adaptive and not current_platform.is_cpu():
-        pytest.skip("vLLM wants full graphs with it")
-    speculative = {"num_speculative_tokens": 24, "enable_adaptive_verification": adaptive}
-    engine = make_engine(speculative, max_num_batched_tokens=64)
+    engine = make_engine({"num_speculative_tokens": 24}, max_num_batched_tokens=64)
     propose, skipped = engine.speculator.propose, []
 
     def skipping(batch, *args, **kwargs):
@@ -93,13 +88,12 @@ def test_the_scheduler_says_when_nobody_could_use_them(plain, monkeypatch):
     """As vLLM does it itself from 0.33 on: in chunks of a prompt, and in the last step."""
     engine = make_engine({"num_speculative_tokens": 24}, max_num_batched_tokens=64)
     assert engine.core.scheduler.can_skip_drafts
-    propose, wanted = engine.speculator.propose, []
-
-    def noting(batch, *args, **kwargs):
-        wanted.append(kwargs["num_speculative_tokens"])
-        return propose(batch, *args, **kwargs)
-
-    monkeypatch.setattr(engine.speculator, "propose", noting)
+    wanted = note_calls(
+        monkeypatch,
+        engine.speculator,
+        "propose",
+        lambda *_, num_speculative_tokens, **__: num_speculative_tokens,
+    )
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
     (text,) = [text for text in prompts(12) if len(text) == 200]
     answers = engine.generate([text], params)

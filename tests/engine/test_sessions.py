@@ -6,7 +6,7 @@ import time
 from itertools import count
 
 import pytest
-from support.engines import Engine, keep_async_scheduling, make_engine
+from support.engines import Engine, asynchronous_engine, make_engine
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -116,11 +116,7 @@ def test_chunked_prompts(expected):
 
 @pytest.fixture(scope="module")
 def asynchronous() -> Engine:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        keep_async_scheduling(monkeypatch)
-        engine = make_engine({"num_speculative_tokens": 12})
-    assert engine.core.vllm_config.scheduler_config.async_scheduling
-    return engine
+    return asynchronous_engine()
 
 
 def test_asynchronous_scheduling(asynchronous, expected):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.engines import make_engine, record_drafts
+from support.engines import make_engine, record_drafts, shared_engine
 from support.matrix import PROMPTS, params
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
@@ -67,12 +67,13 @@ def test_a_target_with_its_own_model_state_is_refused(no_weights, monkeypatch):
 
 def test_hooks_return_the_same_states_as_the_interface(monkeypatch):
     drafts = []
-    for supported in (True, False):
-        monkeypatch.setattr(target_model, "hands_out_states", lambda *_, said=supported: said)
-        engine = make_engine({"num_speculative_tokens": 12})
+    for make in (shared_engine, make_engine):
+        engine = make({"num_speculative_tokens": 24})
+        engine.llm.reset_prefix_cache()
         with monkeypatch.context() as patched:
             drafts.append(record_drafts(engine, patched))
             engine.generate(PROMPTS[:1], params(1, max_tokens=40))
+        monkeypatch.setattr(target_model, "hands_out_states", lambda *_: False)
     assert drafts[0] == drafts[1] and len(drafts[0]) > 10
 
 

@@ -6,8 +6,9 @@ import pytest
 from support.drafters import install
 from support.engines import (
     Engine,
-    keep_async_scheduling,
+    asynchronous_engine,
     make_engine,
+    note_calls,
     record_drafts,
     shared_engine,
 )
@@ -49,25 +50,15 @@ def drafts_of(engine: Engine, texts: list[list[int]], requests: list[SamplingPar
     return [0 if each is None else each.num_draft_tokens for each in metrics]
 
 
-def scheduled(engine: Engine) -> int:
-    """Return vLLM's counter of draft tokens."""
-    (count,) = (
-        metric.value
-        for metric in engine.llm.get_metrics()
-        if metric.name == "vllm:spec_decode_num_draft_tokens"
-    )
-    return count
-
-
 @pytest.mark.parametrize("name", ["greedy", "temperature 1", "repetition penalty"])
 def test_all_opt_out(engine, reference, monkeypatch, name):
     drafted = []
     (drafter,) = engine.speculator.draft_policy.drafters
     monkeypatch.setattr(drafter, "draft", lambda *_: drafted.append("a tree"))
-    before = scheduled(engine)
+    before = engine.metrics["vllm:spec_decode_num_draft_tokens"]
     requests = opting_out(params(**CASES[name]))
     check(engine, requests, reference(name, params(**CASES[name])))
-    assert scheduled(engine) == before and not drafted
+    assert engine.metrics["vllm:spec_decode_num_draft_tokens"] == before and not drafted
 
 
 @pytest.mark.parametrize("name", ["greedy", "temperature 1", "repetition penalty"])
@@ -94,15 +85,8 @@ def test_logprobs_of_chosen_tokens_take_no_drafts(engine, plain):
 
 
 def test_only_the_others_are_drafted_for(engine, monkeypatch):
-    drafted = []
     (drafter,) = engine.speculator.draft_policy.drafters
-    draft = drafter.draft
-
-    def noting(requests=None):
-        drafted.append(None if requests is None else len(requests))
-        return draft(requests)
-
-    monkeypatch.setattr(drafter, "draft", noting)
+    drafted = note_calls(monkeypatch, drafter, "draft", lambda tree, *_: len(tree.size))
     requests = params(4, max_tokens=20)
     engine.generate(PROMPTS[:4], [*opting_out(requests[:3]), requests[3]])
     assert set(drafted) == {1}
@@ -111,16 +95,13 @@ def test_only_the_others_are_drafted_for(engine, monkeypatch):
 @pytest.mark.parametrize("extra", [None, NO])
 def test_a_prompt_of_one_token_is_not_padded(engine, monkeypatch, extra):
     """vLLM schedules placeholder drafts for it, to keep decode steps uniform."""
-    core, steps = engine.llm.llm_engine, []
-    scheduler = engine.core.scheduler
-    update = scheduler._update_after_schedule
+    core = engine.llm.llm_engine
 
-    def noting(output):
-        update(output)
+    def note(_, output) -> list[int]:
         assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
-        steps.append(list(output.num_scheduled_tokens.values()))
+        return list(output.num_scheduled_tokens.values())
 
-    monkeypatch.setattr(scheduler, "_update_after_schedule", noting)
+    steps = note_calls(monkeypatch, engine.core.scheduler, "_update_after_schedule", note)
     (running,) = params(1)
     core.add_request("running", {"prompt_token_ids": PROMPTS[2]}, running)
     core.step()
@@ -131,10 +112,9 @@ def test_a_prompt_of_one_token_is_not_padded(engine, monkeypatch, extra):
     assert steps[1][-1] == (1 if extra else 13)
 
 
-def test_asynchronous_scheduling(reference, monkeypatch):
+def test_asynchronous_scheduling(reference):
     """The scheduler gives placeholders only to requests with drafts."""
-    keep_async_scheduling(monkeypatch)
-    engine = make_engine({"num_speculative_tokens": 12}, per_request_spec_decode_metrics="summary")
+    engine = asynchronous_engine()
     for every in (1, 2):
         for name in ("greedy", "temperature 1"):
             requests = opting_out(params(**CASES[name]), every)

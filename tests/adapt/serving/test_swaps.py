@@ -17,7 +17,6 @@ from support.rank_pair import (
 from support.records import small_drafter
 
 from vllm_specblock.adapt.serving.swaps import EVERY
-from vllm_specblock.adapt.trainer.process import TrainerProcess
 
 
 def changes(seen: list[str], begins: str | None = None) -> dict[int, str]:
@@ -85,23 +84,10 @@ def current(pair: Pair, out: Path) -> None:
     versions.unlock()
 
 
-def test_a_trainer_that_replaces_what_it_offered(tmp_path, monkeypatch):
-    """Both ranks begin with what `out` says, and read one folder that changes all the time."""
-    monkeypatch.setattr(TrainerProcess, "start", lambda self: None)
-    (tmp_path / "pair").mkdir()
-    current(Pair.make(tmp_path / "pair"), tmp_path / "out")
-    first, second = on_both_ranks(linked, tmp_path, {"out": str(tmp_path / "out")}, 10, 4)
-    assert first.seen == second.seen and first.seen[0] == digest_of(1)
-    moments = changes(first.seen[1:], digest_of(1))
-    assert len(moments) >= 2 and all(turn % EVERY == 0 for turn in moments)
-    assert first.counts["swaps"] == second.counts["swaps"] == 1 + len(moments)
-    assert first.trainer and not second.trainer and first.sink and second.sink is None
-
-
 def test_a_folder(tmp_path):
     (tmp_path / "pair").mkdir()
     current(Pair.make(tmp_path / "pair"), tmp_path / "requests/versions")
-    first, second = on_both_ranks(linked, tmp_path, {"trainer": str(tmp_path / "requests")}, 0, 12)
+    first, second = on_both_ranks(linked, tmp_path)
     assert first.seen == second.seen and first.seen[0] == digest_of(1)
     assert first.seen[-1] == digest_of(3), "the delivered drafter was chosen meanwhile"
     assert not first.trainer and first.sink and second.sink is None

@@ -20,7 +20,6 @@ os.environ["TRITON_F32_DEFAULT"] = "ieee"
 # The steps that vLLM times at the start have a short context, and each runs once.
 os.environ["VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN"] = "16"
 
-import torch
 from support import dflash
 from support.engines import (
     FULL_GRAPHS,
@@ -36,8 +35,6 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams, __version__
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
-
-from vllm_specblock.train.target.features import load_target
 
 TOKENS = int(os.environ.get("CHECK_TOKENS", 8))
 RECORD = os.environ.get("CHECK_RECORD")
@@ -168,20 +165,9 @@ def plain(dtype: str) -> list[Output]:
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory) -> dict[str, Path]:
     """Folders of drafters that learned a little of plain vLLM's answers, by kind."""
-    target = load_target(TARGET, "fp32", torch.device("cpu"))
-    firsts, folders = asked(AutoTokenizer.from_pretrained(TARGET)), {}
-    texts = [torch.tensor([*ask, *one.tokens]) for ask, one in zip(firsts, plain("float32"))]
-    with torch.no_grad():
-        states = [target(text[None], output_hidden_states=True).hidden_states for text in texts]
-    embedding = target.get_input_embeddings().weight.detach()
-    for kind, raw in dflash.FOR_TINY_PAIR.items():
-        model = dflash.make_model(raw, std=0.05)
-        model.share_head(target.get_output_embeddings().weight)
-        features = [torch.cat([of[i][0] for i in model.config.layer_ids], dim=-1) for of in states]
-        lengths = [len(ask) for ask in firsts]
-        dflash.learn(model, texts, features, lengths, embedding, causal=kind == "jetspec")
-        folders[kind] = dflash.write(tmp_path_factory.mktemp(kind) / "drafter", model, raw)
-    return folders
+    texts = asked(AutoTokenizer.from_pretrained(TARGET))
+    tokens = [one.tokens for one in plain("float32")]
+    return dflash.write_learned(tmp_path_factory.mktemp("learned"), texts, tokens)
 
 
 @dataclass

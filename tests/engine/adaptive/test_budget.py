@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
+from collections import deque
 
 import numpy as np
 import pytest
 import torch
-from support.engines import make_engine
-from support.matrix import Checker, params
+from support.engines import shared_engine
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.async_utils import StepTimingSample
@@ -24,7 +23,7 @@ from vllm_specblock.engine.adaptive.clocks import Clock
 pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="on a GPU vLLM's survivals are rounded otherwise"
 )
-NUM_NODES, MOST = 24, 40
+NUM_NODES, MOST = 24, 8
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +56,9 @@ def sent(monkeypatch):
 
 @pytest.fixture(scope="module")
 def engine():
-    speculative = {"num_speculative_tokens": NUM_NODES, "enable_adaptive_verification": True}
-    return make_engine(speculative, max_num_seqs=MOST)
+    return shared_engine(
+        {"num_speculative_tokens": NUM_NODES, "enable_adaptive_verification": True}
+    )
 
 
 def managers_of(engine, kind: type) -> list:
@@ -79,7 +79,7 @@ def managers(engine):
 
 def a_batch(draw: np.random.Generator, steady: bool):
     """(requests, drafts, others, slots): some decode, others are still at the prompt."""
-    count = 9 if steady else int(draw.integers(1, MOST + 1))
+    count = 6 if steady else int(draw.integers(1, MOST + 1))
     drafts = np.full(count, NUM_NODES) if steady else draw.integers(0, NUM_NODES + 1, count)
     others = np.where(drafts > 0, 1, draw.integers(1, 30, count))
     names = [f"request {at}" for at in draw.permutation(count)]
@@ -97,29 +97,23 @@ def test_every_batch_as_vllm_does(engine, kind, sent):
         confidence = draw.random((MOST, NUM_NODES), dtype=np.float32) ** 0.1
         total = sum(drafts.values())
         spent = [0, total, *draw.integers(0, total + 1, 4).tolist()][step % 6]
-        found = []
+        found, sizes = [], set()
         for manager in managers:
             manager._confidence_probs.copy_(torch.from_numpy(confidence))
             manager._batch_budget = drafts, others, spent
-            *starts, number = manager.reallocate_drafts(names, slots)[:3]
+            given = manager.reallocate_drafts(names, slots)
+            *starts, number = given[:3]
+            sizes.add(len(given))
             found.append([x.clone() for x in starts])
             assert number == spent and manager._batch_budget is None
             assert starts[1] is manager.query_start_loc, "what graphs have captured"
             assert starts[0].data_ptr() == manager._cu_num_logits.data_ptr()
+        assert len(sizes) == 1, "the runner unpacks as many values as vLLM's own give"
         for theirs, mine in zip(*found, strict=True):
             assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), step
         counts = [(drafts[name], others[name]) for name in names]
         changes, before = changes + (counts != before), counts
     assert len(sent) == changes < 36, "a steady batch's counts were sent again, or others were not"
-
-
-def test_as_many_values_as_vllm_gives(managers):
-    names, drafts, others, slots = a_batch(np.random.default_rng(1), steady=True)
-    sizes = []
-    for manager in managers:
-        manager._batch_budget = drafts, others, 3
-        sizes.append(len(manager.reallocate_drafts(names, slots)))
-    assert sizes[0] == sizes[1]
 
 
 def test_compiled_before_there_are_requests(managers, monkeypatch):
@@ -172,41 +166,6 @@ def test_trees_share_their_context(managers, per_token, per_request):
     assert wrong == pytest.approx(per_request * (MOST - 3))
 
 
-def test_in_an_engine_no_token_changes(engine, reference, monkeypatch):
-    """Steps verify all drafts, none, half and a quarter in turn."""
-    manager, shares = engine.runner.adaptive_verification, []
-    parts = itertools.cycle([1, 0, 1 / 2, 1 / 4])
-    monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
-    monkeypatch.setattr(
-        manager.controller,
-        "budget",
-        lambda survival, requests, rows, most, *_: int(most * next(parts)),
-    )
-    reallocate = manager.reallocate_drafts
-
-    def survivals(logit_start, slots):
-        """Of what is admitted, sorted: trees of different requests often have the same."""
-        survival = manager._confidence_probs[slots].cumprod(1)
-        count = logit_start.diff() - 1
-        return survival[torch.arange(NUM_NODES) < count[:, None]].sort().values
-
-    def noting(names, slots):
-        assert slots.dtype == torch.int64, "what is compiled for before there are requests"
-        drafts, _, spent = kept = manager._batch_budget
-        theirs, *_ = budget.AdaptiveVerificationManager.reallocate_drafts(manager, names, slots)
-        theirs = survivals(theirs, slots)
-        manager._batch_budget = kept
-        mine = reallocate(names, slots)
-        assert torch.equal(survivals(mine[0], slots), theirs)
-        shares.append(spent / max(1, sum(drafts.values())))
-        return mine
-
-    monkeypatch.setattr(manager, "reallocate_drafts", noting)
-    requests = params(temperature=1.0)
-    Checker()(engine, requests, reference("handed out", requests))
-    assert len(shares) > 20 and {0, 1} < set(shares)
-
-
 class LateClock(Clock):
     """Its marks pass when `lag` more were made, as a GPU's do when it lags behind the host."""
 
@@ -232,7 +191,8 @@ def test_a_step_is_learned_from_once_the_device_has_run_it(engine, monkeypatch, 
         manager.controller, "observe", lambda *step: seen.append((*step, clock.made))
     )
     monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
-    manager._timed.clear()
+    monkeypatch.setattr(manager, "_timed", deque())
+    manager.trees.all_paused = False
     engine.generate([list(range(3, 20))], SamplingParams(temperature=0.0, max_tokens=60))
     if lag == 10**6:
         assert not seen

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from support.engines import make_engine, record_drafts
+from support.engines import make_engine, note_calls, record_drafts, shared_engine
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from vllm_specblock.engine.runner.step_batch import StepInputs
-from vllm_specblock.feedback.acceptance_estimator import kinds
 from vllm_specblock.feedback.controller import Controller
 
 ADAPTIVE = {"enable_adaptive_verification": True}
@@ -22,23 +21,29 @@ on_the_host = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine({"num_speculative_tokens": 24, **ADAPTIVE})
+    return shared_engine({"num_speculative_tokens": 24, **ADAPTIVE})
 
 
 @pytest.fixture
 def verified(engine, monkeypatch):
     """(drafts scheduled, drafts verified) of every decode step from now on."""
-    manager, found = engine.runner.adaptive_verification, []
-    choose = manager.get_num_tokens
+    manager = engine.runner.adaptive_verification
 
-    def noting(*args):
-        tokens = choose(*args)
+    def note(*_) -> tuple[int, int]:
         drafts, _, budget = manager._batch_budget
-        found.append((sum(drafts.values()), budget))
-        return tokens
+        return sum(drafts.values()), budget
 
-    monkeypatch.setattr(manager, "get_num_tokens", noting)
-    return found
+    return note_calls(monkeypatch, manager, "get_num_tokens", note)
+
+
+def note_proposals(engine, monkeypatch):
+    """(request slots, nodes drafted for them) of every step that drafted, from now on."""
+    states = engine.speculator.tree_states
+
+    def note(_, slots, *__):
+        return slots.tolist(), (states.parent[slots] >= 0).sum(1).tolist()
+
+    return note_calls(monkeypatch, states, "store", note)
 
 
 def charge(engine, monkeypatch, of_rows, drafting=0.0):
@@ -107,96 +112,21 @@ def test_experiments_leave_room_for_the_logits(engine, monkeypatch, verified):
 
 
 @on_the_host
-def test_free_tokens_are_all_verified(engine, monkeypatch, verified):
-    charge(engine, monkeypatch, lambda rows: 1 + 1e-9 * rows)
-    engine.generate(PROMPTS[:2], params(2, temperature=0.0))
-    assert all(budget >= 0.9 * drafted for drafted, budget in verified)
-
-
-@on_the_host
-def test_dear_tokens_are_not_verified_at_all(engine, monkeypatch, verified):
-    charge(engine, monkeypatch, float)
-    never_pause(engine, monkeypatch)
-    engine.generate(PROMPTS[:2], params(2, temperature=0.0))
-    assert all(budget == 0 for drafted, budget in verified if drafted)
-
-
-@on_the_host
-def test_between_the_two_the_surer_request_gets_more(engine, monkeypatch):
-    charge(engine, monkeypatch, lambda rows: 10 + rows)
-    manager = engine.runner.adaptive_verification
-    shares, divide = [], manager.reallocate_drafts
-
-    def noting(req_ids, idx_mapping):
-        result = divide(req_ids, idx_mapping)
-        survival = manager._confidence_probs[idx_mapping].cumprod(1)
-        shares.append((survival, result[0].diff() - 1))
-        return result
-
-    monkeypatch.setattr(manager, "reallocate_drafts", noting)
-    engine.generate(PROMPTS[:4], params(4, temperature=0.0))
-    cut = 0
-    for survival, count in shares:
-        kept = [row[:n] for row, n in zip(survival, count.tolist())]
-        lost = [row[n:] for row, n in zip(survival, count.tolist())]
-        worst = min((row.min().item() for row in kept if len(row)), default=1.0)
-        best = max((row.max().item() for row in lost if len(row)), default=0.0)
-        assert worst >= best
-        cut += 0 < sum(map(len, kept)) < survival.numel()
-    assert cut > 5
-
-
-@on_the_host
 def test_nodes_that_were_cut_are_not_judged(engine, monkeypatch, verified):
     charge(engine, monkeypatch, lambda rows: 10 + rows)
     never_pause(engine, monkeypatch)
-    acceptance, judged = engine.speculator.adaptive.acceptance, []
-    learn = acceptance.learn_from
-
-    def noting(of):
-        judged.append(int(of.judged.sum()))
-        learn(of)
-
-    monkeypatch.setattr(acceptance, "learn_from", noting)
+    acceptance = engine.speculator.adaptive.acceptance
+    judged = note_calls(
+        monkeypatch, acceptance, "learn_from", lambda _, verdict: int(verdict.judged.sum())
+    )
     engine.generate(PROMPTS[:4], params(4, temperature=0.0, max_tokens=30))
     assert judged == [budget for _, budget in verified if budget], "no node, nothing to learn"
     assert any(0 < budget < drafted for drafted, budget in verified)
 
 
-@on_the_host
-def test_expected_tokens_are_about_what_is_accepted(engine, reference, monkeypatch):
-    """With everything verified, the sum of survivals is the number of accepted nodes."""
-    charge(engine, monkeypatch, lambda rows: 1 + 1e-9 * rows)
-    slots, speculator = engine.speculator.tree_states, engine.speculator
-    expected = accepted = 0.0
-    acceptance = speculator.adaptive.acceptance
-    learn = acceptance.learn_from
-
-    def noting(of):
-        nonlocal expected, accepted
-        seen = of.judged & of.logprob.isfinite()
-        survival = acceptance.survival(kinds(of.temperature), of.logprob) * seen
-        expected += survival.sum().item()
-        accepted += (of.reached & seen).sum().item()
-        learn(of)
-
-    monkeypatch.setattr(acceptance, "learn_from", noting)
-    for _ in range(3):
-        engine.generate(PROMPTS, params(temperature=1.0))
-    assert slots.score.isfinite().any()
-    assert accepted > 200
-    assert expected == pytest.approx(accepted, rel=0.2)
-
-
 @pytest.fixture(scope="module")
 def crowded():
     return crowded_engine({"num_speculative_tokens": 16, **ADAPTIVE})
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_crowded(crowded, reference, temperature):
-    requests = to_the_limit(temperature)
-    Checker()(crowded, requests, reference(f"to the limit, {temperature}", requests))
 
 
 @on_the_host
@@ -293,32 +223,6 @@ def test_drafters_catch_up_on_steps_without_drafts(scheduled, reference, monkeyp
     drafts.clear()
     scheduled.generate([text], params(1, temperature=temperature, max_tokens=2))
     assert drafts[0] == drafts_in_flight
-
-
-def note_proposals(engine, monkeypatch):
-    """(first request slot, nodes drafted for it) of every step that drafted, from now on."""
-    states = engine.speculator.tree_states
-    found, store = [], states.store
-
-    def noting(slots, *given):
-        tokens = store(slots, *given)
-        found.append((slots.tolist(), (states.parent[slots] >= 0).sum(1).tolist()))
-        return tokens
-
-    monkeypatch.setattr(states, "store", noting)
-    return found
-
-
-@on_the_host
-def test_where_plain_decoding_is_quicker_nothing_is_drafted(engine, monkeypatch, verified):
-    charge(engine, monkeypatch, lambda rows: 1 + 1e-6 * rows, drafting=100.0)
-    engine.generate(PROMPTS[:2], params(2, temperature=0.0))  # learns that it does not pay
-    proposals = note_proposals(engine, monkeypatch)
-    verified.clear()
-    engine.generate(PROMPTS[:2], params(2, temperature=0.0, max_tokens=40))
-    # Prompts wait, too: drafters that have a cache can read them later.
-    assert not proposals and all(budget == 0 for _, budget in verified)
-    assert len(verified) > 30
 
 
 @on_the_host

@@ -160,8 +160,7 @@ def test_flash_attention_takes_what_it_knows(monkeypatch):
     assert not flash_causal.takes(spec(), cuda), "a GPU that it has no kernel for"
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_an_engine_whose_prompts_go_to_flash_attention(plain, monkeypatch, adaptive):
+def test_an_engine_whose_prompts_go_to_flash_attention(plain, monkeypatch):
     """Prompts in chunks beside trees: the last requests of a batch go that way, trees do not."""
     from support.engines import make_engine
     from support.matrix import PROMPTS, Checker, params
@@ -175,14 +174,10 @@ def test_an_engine_whose_prompts_go_to_flash_attention(plain, monkeypatch, adapt
     monkeypatch.setattr("vllm_specblock.cpu.attention.packed_cache", lambda *_: None)
     monkeypatch.setattr(flash_causal, "takes", lambda spec, device: True)
     monkeypatch.setattr(flash_causal, "flash_attention", lambda head_size: counting)
-    ours = make_engine(
-        {"num_speculative_tokens": 8, "enable_adaptive_verification": adaptive},
-        max_num_batched_tokens=48,
-    )
+    ours = make_engine({"num_speculative_tokens": 8}, max_num_batched_tokens=48)
     requests = params(4, temperature=1.0, max_tokens=20)
     Checker()(ours, requests, plain.generate(PROMPTS[:4], requests), PROMPTS[:4])
     layers = len(ours.speculator.caches.target_layers)
     assert calls and len(calls) % layers == 0
     assert any(max(lengths) > 9 for lengths in calls), "chunks of prompts"
-    # Where budgets adapt, requests are now and then scheduled without drafts.
-    assert adaptive or len(calls) < 40 * layers, "steps of trees alone do not"
+    assert len(calls) < 40 * layers, "steps of trees alone do not"

@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 import torch
 from support import dflash
-from support.committed import rows_of
-from support.engines import DRAFTER, TARGET, assert_identical, configure, make_engine, record_drafts
+from support.committed import along_a_chain, own_caches
+from support.engines import (
+    DRAFTER,
+    TARGET,
+    assert_identical,
+    configure,
+    make_engine,
+    note_calls,
+    record_drafts,
+)
 from support.matrix import PROMPTS, params
 
 from vllm_specblock.config import DFlashConfig, OptionError
@@ -28,31 +36,8 @@ OF_KIND = dflash.FOR_TINY_PAIR
 def folders(tmp_path_factory, reference) -> dict[str, Path]:
     """Of each kind, after a moment of learning what vLLM goes on with after the test's prompts."""
     answers = reference("baselines", params(len(ASKED), max_tokens=NEW_TOKENS), ASKED)
-    texts = [torch.tensor([*ask, *one.tokens]) for ask, (one,) in zip(ASKED, answers)]
-    target = load_target(TARGET, "fp32", torch.device("cpu"))
-    with torch.no_grad():
-        states = [target(text[None], output_hidden_states=True).hidden_states for text in texts]
-    embedding = target.get_input_embeddings().weight.detach()
-    firsts, found = [len(ask) for ask in ASKED], {}
-    for kind, raw in OF_KIND.items():
-        model = dflash.make_model(raw, std=0.05)
-        model.share_head(target.get_output_embeddings().weight)
-        layers = model.config.layer_ids
-        features = [torch.cat([of[layer][0] for layer in layers], dim=-1) for of in states]
-        dflash.learn(model, texts, features, firsts, embedding, causal=kind == "jetspec")
-        found[kind] = dflash.write(tmp_path_factory.mktemp(kind) / "drafter", model, raw)
-    return found
-
-
-def note(results: list, monkeypatch, owner, name: str) -> None:
-    """Keep all that a function returns."""
-    function = getattr(owner, name)
-
-    def noting(*args):
-        results.append(function(*args))
-        return results[-1]
-
-    monkeypatch.setattr(owner, name, noting)
+    tokens = [one.tokens for (one,) in answers]
+    return dflash.write_learned(tmp_path_factory.mktemp("learned"), ASKED, tokens)
 
 
 @pytest.mark.parametrize("kind", OF_KIND)
@@ -68,23 +53,18 @@ def test_step_by_step_the_logits_are_those_of_vllms_own(kind, tmp_path, monkeypa
     asked = {"method": "dflash", "model": str(folder), "num_speculative_tokens": MASKS}
     engine = make_engine(asked)
     assert not isinstance(engine.speculator, TreeSpeculator)
-    drafts, theirs, ours = record_drafts(engine, monkeypatch), [], []
-    note(theirs, monkeypatch, engine.speculator.model, "compute_logits")
+    drafts = record_drafts(engine, monkeypatch)
+    theirs = note_calls(
+        monkeypatch, engine.speculator.model, "compute_logits", lambda logits, *_: logits
+    )
     target = load_target(TARGET, "fp32", torch.device("cpu"))
     model = FILES.load(folder)
     model.share_head(target.get_output_embeddings().weight)
-    note(ours, monkeypatch, model, "logits")
+    ours = note_calls(monkeypatch, model, "logits", lambda logits, *_: logits)
     drafter = DFlashDrafter(
         model, target.get_input_embeddings(), DFlashConfig(), 12, MAX_LEN, layers=(0, 1, 2, 3)
     )
-    pages = MAX_LEN // PAGE + 1
-    drafter.bind(
-        [
-            torch.zeros(pages, PAGE, layer.num_kv_heads, 2 * layer.head_dim).transpose(1, 2)
-            for layer in drafter.cache_layers()
-        ]
-    )
-    table, steps = torch.arange(1, pages)[None], 0
+    table, steps = own_caches(drafter, MAX_LEN, PAGE), 0
     for prompt in ASKED:
         drafts.clear()
         theirs.clear()
@@ -92,16 +72,11 @@ def test_step_by_step_the_logits_are_those_of_vllms_own(kind, tmp_path, monkeypa
         text = torch.tensor([*prompt, *answer.tokens])
         hidden = target(text[None], output_hidden_states=True).hidden_states
         states = torch.stack([hidden[layer] for layer in model.config.layer_ids])
-        root = len(prompt)
-        for drafted, logits in zip(drafts, theirs, strict=True):
-            if root + MASKS >= len(text):
-                break
-            drafter.advance(rows_of([(0, root)], table, states, text[None], PAGE))
-            drafter.draft()
+        trees = along_a_chain(drafter, prompt, answer.tokens, drafts, states, table, PAGE)
+        assert len(theirs) == len(drafts)
+        for logits, _ in zip(theirs, trees):
             torch.testing.assert_close(ours[-1][0], logits, atol=1e-3, rtol=0)
             steps += 1
-            wanted = text[root + 1 :].tolist()
-            root += 1 + next((k for k in range(MASKS) if drafted[k] != wanted[k]), MASKS)
     assert steps > 60
 
 

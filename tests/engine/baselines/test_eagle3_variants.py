@@ -1,5 +1,4 @@
-"""Our EAGLE-3 head computes what vLLM's own `eagle3` computes, whatever a checkpoint varies, and
-its trees change no token.
+"""Our EAGLE-3 head computes what vLLM's own `eagle3` computes, whatever a checkpoint varies.
 
 Heads are random, so that nearly every draft is wrong and each step is another text to compare.
 """
@@ -12,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.committed import rows_of
-from support.engines import TARGET, assert_identical, make_engine, prompts, record_drafts
+from support.committed import along_a_chain, own_caches
+from support.engines import TARGET, make_engine, prompts, record_drafts
 from vllm import SamplingParams
 
 from vllm_specblock.config import Eagle3Config
@@ -28,7 +27,6 @@ from vllm_specblock.train.target.features import OnlineTeacher, load_target
 DRAFTED, LAYERS, PAGE, MAX_LEN = 3, (2, 3, 4), 16, 256
 PROMPTS = prompts(3)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.9, seed=7, max_tokens=24, ignore_eos=True)
 
 
 def layer_json(**changes) -> dict:
@@ -132,7 +130,8 @@ def teacher() -> OnlineTeacher:
 
 
 @pytest.mark.parametrize(("make", "whole"), [(flat, False), (speculators, True)])
-def test_step_by_step_the_same_draft(make, whole, teacher, plain, tmp_path, monkeypatch):
+@torch.no_grad()
+def test_step_by_step_the_same_draft(make, whole, teacher, tmp_path, monkeypatch):
     write(tmp_path, make(), whole)
     # Where it names its target vLLM finds it, and its method.
     asked = {"method": "eagle3", "num_speculative_tokens": DRAFTED}
@@ -147,43 +146,17 @@ def test_step_by_step_the_same_draft(make, whole, teacher, plain, tmp_path, monk
     head = Eagle3Drafter(
         model, teacher.embed, Eagle3Config(depth=DRAFTED, top_k=1), DRAFTED, MAX_LEN
     )
-    pages = MAX_LEN // PAGE + 1
-    head.bind(
-        [
-            torch.zeros(pages, PAGE, layer.num_kv_heads, 2 * layer.head_dim).transpose(1, 2)
-            for layer in head.cache_layers()
-        ]
-    )
-    table = torch.arange(1, pages)[None]
-    same = steps = 0
+    table, same, steps = own_caches(head, MAX_LEN, PAGE), 0, 0
     for prompt in PROMPTS:
         drafts.clear()
         ((answer,),) = engine.generate([prompt], GREEDY)
         text = torch.tensor(prompt + answer.tokens)
         hidden = teacher.teach(Batch.of(text[None])).hidden
         states = torch.stack(hidden.chunk(len(LAYERS), dim=-1))  # [L, 1, n, Ht]
-        root = len(prompt)
-        for theirs in drafts:
-            if root + DRAFTED >= len(text):
-                break
-            with torch.no_grad():
-                head.advance(rows_of([(0, root)], table, states, text[None], PAGE))
-                ours = head.draft().token[0].tolist()
-            same += ours == theirs
+        trees = along_a_chain(head, prompt, answer.tokens, drafts, states, table, PAGE)
+        for theirs, tree in zip(drafts, trees):
+            same += tree.token[0].tolist() == theirs
             steps += 1
-            wanted = text[root + 1 :].tolist()
-            root += 1 + next((k for k in range(DRAFTED) if theirs[k] != wanted[k]), DRAFTED)
     assert steps > 40
     # Two tokens that score the same to the last bits may change places.
     assert same >= steps - 1, f"{same} of {steps}"
-    chain = drafts[0]
-
-    trees = {"num_speculative_tokens": 8}
-    engine = make_engine(trees, **named) if whole else make_engine(trees | named)
-    assert isinstance(engine.speculator, TreeSpeculator)
-    drafts = record_drafts(engine, monkeypatch)
-    assert_identical(engine.generate(PROMPTS, SAMPLED), plain.generate(PROMPTS, SAMPLED))
-    assert_identical(engine.generate(PROMPTS, GREEDY), plain.generate(PROMPTS, GREEDY))
-    drafts.clear()
-    engine.generate([PROMPTS[-1]], GREEDY)
-    assert drafts[0][0] == chain[0]  # the best node is the chain's first token

@@ -1,12 +1,10 @@
-"""Other papers' drafters in vLLM: the tokens are its own, and what learners saved is drafted."""
+"""Drafters of a network and of a whole model in vLLM; `tests/research` has all without vLLM."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from baselines.falcon import Falcon
-from baselines.medusa import Medusa
-from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
 from support.engines import DRAFTER, TARGET, assert_identical, make_engine
 from support.matrix import PROMPTS, params
@@ -19,8 +17,6 @@ from vllm_specblock.train.untrained import most_frequent
 ASKED, NEW_TOKENS, DRAFT_VOCAB = PROMPTS[:4], 40, 600
 LAYERS = (2, 3, 4)
 MAKE = {
-    "medusa": (Medusa, {"num_heads": 4}),
-    "parallelspec": (ParallelSpec, {"positions": 4, "layer_ids": LAYERS, "num_hidden_layers": 1}),
     "falcon": (Falcon, {"layer_ids": LAYERS, "num_hidden_layers": 1}),
     "sps": (
         SmallModel,

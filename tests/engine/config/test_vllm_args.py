@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.engines import DRAFTER, ROOT, TARGET, configure
+from support.targets import edit_config
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -94,8 +95,6 @@ def test_other_methods_are_left_alone():
 @pytest.mark.parametrize(
     ("speculative", "parts"),
     [
-        ({"num_block": 2}, ["'num_block'", "not known"]),
-        ({"num_blocks": 0}, ["'num_blocks' is 0"]),
         ({"num_speculative_tokens": 257}, ["is 257", "1 to 256"]),
         ({"model": None}, ["'model' is missing"]),
         ({"model": "no/such"}, ["'model' is 'no/such'", "neither a folder"]),
@@ -209,15 +208,6 @@ def copied(tmp_path):
     return tmp_path / "drafter"
 
 
-def edit(folder, **changes) -> None:
-    path = folder / "config.json"
-    raw = json.loads(path.read_text())
-    for key, value in changes.items():
-        inner, _, name = key.rpartition("__")
-        (raw[inner] if inner else raw)[name] = value
-    path.write_text(json.dumps(raw))
-
-
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -227,12 +217,13 @@ def edit(folder, **changes) -> None:
 )
 def test_a_drafter_of_another_target(changes, parts, tmp_path):
     other = shutil.copytree(TARGET, tmp_path / "target")
-    edit(other, **changes)
+    edit_config(other, **changes)
     refused(*parts, target=other)
 
 
 def test_drafter_that_reads_layers_that_are_not_there(copied):
-    edit(copied, target__layer_ids=[2, 3, 7])
+    target = json.loads((copied / "config.json").read_text())["target"]
+    edit_config(copied, target=target | {"layer_ids": [2, 3, 7]})
     refused("[2, 3, 7]", "0 to 6", speculative={"model": str(copied)})
 
 
@@ -338,7 +329,8 @@ def test_adaptive_verification_over_several_processes_of_a_cpu():
 
 
 def test_second_head_of_another_target(copied):
-    edit(copied, vocab_size=2049, target__vocab_size=2049)
+    target = json.loads((copied / "config.json").read_text())["target"]
+    edit_config(copied, vocab_size=2049, target=target | {"vocab_size": 2049})
     refused(
         "second_drafter",
         "vocabulary size 2049",

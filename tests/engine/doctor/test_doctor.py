@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.engines import DRAFTER, ROOT, TARGET, configure
+from support.targets import edit_config
 from typer.testing import CliRunner
 from vllm import envs
 from vllm.platforms import current_platform
@@ -48,8 +49,7 @@ def by_name(target=None, drafter=None, **given) -> dict[str, Finding]:
 
 def edited(folder: Path, to: Path, **changes) -> Path:
     shutil.copytree(folder, to)
-    raw = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(raw | changes))
+    edit_config(to, **changes)
     return to
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from support.engines import Engine, make_engine, prompts, record_preemptions
+from support.engines import Engine, make_engine, note_calls, prompts, record_preemptions
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -162,25 +162,16 @@ def test_a_cached_prompt_has_no_drafts(fixed):
     check(seen)
 
 
-def scheduled_drafts(engine: Engine, monkeypatch) -> list[int]:
-    """Record the number of scheduled drafts in each step."""
-    found, scheduler = [], engine.core.scheduler
-    schedule = scheduler.schedule
-
-    def noting(*args):
-        output = schedule(*args)
-        found.append(sum(map(len, output.scheduled_spec_decode_tokens.values())))
-        return output
-
-    monkeypatch.setattr(scheduler, "schedule", noting)
-    return found
+def count_drafts(output, *_) -> int:
+    """Return the drafts that are scheduled in a step."""
+    return sum(map(len, output.scheduled_spec_decode_tokens.values()))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_paused_drafting_schedules_and_counts_no_drafts(engine, pausing, monkeypatch, temperature):
     pausing(True)
     run(engine, params(temperature=temperature, max_tokens=10))
-    drafts = scheduled_drafts(engine, monkeypatch)
+    drafts = note_calls(monkeypatch, engine.core.scheduler, "schedule", count_drafts)
     seen = run(engine, params(temperature=temperature, max_tokens=40))
     assert seen.counters.get(DRAFTS, 0) == 0 and not any(drafts)
     assert seen.tau == 1.0 and len(drafts) >= 40
@@ -196,7 +187,7 @@ def test_drafting_resumes_after_a_pause(engine, pausing, monkeypatch):
     pausing(True)
     controller = engine.runner.adaptive_verification.controller
     monkeypatch.setattr(controller, "drafts", lambda *_: not 4 <= next(turn) < 12)
-    drafts = scheduled_drafts(engine, monkeypatch)
+    drafts = note_calls(monkeypatch, engine.core.scheduler, "schedule", count_drafts)
     answers = engine.generate(PROMPTS, requests)
     assert [a.tokens for (a,) in answers] == [a.tokens for (a,) in expected]
     paused = drafts.index(0, 3)

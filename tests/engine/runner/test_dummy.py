@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.engines import ROOT, shared_engine
+from support.engines import ROOT, note_calls, shared_engine
 from support.matrix import PROMPTS, params
 
 HEADS = {
@@ -36,12 +36,8 @@ def state(engine) -> list[torch.Tensor]:
 
 def advances(engine, monkeypatch) -> list[int]:
     """Rows of every call of the first head's `advance` from now on."""
-    head, rows = engine.speculator.draft_policy.drafters[0], []
-    advance = head.advance
-    monkeypatch.setattr(
-        head, "advance", lambda given: rows.append(len(given.token)) or advance(given)
-    )
-    return rows
+    head = engine.speculator.draft_policy.drafters[0]
+    return note_calls(monkeypatch, head, "advance", lambda _, rows: len(rows.token))
 
 
 @pytest.mark.parametrize(
@@ -77,12 +73,9 @@ def test_the_memory_profile_runs_the_heads(engine, monkeypatch):
 
 def test_a_dummy_request_longer_than_the_model_allows_stays_in_its_table(engine, monkeypatch):
     """One request has all of vLLM's `max_num_batched_tokens`; a kernel reads a column for each."""
-    speculator, tables = engine.speculator, []
-    step = speculator.step
+    speculator = engine.speculator
     monkeypatch.setattr(speculator, "scratch_idx", 0)
-    monkeypatch.setattr(
-        speculator, "step", lambda inputs: tables.append(inputs.block_table) or step(inputs)
-    )
+    tables = note_calls(monkeypatch, speculator, "step", lambda _, inputs: inputs.block_table)
     tokens = 2 * engine.runner.max_model_len
     monkeypatch.setattr(engine.runner, "max_num_reqs", 1)
     monkeypatch.setattr(engine.runner, "max_num_tokens", tokens)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.committed import rows_of
-from support.engines import DRAFTER, make_engine
+from support.engines import DRAFTER, make_engine, note_calls
 from support.lone_drafters import MAX_LEN, PAGE, head_of
 from support.matrix import Checker, every_case, params
 from support.trees import texts
@@ -56,17 +56,8 @@ def test_by_itself_it_leaves_the_drafter_out_where_text_repeats(engine, monkeypa
     draft_policy = engine.speculator.draft_policy
     assert isinstance(draft_policy, SkippingMergedDrafters) and draft_policy.lookup == 1
     draft_policy.forget()
-    decided, advance = [], draft_policy.advance
-
-    def noting(rows):
-        advance(rows)
-        decided.append(draft_policy.asked)
-
-    draft_policy.advance = noting
-    try:
-        engine.generate([[100, 200, 300, 400] * 12], params(1, temperature=0.0, max_tokens=40))
-    finally:
-        del draft_policy.advance
+    decided = note_calls(monkeypatch, draft_policy, "advance", lambda *_: draft_policy.asked)
+    engine.generate([[100, 200, 300, 400] * 12], params(1, temperature=0.0, max_tokens=40))
     assert not all(decided)
 
 

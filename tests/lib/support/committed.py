@@ -118,3 +118,37 @@ def served_trees(
         tree = drafter.draft()
         yield tree
         done = root
+
+
+def own_caches(drafter: Drafter, max_len: int, page: int) -> torch.Tensor:
+    """Bind empty caches for one request of `max_len` tokens; return its block table [1, blocks]."""
+    pages = max_len // page + 1
+    shapes = [(pages, page, of.num_kv_heads, 2 * of.head_dim) for of in drafter.cache_layers()]
+    drafter.bind([torch.zeros(shape).transpose(1, 2) for shape in shapes])
+    return torch.arange(1, pages)[None]
+
+
+def along_a_chain(
+    drafter: Drafter,
+    prompt: list[int],
+    answer: list[int],
+    chains: list[list[int]],
+    states: torch.Tensor,
+    table: torch.Tensor,
+    page: int,
+) -> Iterator[DraftTree]:
+    """Trees of a drafter that sees the text as far as vLLM's own drafter did in each step.
+
+    Args:
+        chains: what vLLM's own drafted, step by step.
+        states: [L, 1, ≥ n, Ht], the target's of the whole text.
+        table: of `own_caches`.
+    """
+    text, root = torch.tensor([*prompt, *answer]), len(prompt)
+    for chain in chains:
+        if root + len(chain) >= len(text):
+            return
+        drafter.advance(rows_of([(0, root)], table, states, text[None], page))
+        yield drafter.draft()
+        wanted = text[root + 1 :].tolist()
+        root += 1 + next((k for k, each in enumerate(chain) if each != wanted[k]), len(chain))

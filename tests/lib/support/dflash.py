@@ -14,6 +14,9 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from vllm_specblock.drafters.dflash.config import from_json
 from vllm_specblock.drafters.dflash.model import DFlashModel
+from vllm_specblock.train.target.features import load_target
+
+TARGET = Path(__file__).resolve().parents[3] / "examples/tiny_pair/target"
 
 # The keys of a published checkpoint's config.json; sizes are ours.
 PUBLISHED = {
@@ -153,35 +156,41 @@ def plain_logits(
     return norm(state, "norm.weight") @ head.T
 
 
-def learn(
-    model: DFlashModel,
-    texts: Sequence[Tensor],
-    features: Sequence[Tensor],
-    firsts: Sequence[int],
-    embedding: Tensor,
-    causal: bool = False,
-    steps: int = 40,
-) -> None:
-    """Adam over every block of some texts at once.
-
-    Args:
-        model: with a head.
-        texts: [T] int64 each; features: [T, n·H] each, the target's.
-        firsts: of each text, the first token that is a root.
-        embedding: [V, H], the target's.
-        causal: whether the rows of a block see only what comes before them.
-    """
-    optimizer = torch.optim.Adam([w for n, w in model.named_parameters() if "head" not in n], 3e-3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        for text, of, first in zip(texts, features, firsts, strict=True):
-            _loss(model, text, of, first, embedding, causal).backward()
-        optimizer.step()
+def write_learned(
+    parent: Path, asked: Sequence[list[int]], answers: Sequence[list[int]], steps: int = 40
+) -> dict[str, Path]:
+    """Folders of drafters for the tiny pair that learned some answers a little, by kind."""
+    target = load_target(TARGET, "fp32", torch.device("cpu"))
+    texts = [torch.tensor([*ask, *tokens]) for ask, tokens in zip(asked, answers, strict=True)]
+    with torch.no_grad():
+        states = [target(text[None], output_hidden_states=True).hidden_states for text in texts]
+    embedding, folders = target.get_input_embeddings().weight.detach(), {}
+    for kind, raw in FOR_TINY_PAIR.items():
+        model = make_model(raw, std=0.05)
+        model.share_head(target.get_output_embeddings().weight)
+        optimizer = torch.optim.Adam(
+            [w for n, w in model.named_parameters() if "head" not in n], 3e-3
+        )
+        for _ in range(steps):
+            optimizer.zero_grad()
+            for ask, text, of in zip(asked, texts, states):
+                features = torch.cat([of[layer][0] for layer in model.config.layer_ids], dim=-1)
+                _loss(model, text, features, len(ask), embedding, kind == "jetspec").backward()
+            optimizer.step()
+        folders[kind] = write(parent / kind, model, raw)
+    return folders
 
 
 def _loss(
     model: DFlashModel, text: Tensor, features: Tensor, first: int, embedding: Tensor, causal: bool
 ) -> Tensor:
+    """Loss over every block of a text from the root text[first] on.
+
+    Args:
+        features: [T, n·H], the target's.
+        embedding: [V, H], the target's.
+        causal: whether the rows of a block see only what comes before them.
+    """
     count, size = len(text), 1 + model.config.masks
     roots = torch.arange(first, count - size)
     position = roots[:, None] + torch.arange(size)  # [A, S]

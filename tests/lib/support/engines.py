@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -60,6 +61,11 @@ class Engine:
     @property
     def speculator(self):
         return self.runner.speculator
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """vLLM's counters and gauges by name, of the newest engine."""
+        return {each.name: each.value for each in self.llm.get_metrics() if hasattr(each, "value")}
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams]
@@ -144,8 +150,8 @@ def configure(speculative: dict | None = None, target=TARGET, **changes):
     ).create_engine_config()
 
 
-def keep_async_scheduling(monkeypatch) -> None:
-    """Let engines on a CPU schedule asynchronously, as they do on a GPU."""
+def asynchronous_engine() -> Engine:
+    """A shared engine of 12 nodes that schedules asynchronously on a CPU, too."""
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config
@@ -154,37 +160,38 @@ def keep_async_scheduling(monkeypatch) -> None:
         original(vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
-    monkeypatch.setattr(
-        CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config)
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config))
+        metrics = {"per_request_spec_decode_metrics": "summary"}
+        engine = shared_engine({"num_speculative_tokens": 12}, async_scheduling=True, **metrics)
+    assert engine.core.vllm_config.scheduler_config.async_scheduling
+    return engine
 
 
-def record_drafts(engine: Engine, monkeypatch) -> list[list[int]]:
-    """Tokens that the engine's speculator proposes for its first request, step by step."""
-    drafts: list[list[int]] = []
-    propose = engine.speculator.propose
+def note_calls(patch: pytest.MonkeyPatch, owner, name: str, note: Callable[..., Any]) -> list:
+    """Return a list that gets `note(result, *arguments)` of each call of a function from now on."""
+    noted, function = [], getattr(owner, name)
 
     def noting(*args, **kwargs):
-        tokens = propose(*args, **kwargs)
-        drafts.append(tokens[0].tolist())
-        return tokens
+        result = function(*args, **kwargs)
+        noted.append(note(result, *args, **kwargs))
+        return result
 
-    monkeypatch.setattr(engine.speculator, "propose", noting)
-    return drafts
+    patch.setattr(owner, name, noting)
+    return noted
+
+
+def record_drafts(engine: Engine, patch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Tokens that the engine's speculator proposes for its first request, step by step."""
+    return note_calls(patch, engine.speculator, "propose", lambda of, *_, **__: of[0].tolist())
 
 
 def record_preemptions(engine: Engine) -> list[str]:
     """Ids of the requests that the engine's scheduler preempts from now on."""
-    preempted: list[str] = []
-    scheduler = engine.core.scheduler
-    original = scheduler._preempt_request
-
-    def noting(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = noting
-    return preempted
+    for_good, scheduler = pytest.MonkeyPatch(), engine.core.scheduler
+    return note_calls(
+        for_good, scheduler, "_preempt_request", lambda _, request, *__, **___: request.request_id
+    )
 
 
 def prompts(count: int = 10, seed: int = 5, shared: int = 70) -> list[list[int]]:

@@ -24,14 +24,12 @@ class LateDevice(TorchDispatchMode):
 
     Args:
         seed: of the order in which streams go on.
-        prompt: the stream on which steps run is never behind: of an engine that runs on the host.
     """
 
-    def __init__(self, seed: int, prompt: bool = False):
+    def __init__(self, seed: int):
         super().__init__()
-        self.prompt = prompt
         self.draw, self.memory, self.streams = random.Random(seed), set(), []
-        self.main = self.current = self._stream()
+        self.current = self._stream()
 
     def install(self, patch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
         """Give modules its streams and events, and host memory in place of pinned memory."""
@@ -54,9 +52,6 @@ class LateDevice(TorchDispatchMode):
 
     def launch(self, kernel: Callable[[], None]) -> None:
         """Queue something on the current stream."""
-        if self.prompt and self.current is self.main:
-            with _disable_current_modes(), torch.inference_mode():
-                return kernel()
         self.current.queue.append(kernel)
 
     def go_on(self, most: int) -> None:

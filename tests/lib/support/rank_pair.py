@@ -190,47 +190,23 @@ def starting(ranks: TwoRanks, number: int, bad: bool) -> SimpleNamespace:
     return SimpleNamespace(seen=digest(model), reads=reads)
 
 
-def linked(
-    ranks: TwoRanks, number: int, folder: Path, options: dict[str, Any], chosen: int, turns: int
-) -> SimpleNamespace:
-    """A start with a version that is current, and others that come while it serves.
-
-    Args:
-        options: of `adapt`; with a folder as trainer a person chooses the delivered drafter.
-        chosen: seeds of the versions that a trainer offers meanwhile, in shared memory.
-    """
-    model, pair, draw = served(3), Pair.at(folder / "pair"), random.Random(number)
+def linked(ranks: TwoRanks, number: int, folder: Path) -> SimpleNamespace:
+    """A start with a version that is current in a folder, where a person then chooses another."""
+    model, pair = served(3), Pair.at(folder / "pair")
     drafter: Any = SimpleNamespace(model=model)
     target: Any = SimpleNamespace(
         model=str(pair.target), get_hidden_size=lambda: HIDDEN, dtype=torch.float32
     )
     resolved: Any = SimpleNamespace(folder=str(pair.drafter), options=SpecBlockConfig(num_blocks=1))
-    swaps, sink = observer.link_up(target, resolved, AdaptConfig(**options), drafter, ranks)
-    seen, kept = [digest(model)], swaps.link.versions
-    ends = threading.Event()
-
-    def offer() -> None:
-        """As a trainer does, at any moment."""
-        kept.lock()
-        for seed in range(2, chosen + 2):  # 1 serves already
-            kept.use(kept.write(drafter_of(seed), {"parent": None}))
-            kept.prune(1)
-            time.sleep(draw.choice([0.0, 0.05, 0.5]))
-        ends.set()
-
-    if ranks.first and chosen:
-        threading.Thread(target=offer, daemon=True).start()
-    elif ranks.first:
-        kept.use(None)
-        ends.set()
-    left = turns
-    while left > 0:
-        for _ in range(EVERY):
-            swaps.turn()
-            seen.append(digest(model))
-            time.sleep(draw.choice([0, 1e-3, 5e-3]))
-        # Ranks turn alike, so the first one says when to end.
-        left -= ranks.from_first([ends.is_set()])[0]
+    options = AdaptConfig(trainer=str(folder / "requests"))
+    swaps, sink = observer.link_up(target, resolved, options, drafter, ranks)
+    seen = [digest(model)]
+    if ranks.first:
+        swaps.link.versions.use(None)
+    for _ in range(12 * EVERY):
+        swaps.turn()
+        seen.append(digest(model))
+        time.sleep(2e-3)
     swaps.link.close()
     return SimpleNamespace(
         seen=seen, trainer=swaps.trainer is not None, sink=sink, counts=swaps.link.counts

@@ -49,12 +49,7 @@ class RecordedGraph:
 
     def __init__(self):
         self.calls: list[Callable[[], None]] = []
-        self.names: list[str] = []  # of what each call does
         self.replays = 0
-
-    def add(self, name: str, call: Callable[[], None]) -> None:
-        self.names.append(name)
-        self.calls.append(call)
 
     def replay(self) -> None:
         self.replays += 1
@@ -81,9 +76,9 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         given = _memory((args, kwargs))
         if func._schema.is_mutable:
-            self.graph.add(str(func), lambda: func(*args, **kwargs))
+            self.graph.calls.append(lambda: func(*args, **kwargs))
         elif not _memory(result) <= given:
-            self.graph.add(str(func), lambda: _again(func, args, kwargs, result))
+            self.graph.calls.append(lambda: _again(func, args, kwargs, result))
         return result
 
     def attend(self, original, queries, query, kv_cache, scale, out=None, **options):
@@ -119,7 +114,7 @@ class Recorder(TorchDispatchMode):
         """What torch does not see, as a whole: numba's loops take addresses."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             again()
-        self.graph.add("as a whole", again)
+        self.graph.calls.append(again)
 
 
 def _again(func, args, kwargs, result) -> None:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import torch
+from support.strides import column
 from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
 
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
 FAR = 2**40
-
-
-def column(x: torch.Tensor) -> torch.Tensor:
-    """The same values as a column between others that would not do."""
-    table = torch.full((*x.shape, 3), 2**30, dtype=x.dtype)
-    table[..., 1] = x
-    return table[..., 1]
 
 
 def some_slabs(

@@ -61,8 +61,8 @@ class Engine:
         self.running: dict[int, Plain] = {}
         self.waiting: list[Plain] = []
         self.left: deque[Plain] = deque()
-        self.parent = torch.zeros(SLOTS + 1, NODES, dtype=torch.int32)
-        self.origin = torch.zeros(SLOTS + 1, NODES, dtype=torch.uint8)
+        self.parent = torch.arange(NODES, dtype=torch.int32).repeat(SLOTS + 1, 1)  # chains
+        self.origin = torch.ones(SLOTS + 1, NODES, dtype=torch.uint8)
         self.number, self.now = 0, 0.0
         names = ["records", "moved", "ran out", "no slab", "resumed", "cached", "stopped", "late"]
         names += [] if device is None else ["on the way", "moved early"]
@@ -155,7 +155,6 @@ class Engine:
     def step(self) -> None:
         """Some of the running requests, each a chunk of its prompt or what it accepted."""
         slots = [slot for slot in self.running if self.draw.random() < 0.8]
-        self.draw.shuffle(slots)
         if not slots:
             return
         self.now += 1.0
@@ -182,63 +181,53 @@ class Engine:
                 assert not self.slabs.move_on(slot)
                 self.leave(slot)
                 self.seen["ran out"] += 1
-        request_of, token, position, kept, newest, source = [], [], [], [], [], []
-        states = [[] for _ in range(4)]
-        run = torch.zeros(len(slots), dtype=torch.int64)
-        accepted = torch.zeros(len(slots), dtype=torch.int32)
-        path = torch.zeros(len(slots), DEPTH + 1, dtype=torch.int64)
+        rows, newest = [], []  # (request, token, position, number of the request)
+        run, accepted = torch.zeros(2, len(slots), dtype=torch.int64)
         for index, slot in enumerate(slots):
-            request, chunk = self.running[slot], self.draw.choice([1, 5, 40, 200])
+            request = self.running[slot]
             left = request.prompt - request.position
-            count = min(chunk, left) if left > 0 else self.draw.randint(1, REACH)
-            if left <= 0 and self.draw.random() < 0.8:
+            if left > 0:
+                count = min(self.draw.choice([1, 5, 40, 200]), left)
+            else:
+                count = self.draw.randint(1, REACH)
                 run[index], accepted[index] = self.draw.randint(count - 1, NODES), count - 1
-                self.parent[slot] = torch.tensor(self.draw.choices(range(-1, NODES), k=NODES))
-                self.origin[slot] = int(self.draw.random() < 0.9)
-                path[index, 1:count] = torch.arange(1, count)
-                self.count(request, slot, int(run[index]), count - 1)
-            padding = self.draw.randint(0, 2)
-            for place in range(count + padding):
-                at = request.position + place
-                real = place < count
-                word = self.draw.choice([STOP, *range(20, 60)]) if real else 0
-                request_of.append(index)
-                token.append(word)
-                position.append(at)
-                kept.append(at if real else -1)
-                source.append(len(source))
-                for layer in range(4):
-                    states[layer].append(state(request.number, at, layer))
-                if real and request.rows is not None and at >= request.begin:
+                self.count(request, int(run[index]), count - 1)
+            for at in range(request.position, request.position + count):
+                word = self.draw.choice([STOP, *range(20, 60)])
+                rows.append((index, word, at, request.number))
+                if request.rows is not None and at >= request.begin:
                     request.rows.append((at, word))
                     self.seen["late"] += len(request.rows) > self.rows
-            newest.append(len(token) - padding - 1)
+            newest.append(len(rows) - 1)
             request.position += count
-        order = torch.randperm(len(source))  # where the rows lie in the batch
-        layers = [torch.stack(rows)[order.argsort()] for rows in states]
+        index, token, position, number = torch.tensor(rows).T.contiguous()
+        states = [
+            torch.stack([1000.0 * number + position, torch.full((len(rows),), float(layer))], 1)
+            for layer in range(4)
+        ]
+        path = torch.arange(DEPTH + 1) * (torch.arange(DEPTH + 1) <= accepted[:, None])
+        verified = VerifiedTrees(
+            torch.tensor(slots), run, accepted.int(), path, None, self.origin, None
+        )
         step = StepToRecord(
-            torch.tensor(request_of),
-            order,
-            torch.tensor(token),
-            torch.tensor(position),
-            torch.tensor(kept),
+            index,
+            torch.arange(len(rows)),
+            token,
+            position,
+            position,
             torch.tensor(newest),
-            tuple(layers[:3]),
-            layers[3],
-            VerifiedTrees(
-                torch.tensor(slots), run, accepted, path, None, self.origin.clone(), None
-            ),
-            self.parent.clone(),
+            tuple(states[:3]),
+            states[3],
+            verified,
+            self.parent,
         )
         record = partial(record_step, self.slabs.tensors, step)
         record() if self.device is None else self.device.launch(record)
 
-    def count(self, request: Plain, slot: int, run: int, accepted: int) -> None:
-        if request.rows is None or not run or not self.origin[slot, 0]:
-            return
-        request.sums[0] += accepted in self.parent[slot, :run].tolist()
-        request.sums[1] += 1
-        request.sums[2] += accepted + 1
+    def count(self, request: Plain, run: int, accepted: int) -> None:
+        if request.rows is not None and run:
+            step = (accepted < run, 1, accepted + 1)  # a node of a chain has a child, or none
+            request.sums = [total + more for total, more in zip(request.sums, step)]
 
 
 def serve(engine: Engine, length: int) -> Engine:
