@@ -1,4 +1,4 @@
-"""What is logged can be read whatever ran before."""
+"""Log messages can be read, regardless of earlier tests."""
 
 from __future__ import annotations
 

@@ -39,5 +39,5 @@ def test_tau_is_what_the_trees_scores_say(monkeypatch):
     assert all(len(each.tokens) == TOKENS for (each,) in answers)
     drafts, accepted = counted(imposed)
     # About 300 steps of a standard deviation below 2.5: three of their mean's are 0.45. What is
-    # over the end of an answer counts as accepted by nobody: a request loses up to one step's.
+    # over the end of an answer does not count as accepted: a request loses up to one step's.
     assert drafts > 200 and accepted / drafts == pytest.approx(expected, abs=0.4)

@@ -125,8 +125,8 @@ def parse_adapt(given: Any, kind: str, where: str = "") -> AdaptConfig | None:
         return None
     if not drafter_kind(kind).adapts:
         raise OptionError(
-            f"speculative_config key '{name}' is given to a head of kind {kind!r}, but of "
-            f"these only {kinds_that('adapts')} can learn while it serves: drop the key."
+            f"speculative_config key '{name}' is set for a drafter of kind {kind!r}, but only "
+            f"{kinds_that('adapts')} can adapt: drop the key."
         )
     keys = {} if given is True else {key.replace("-", "_"): each for key, each in given.items()}
     return parse_options(AdaptConfig, keys, f"{name}.", f" under '{name}'")

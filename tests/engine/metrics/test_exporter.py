@@ -1,4 +1,4 @@
-"""Counts against a slow oracle, and their way from the model's process to whoever asks."""
+"""Counters against a slow oracle, and their export from the model's process."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def count(counters: DrafterCounters, step) -> None:
     sizes = torch.tensor([request.size for request in step], dtype=torch.int32).T
     flags = torch.tensor([(request.second, request.agreed, request.live) for request in step])
     scheduled = torch.tensor([request.scheduled for request in step])
-    # Slots are not in the batch's order, and one is nobody's.
+    # Slots are not in the batch's order, and one is unused.
     req_idx = torch.arange(len(step)).flip(0)
     origin = torch.cat([origin.flip(0), origin[:1]])
     verified = to_be_counted(origin, req_idx, scheduled, path)

@@ -65,7 +65,7 @@ class Expansion:
         self.started: list[torch.Tensor] = []  # per block [R, S], hashes of the starts' texts
 
     def first_block(self, *candidates: torch.Tensor) -> None:
-        """Hang block 1 under the root.
+        """Attach block 1 to the root.
 
         Args:
             candidates: log-probabilities [R, K, B] fp32, best first, normalised over the draft
@@ -79,8 +79,8 @@ class Expansion:
     def starts(self, block: int) -> Starts:
         """Choose the S best nodes so far for block `block` ≥ 2; the chain's end is the first.
 
-        Candidates of equal text are one node, the best of them, and a node starts once: else later
-        blocks would mostly start from the twins of earlier starts.
+        Candidates of equal text are one node, the best of them. A node starts one block only; its
+        duplicates in other blocks are excluded.
         """
         K, B, S = self.shape.block_size, self.shape.width, self.shape.num_starts
         key = torch.cat(self.open, 1)
@@ -124,7 +124,7 @@ class Expansion:
     ) -> None:
         """Add one caterpillar per row: a chain of top-1 tokens, each with its siblings.
 
-        Position k hangs its tokens under the chain's node of position k − 1.
+        Tokens of position k are children of the chain's node at position k − 1.
 
         Args:
             node, score, path_hash, key: [R, rows], of the candidates to start from.

@@ -69,4 +69,4 @@ class Starts:
     # block m is row 1 + (m − 2)·S + s.
     row: torch.Tensor
     position: torch.Tensor  # int64, 0-based position in that row
-    valid: torch.Tensor  # bool; the others are there for the shape's sake
+    valid: torch.Tensor  # bool; False: padding
