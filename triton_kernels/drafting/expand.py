@@ -1,7 +1,7 @@
 """Rank-guided expansion, one launch per block of the drafter, one program per request.
 
-The torch reference is `vllm_specblock.drafters.specblock.growth.Expansion`, bit for bit except for
-starts that are not valid.
+The torch reference is `vllm_specblock.drafters.specblock.growth.Expansion`, bit for bit except
+invalid starts.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Limits:
         return self.count(self.num_blocks)
 
     def count(self, blocks: int) -> int:
-        """Candidates once `blocks` blocks hang, the root included."""
+        """Return the candidates after `blocks` blocks, root included."""
         rows = 1 + (blocks - 1) * self.num_starts
         return 1 + rows * self.block_size * self.width
 
 
 class Growing:
-    """What the launches of one expansion share.
+    """Shared tensors of one expansion's launches.
 
     Attributes:
         fields: [6, R, C] int64: token, path hash, key, parent, key as a start, scratch.
         score: [R, C] fp32.
-        started: [R, max(1, M-2), S] int64, hashes of the texts that blocks started from.
+        started: [R, max(1, M-2), S] int64, text hashes of earlier starts.
 
     Args:
         branching: [4] int64, children per rank bucket; 0: nothing starts there.
@@ -77,11 +77,11 @@ class Growing:
         top_token: torch.Tensor,
         bucket: torch.Tensor,
     ) -> tuple[torch.Tensor, ...] | TreeTensors:
-        """Hang block `block`, and go on.
+        """Attach block `block`.
 
         Args:
             block: 1 to M.
-            start_node: [R, S] int64, candidates that it starts from; None in block 1.
+            start_node: [R, S] int64, the starting candidates; None in block 1.
             start_valid: [R, S] bool; None in block 1.
             top_logprob: [R, rows, K, B] fp32, best first; 1 row in block 1, then S.
             top_token: [R, rows, K, B] int64, target vocabulary.
@@ -146,7 +146,7 @@ class Growing:
 
 
 class BlockDrafts(NamedTuple):
-    """A block's tokens, and what they are hung under."""
+    """A block's tokens and starting candidates."""
 
     top_logprob: torch.Tensor  # [R, ROWS, K, B] fp32
     top_token: torch.Tensor  # [R, ROWS, K, B] int64
@@ -157,7 +157,7 @@ class BlockDrafts(NamedTuple):
 
 
 class BlockConstants(NamedTuple):
-    """What a launch is compiled for; letters as in `Limits`, C: all candidates of a request."""
+    """Compile-time constants; letters as in `Limits`, C: all candidates of a request."""
 
     BLOCK: int
     BLOCKS: int
@@ -170,7 +170,7 @@ class BlockConstants(NamedTuple):
 
 
 class NextStarts(NamedTuple):
-    """Where the next block starts, each [R, S]."""
+    """Starts of the next block, each [R, S]."""
 
     node: torch.Tensor  # int64, as the three after it
     token: torch.Tensor
@@ -224,7 +224,7 @@ def _attach_block(
         above = tl.load(key_ptr + node) & DEPTH
         first_cell = 1 + (1 + (GROW.BLOCK - 2) * GROW.S) * GROW.K * GROW.B
         if GROW.BLOCK < GROW.BLOCKS:
-            # The root is no start.
+            # The root is not a start.
             begun = started_ptr + (GROW.BLOCK - 2) * GROW.S + row
             begins = inside & (cell % (GROW.K * GROW.B) == 0)
             tl.store(begun, tl.where(valid, text, ROOT), mask=begins)
@@ -278,7 +278,7 @@ def _attach_and_start_kernel(
     CLOSED: tl.constexpr = CLOSED,
     INDEX: tl.constexpr = INDEX_BITS,
 ):
-    """Hang block BLOCK, and choose the S best nodes so far to start from, each text once."""
+    """Attach block BLOCK, and choose the S best nodes as starts, each text once."""
     request = tl.program_id(0).to(tl.int64)
     token = fields_ptr + request * GROW.C
     path_hash, key = token + size, token + 2 * size
@@ -289,7 +289,7 @@ def _attach_and_start_kernel(
 
     place = tl.arange(0, PLACES)
     inside = (place > 0) & (place < COUNT)
-    # Too few candidates for all starts: the last one, closed, stands in.
+    # Too few candidates: the last one, closed, fills the starts.
     closed = tl.minimum(tl.maximum(place, 1), COUNT - 1).to(tl.int64) | CLOSED
     open_key = tl.load(may_start + place, mask=inside, other=0)
     open_key = tl.where(inside, open_key, closed)
@@ -328,7 +328,7 @@ def _attach_and_select_kernel(
     GROW: tl.constexpr,  # BlockConstants
     SELECT: tl.constexpr,  # SelectConstants
 ):
-    """Hang the last block, and make the tree."""
+    """Attach the last block, and build the tree."""
     request = tl.program_id(0).to(tl.int64)
     token = fields_ptr + request * GROW.C
     path_hash, key, parent = token + size, token + 2 * size, token + 3 * size

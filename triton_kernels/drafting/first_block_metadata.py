@@ -34,7 +34,7 @@ def first_block_metadata_triton(
     last: torch.Tensor,
     block_size: int,
 ) -> FirstBlockMetadata:
-    """Launch the kernel; tensors as `CommittedTokens` has them, block_size: K."""
+    """Launch the kernel; tensors as in `CommittedTokens`, block_size: K."""
     rows, requests, K = len(position), len(last), block_size
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -54,7 +54,7 @@ def first_block_metadata_triton(
     return made
 
 
-# A part of a long prompt begins anywhere: the alignment of its tensors is not to be compiled for.
+# A chunk of a prompt may begin anywhere: do not specialise on alignment.
 @jit(do_not_specialize=["position_ptr", "index_ptr", "kv_slot_ptr", "row_start_ptr", "last_ptr",
                         "num_rows", "num_requests"])  # fmt: skip
 def _first_block_metadata_kernel(
@@ -69,7 +69,7 @@ def _first_block_metadata_kernel(
     K: tl.constexpr,
     CELLS: tl.constexpr = _CELLS,
 ):
-    """CELLS positions of rows, as many of newest rows, and as many requests."""
+    """Handle CELLS positions of rows, of newest rows, and of requests."""
     cell = tl.program_id(0) * CELLS + tl.arange(0, CELLS)
     one, k = cell // K, cell % K
     inside = one < num_rows

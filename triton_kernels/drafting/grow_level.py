@@ -31,7 +31,7 @@ class LevelLimits:
 
 
 class GrowingLevels:
-    """What the launches of one growth share.
+    """Shared tensors of one growth's launches.
 
     Attributes:
         fields: [4, R, C] int64: token, parent, key, node in the tree.
@@ -56,17 +56,17 @@ class GrowingLevels:
         logprob: torch.Tensor,
         token: torch.Tensor,
     ) -> tuple[torch.Tensor, ...] | TreeTensors:
-        """Hang the next level, and go on.
+        """Attach the next level.
 
         Args:
-            node: [R, rows] int64, the candidates that it hangs from; None in level 1.
-            valid: [R, rows] bool, which of them are real; None in level 1.
-            there: [R, rows] bool, which had a place; None: all.
+            node: [R, rows] int64, the parent candidates; None in level 1.
+            valid: [R, rows] bool, False: padding; None in level 1.
+            there: [R, rows] bool, rows with a cache slot; None: all.
             logprob: [R, rows, k] fp32, best first; 1 row in level 1, then `width`.
             token: [R, rows, k] int64, target vocabulary.
 
         Returns:
-            before the last level what grows next, as `LevelRows` has it, and after it the tree.
+            the next `LevelRows`, or the tree after the last level.
         """
         limits, device, requests = self.limits, self.score.device, len(self.score)
         self.level += 1
@@ -124,7 +124,7 @@ class GrowingLevels:
 
 
 class LevelDrafts(NamedTuple):
-    """A level's tokens, and what they are hung under."""
+    """A level's tokens and parent rows."""
 
     logprob: torch.Tensor  # [R, ROWS, TOP_K] fp32
     token: torch.Tensor  # [R, ROWS, TOP_K] int64
@@ -134,7 +134,7 @@ class LevelDrafts(NamedTuple):
 
 
 class NextRows(NamedTuple):
-    """What grows next, as `LevelRows` has it: each [R, width], the last two [R · width]."""
+    """The next `LevelRows`: each [R, width], the last two [R · width]."""
 
     node: torch.Tensor  # int64, as all but `valid`
     token: torch.Tensor
@@ -157,7 +157,7 @@ class NextRows(NamedTuple):
 
 
 class LevelConstants(NamedTuple):
-    """What a launch is compiled for."""
+    """Compile-time constants."""
 
     ROOT: bool  # level 1
     ROWS: int
@@ -178,7 +178,7 @@ def _attach_level(
     GROW: tl.constexpr,  # LevelConstants
     DEPTH_ONE: tl.constexpr = DEPTH_ONE,
 ):
-    """Write a level's candidates, the first of which is `first_cell`; returns their keys."""
+    """Write a level's candidates from `first_cell` on; return their keys."""
     first_row = request * GROW.ROWS
     cell = tl.arange(0, GROW.CELLS)
     inside = cell < GROW.ROWS * GROW.TOP_K
@@ -226,7 +226,7 @@ def _attach_and_grow_kernel(
     CLOSED: tl.constexpr = CLOSED,
     INDEX: tl.constexpr = INDEX_BITS,
 ):
-    """Hang a level, and choose the WIDTH best of its nodes, which grow next."""
+    """Attach a level, and choose its WIDTH best nodes, which grow next."""
     request = tl.program_id(0).to(tl.int64)
     first_cell = 1 + done * GROW.TOP_K
     key = _attach_level(
@@ -270,7 +270,7 @@ def _attach_and_select_kernel(
     GROW: tl.constexpr,  # LevelConstants
     SELECT: tl.constexpr,  # SelectConstants
 ):
-    """Hang the last level, and make the tree."""
+    """Attach the last level, and build the tree."""
     request = tl.program_id(0).to(tl.int64)
     fields_ptr += request * GROW.C
     score_ptr += request * GROW.C

@@ -42,18 +42,17 @@ def later_block_metadata_triton(
     token_block: int,
     max_position: int,
 ) -> LaterBlockMetadata:
-    """Launch the kernel of block `block` ≥ 2, which also fills in its rows of what is kept of rows:
-    `prefix`, `bits` and `reach`.
+    """Launch the kernel of block `block` ≥ 2; it also writes rows of `prefix`, `bits`, `reach`.
 
     Args:
-        row, position: [R, S] int64, of the starts; rows before this block's.
+        row, position: [R, S] int64, of the starts, in earlier rows.
         valid: [R, S] bool, likewise.
         stands, index: [T] int64, `position` and `index` of the step's committed rows.
-        last: [R] int64, which of those drafts.
+        last: [R] int64, the drafting row among those.
         own: [rows, K, W] int64 contiguous, the bits up to each position of a row.
         block_table: [R, max blocks] int32.
-        prefix: [R, rows] int64 contiguous, entries that a row sees as prefix; row 0's is not read.
-        bits: [R, rows, W] int64 contiguous, what a row sees behind them; likewise.
+        prefix: [R, rows] int64 contiguous, visible prefix entries of a row; row 0 is not read.
+        bits: [R, rows, W] int64 contiguous, visible entries after these; likewise.
         reach: [R, rows] int64 contiguous, tokens drafted before a row, likewise; None: RoPE does
             not count them.
         token_block: tokens in one block of the table.
@@ -103,7 +102,7 @@ def later_block_metadata_triton(
 
 
 class StartPointers(NamedTuple):
-    """What a block starts from; contiguous."""
+    """Starts of a block; contiguous."""
 
     row: torch.Tensor  # [R, S] int64
     position: torch.Tensor  # [R, S] int64
@@ -119,7 +118,7 @@ class CommittedRows(NamedTuple):
 
 
 class RowPointers(NamedTuple):
-    """What is kept of rows; contiguous."""
+    """Stored values of rows; contiguous."""
 
     prefix: torch.Tensor  # [R, ROWS] int64
     bits: torch.Tensor  # [R, ROWS, W] int64
@@ -147,7 +146,7 @@ def _later_block_metadata_kernel(
     TOKENS: tl.constexpr,  # in one block of the table
     PLACES: tl.constexpr,  # >= S · K
 ):
-    """The S·K positions of one request; the program after the last one only ends `query_start`."""
+    """Handle the S·K positions of one request; one more program ends `query_start`."""
     request = tl.program_id(0)
     tl.store(out.query_start + request, request * (S * K))
     if request >= num_requests:
@@ -174,7 +173,7 @@ def _later_block_metadata_kernel(
     before = tl.where(drafted, before, newest * K + from_k + 1)
     tl.store(kept.prefix + request * ROWS + first_row + start, before, mask=once)
     tl.store(out.prefix_len + cell, before.to(tl.int32), mask=inside)
-    # Rows drafted so far lie request by request, and there are as many as this block's first.
+    # Earlier rows are grouped by request; their number is this block's first row.
     goes_on = (request * first_row + from_row) * K + from_k
     tl.store(out.source + of_start, goes_on, mask=once)
     ahead = rope + 1
