@@ -1,4 +1,4 @@
-"""What keeps an engine from drafting, or would, in the order in which it would meet it."""
+"""Checks of versions, hooks and kernels, in the order in which an engine needs them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ LEARNING = {
     "is better by than the drafter as delivered.",
     "adapt_dropped_records": "Records that the trainer did not keep.",
 }
-"""Of engines whose drafter learns while it serves."""
+"""Exported only with `adapt`."""
 
 HELP = LEARNING | {
     "drafted_trees": "Trees of at least one node that the drafter drafted.",

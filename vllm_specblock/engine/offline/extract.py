@@ -163,7 +163,7 @@ class _Done:
 
 
 def _append_last_output() -> None:
-    """What the LM head reads becomes the last of the states that are kept."""
+    """Store the LM head's input as the last of the kept states."""
     from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
 
     @replaces(ExtractHiddenStatesSpeculator, "propose")

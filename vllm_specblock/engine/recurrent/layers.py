@@ -30,7 +30,7 @@ from vllm_specblock.verify.recurrence import Recurrence, advance, convolve, newe
 
 
 class Waiting(NamedTuple):
-    """What a layer needs to apply accepted paths to its states."""
+    """Inputs for applying accepted paths to a layer's states."""
 
     step: RecurrentTreeMetadata
     x: Tensor

@@ -1,4 +1,4 @@
-"""Merged drafters; the one with weights is asked only where that pays."""
+"""Merged drafters; the one with weights runs only where that pays."""
 
 from __future__ import annotations
 
