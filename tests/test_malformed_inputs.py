@@ -280,7 +280,7 @@ def test_a_tensor_that_is_not_what_the_config_says(copied, name, how):
 
 
 class Hostile:
-    """Runs a command where somebody unpickles it."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, trace: Path):
         self.trace = trace

@@ -1,1 +1,1 @@
-"""Triton kernels, each beside the torch reference that it is held to."""
+"""Triton kernels and their torch references."""

@@ -1,4 +1,4 @@
-"""Ops: a torch reference and the launcher of a Triton kernel with one signature."""
+"""Ops: a torch reference and a Triton kernel launcher with one signature."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ R = TypeVar("R")
 class Op(Generic[P, R]):
     """A torch function that has a kernel.
 
-    The first tensor among the arguments decides: on CUDA the kernel runs, elsewhere torch. Kernels
-    give no gradient, so torch also runs where one is needed.
+    The first tensor argument decides: on CUDA the kernel runs, elsewhere torch. torch also runs if
+    a gradient is needed.
 
     Attributes:
         reference: the torch function, on any device.
-        loop: compiled for CPUs; `cpu/loops.py` registers it. None: the reference runs.
+        loop: compiled loop for CPUs, registered in `cpu/loops.py`; None: the reference runs.
     """
 
     def __init__(self, reference: Callable[P, R], kernel: Callable[P, R]) -> None:
@@ -55,7 +55,7 @@ def _needs_gradient(x: object) -> bool:
 
 
 def _first_tensor(x: Any) -> torch.Tensor:
-    """The first tensor of a tensor, a sequence or an object with attributes."""
+    """Return the first tensor of a tensor, a sequence or an object with attributes."""
     while not isinstance(x, torch.Tensor):
         x = x[0] if isinstance(x, tuple | list) else next(iter(vars(x).values()))
     return x

@@ -1,11 +1,11 @@
-"""Numba when it is installed: compiled loops, for CPUs, in place of dozens of small torch calls.
+"""Optional Numba: compiled CPU loops instead of dozens of small torch calls.
 
-vLLM's CPU build brings it along; training and the tests of the references do without. A kernel's
-CPU form stands in `<kernel>_numba.py`, and the dispatching code checks `AVAILABLE`.
+vLLM's CPU build installs it; training does not need it. A kernel's CPU form is in
+`<kernel>_numba.py`, and the dispatching code checks `AVAILABLE`.
 
-Machine code is cached beside the source, or in the user's cache directory where that cannot be
-written; where neither can, it is compiled anew in every process. The cache knows only the file in
-which a function stands: what a function calls must stand in the same one.
+Machine code is cached beside the source or in the user's cache directory; if neither is writable,
+every process compiles it. The cache tracks only a function's own file, so its callees must be in
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AVAILABLE = numba is not None
 
 
 def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`numba.njit` that keeps its machine code where it can; without Numba a plain function."""
+    """`numba.njit` with a cache if possible; without Numba a plain function."""
     if function is None:
         return lambda function: njit(function, **options)
     if numba is None:
@@ -38,10 +38,10 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def takes(tensor: torch.Tensor) -> bool:
-    """Whether a compiled loop may have a tensor, and those beside it.
+    """Return whether a compiled loop can run on a tensor and others like it.
 
-    It has to lie in host memory, and no mode may intercept torch's calls: fake tensors, recordings
-    and the tests that look for host reads see those calls alone.
+    It must be in host memory, and no mode may intercept torch calls (fake tensors, recordings,
+    tests for host reads).
     """
     return AVAILABLE and tensor.device.type == "cpu" and _get_current_dispatch_mode() is None
 
@@ -52,7 +52,7 @@ if AVAILABLE:
 
     @intrinsic
     def _pointer(typing_context, address):
-        """An address as a pointer to nothing in particular."""
+        """Cast an address to a void pointer."""
 
         def generate(context, builder, signature, arguments):
             return builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -61,7 +61,7 @@ if AVAILABLE:
 
     @numba.njit(inline="always")
     def at_address(address, count):
-        """The `count` bytes from there on, in compiled code only."""
+        """Return `count` bytes at an address as an array; compiled code only."""
         return numba.carray(_pointer(address), (count,), np.uint8)
 else:
     at_address = None

@@ -1,12 +1,12 @@
-"""Triton, or a stand-in that lets the kernel modules be imported without it.
+"""Optional Triton: a stub lets kernel modules be imported without it.
 
-Without Triton only the torch references run. Kernels name numbers that change from step to step in
-`do_not_specialize`: otherwise serving compiles them anew for each that is 1 or a multiple of 16.
-Triton heeds that for parameters alone, not for members of a NamedTuple.
+Without Triton only the torch references run. Kernels list numbers that change between steps in
+`do_not_specialize`: otherwise serving recompiles them for each value that is 1 or a multiple of 16.
+Triton applies that to parameters only, not to members of a NamedTuple.
 
-Kernels take what belongs together as one NamedTuple, at no cost. In Triton 3.6 a member of a
-constant is a plain number, which `tl.static_range` and `tl.zeros` refuse: name it as a
-`tl.constexpr`, or use `tl.full`.
+Kernels take related arguments as one NamedTuple, at no cost. In Triton 3.6 a member of a constant
+is a plain number, which `tl.static_range` and `tl.zeros` refuse: assign it to a `tl.constexpr`, or
+use `tl.full`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ except ImportError:  # the references do without
     triton = tl = None
 
     def jit(kernel: Any = None, **options: Any) -> Any:
-        """Leave `kernel` a plain function: it is never launched without Triton."""
+        """Return `kernel` unchanged: it is never launched without Triton."""
         return kernel if kernel is not None else lambda kernel: kernel
 
 
@@ -34,5 +34,5 @@ def cdiv(x: int, y: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is >= n, for n >= 1."""
+    """Return the smallest power of two >= n, for n >= 1."""
     return 1 << (n - 1).bit_length()

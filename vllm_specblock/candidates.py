@@ -1,9 +1,8 @@
-"""From scored candidates to a draft tree: equal texts joined, the best N kept and put in order.
+"""Selection of a draft tree from scored candidates: join equal texts, keep the best N, sort.
 
-Whatever drafts or combines lays its candidates side by side, each with the candidate that it
-hangs from, and most of them marked as not wanted. One pass at the end makes the tree. Shapes are
-fixed by the caller, and no value is read on the host. On a GPU the pass is one launch
-(`triton_kernels/tree/select_tree.py`), for up to 2,048 candidates.
+Drafters and combinations list candidates, each with its parent; most are marked as not wanted.
+One pass at the end builds the tree. Shapes are fixed by the caller, and the host reads no value.
+On a GPU the pass is one launch (`triton_kernels/tree/select_tree.py`) for up to 2,048 candidates.
 
 Candidates are ranked by one int64 key: see `triton_kernels/tree/candidate_keys.py`.
 """
@@ -30,16 +29,15 @@ from vllm_specblock.triton_kernels.tree.select_tree import (
 )
 
 NEVER = float("-inf")
-"""Score of what is no candidate."""
+"""Score of an unused candidate."""
 
 
 def extend_hash(
     path_hash: torch.Tensor, token: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Hash of a text one token longer, in wrapping int64; arguments broadcast.
+    """Return the hash of a text extended by one token, in wrapping int64; arguments broadcast.
 
-    Two texts of one hash would be taken for one: a draft in the wrong place, never a wrong
-    output, since the target judges the tree as it stands.
+    A collision misplaces a draft, but never changes the output: the target verifies the tree.
     """
     return torch.add(token, path_hash, alpha=PATH_FACTOR, out=out)
 
@@ -47,7 +45,7 @@ def extend_hash(
 def rank_key(
     score: torch.Tensor, tie: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The key of candidates.
+    """Return the sort key of candidates.
 
     Args:
         score: [...] fp32, cumulative log-score, at most 0; −inf: not wanted.
@@ -57,7 +55,7 @@ def rank_key(
 
 
 def join(key: torch.Tensor, path_hash: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rank candidates, and find which are of equal text.
+    """Rank candidates, and find those of equal text.
 
     Args:
         key, path_hash: [R, C] int64, the root first.
@@ -77,22 +75,21 @@ def join(key: torch.Tensor, path_hash: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @dataclass(frozen=True)
 class Selection:
-    """A tree, and what became of the candidates.
+    """A tree, and the node of each candidate.
 
     Attributes:
         tree: R trees of N node slots.
-        node: [R, C] int64, the node that each candidate is, or has joined; 0 is the root, and
-            more than N stands for those over the budget. Of candidates that were not wanted it
-            says nothing.
+        node: [R, C] int64, the node of each candidate; 0: the root, above N: over the budget.
+            Undefined for unwanted candidates.
     """
 
     tree: DraftTree
     node: torch.Tensor
 
     def kept(self, key: torch.Tensor) -> torch.Tensor:
-        """The candidate that each node is; of joined ones, the one that was kept.
+        """Return the candidate of each node; of joined ones, the one that was kept.
 
-        For people who look at a tree: serving has no use for it.
+        For inspection only; serving does not need it.
 
         Args:
             key: [R, C] int64, as given to `select`.
@@ -143,14 +140,14 @@ def select(
     budget: int,
     max_depth: int,
 ) -> Selection:
-    """Join candidates of equal text, keep the best, put them in order.
+    """Join candidates of equal text, keep the best, sort them.
 
-    Of equal texts the best is kept, and the others' children hang from it. That keeps parents
-    first: a child scores no higher than its own parent, which scores no higher than the kept one.
+    The best of equal texts is kept, and takes the children of the others. Parents stay first: a
+    child scores no higher than its own parent, which scores no higher than the kept one.
 
     Args (each [R, C], the root first):
         token: int64, target vocabulary.
-        parent: int64, the candidate that each hangs from.
+        parent: int64, the parent candidate.
         score: fp32, cumulative log-score, never above the parent's.
         key: int64, see `rank_key`.
         path_hash: int64, see `extend_hash`; None if no two texts are equal.
@@ -172,7 +169,7 @@ def select(
     of_text = rank_node if path_hash is None else rank_node.gather(1, winner)
     node = torch.empty_like(order).scatter_(1, order, of_text)
 
-    # What is not kept or over the budget goes to a last column, which is cut off. (On a CPU
+    # Dropped candidates go to a last column, which is cut off. (On a CPU
     # `searchsorted` would do it too, but starts threads for as few as 200 values.)
     column = torch.where(kept, rank_node, budget + 1).clamp_(max=budget + 1)
     candidate = order.new_zeros(len(order), budget + 2).scatter_(1, column, order)[:, 1:-1]
@@ -197,7 +194,7 @@ def select_nodes(
     budget: int,
     max_depth: int,
 ) -> Selection:
-    """`select` for candidates without the root, which is put before them.
+    """Call `select` for candidates without the root, which is prepended.
 
     Args (each [R, C]):
         token, score, path_hash: as in `select`.

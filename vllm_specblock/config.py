@@ -1,9 +1,9 @@
-"""Every option of ours, its default, and the sentence for a wrong one.
+"""Options of SpecBlock, their defaults and error messages.
 
-The keys stand beside vLLM's own in `speculative_config`: those of the first drafter and those that
-say how two drafters go together at the top, those of the second under `second_drafter`. What a kind
-of drafter takes is in its folder, `drafters/*/options.py`. Nothing here imports vLLM; what must be
-held against the target is in `engine/config/vllm_args.py`.
+`speculative_config` holds the keys of the first drafter and of the combination beside vLLM's own,
+and those of the second drafter under `second_drafter`. Options of each kind of drafter are in
+`drafters/*/options.py`. Nothing here imports vLLM; `engine/config/vllm_args.py` checks options
+against the target.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = [
     "SpecBlockConfig",
     "parse_options",
 ]
-"""What is also to be had here, and stands elsewhere."""
+"""Re-exported names."""
 
 METHOD = "specblock"
-"""The value of `speculative_config["method"]` that asks for this plugin."""
+"""The value of `speculative_config["method"]` that selects SpecBlock."""
 
 DEFAULT_NODES = 60
 """Draft nodes per request and step when `num_speculative_tokens` is not given (paper, §4.1)."""
 
 DEFAULT_NODES_ON_CPU = 12
-"""A root and 12 nodes cost a processor's products what one row costs; every row beyond 16 costs."""
+"""CPU matrix products of a root and 12 nodes cost as much as one row; rows beyond 16 cost more."""
 
 
 def default_nodes(on_cpu: bool) -> int:
@@ -55,14 +55,14 @@ VLLM_KEYS = frozenset(
         "rejection_sample_method",
     }
 )
-"""Keys of `speculative_config` that vLLM itself reads and that hold with draft trees."""
+"""Keys of `speculative_config` that vLLM itself reads and that work with draft trees."""
 
 SOURCE_KEYS = frozenset({"kind", "model", "revision"})
-"""Keys that say where a drafter comes from: its kind, and its checkpoint."""
+"""Keys for a drafter's kind and checkpoint."""
 
 
 class CombineConfig(Options):
-    """How the trees of two drafters become one (routing and merged-tree papers)."""
+    """Combination of two drafters' trees (routing and merged-tree papers)."""
 
     draft_policy: Literal["route", "merge"] = "route"
     """Verify the tree of the more confident drafter, or both trees under one root."""
@@ -83,7 +83,7 @@ class CombineConfig(Options):
 
 
 AT_THE_TOP = frozenset({*VLLM_KEYS, *CombineConfig.model_fields, "second_drafter"})
-"""Keys that stand beside those of the first drafter."""
+"""Keys beside those of the first drafter."""
 
 
 @overload
@@ -104,13 +104,13 @@ def parse_drafter(
 def parse_drafter(
     given: dict[str, Any], kind: str, where: str = "", num_nodes: int | None = None
 ) -> DrafterOptions:
-    """The options of one drafter, checked.
+    """Return the checked options of one drafter.
 
     Args:
         given: its keys, without those of `SOURCE_KEYS`.
         kind: a registered one.
         where: put before a key in messages, e.g. "second_drafter.".
-        num_nodes: of its trees, by which some defaults go.
+        num_nodes: of its trees; some defaults depend on it.
 
     Raises:
         OptionError: an unknown key, a wrong type or a value out of range. One sentence that
@@ -126,14 +126,14 @@ def parse_drafter(
 
 
 def parse_combine(given: dict[str, Any]) -> CombineConfig:
-    """How two drafters go together; as `parse_drafter`."""
+    """Return the checked options of a combination; see `parse_drafter`."""
     return parse_options(CombineConfig, given, "", "", AT_THE_TOP)
 
 
 def split_keys(
     given: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
-    """A `speculative_config` as (first drafter, second or None, how they go together).
+    """Split a `speculative_config` into (first drafter, second or None, combination).
 
     Raises:
         OptionError: `second_drafter` is no dictionary; keys for two drafters are given without it;
@@ -165,7 +165,7 @@ def split_keys(
 
 
 def check_num_nodes(value: Any) -> int:
-    """`num_speculative_tokens`: the nodes N of one request's tree.
+    """Check and return `num_speculative_tokens`, the nodes N of one request's tree.
 
     Raises:
         OptionError: not a whole number in 1 … 256 (the ancestor mask holds 256 nodes).

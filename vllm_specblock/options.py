@@ -1,4 +1,4 @@
-"""Base of all options: pydantic models, and the one sentence for a key that cannot be followed."""
+"""Base class of all options, and their error messages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class OptionError(ValueError):
-    """A key of `speculative_config` that cannot be followed; the message is one sentence."""
+    """An invalid key of `speculative_config`; the message is one sentence."""
 
 
 class TargetError(OptionError):
-    """A target with `what`, which cannot verify a tree."""
+    """A target that cannot verify a tree because of `what`."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -23,7 +23,7 @@ class TargetError(OptionError):
 
 
 class Options(BaseModel):
-    """Keys of one thing; others are refused."""
+    """Options model; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -38,12 +38,12 @@ def parse_options(
     whose: str,
     beside: Collection[str] = (),
 ) -> _Kind:
-    """Keys as a model has them.
+    """Parse keys as an options model.
 
     Args:
         where: put before a key in messages.
-        whose: says after "accepted" what accepts them.
-        beside: keys that may stand beside the model's own, but are read by others.
+        whose: appended to "accepted" in messages.
+        beside: keys that are allowed, but parsed elsewhere.
 
     Raises:
         OptionError: one sentence on the first wrong one.

@@ -1,4 +1,4 @@
-"""The entry points that vLLM calls; everything else is behind them.
+"""Entry points that vLLM calls.
 
 `register` runs in every vLLM process (`vllm.general_plugins`), possibly more than once.
 `prepare_cpu` runs while vLLM decides on its platform (`vllm.platform_plugins`).
@@ -22,8 +22,8 @@ def _vllm_version() -> str:
 def register() -> None:
     """Make `method: "specblock"` known to this process; idempotent.
 
-    With a release that is not supported, known as what fails: an engine without drafts would be
-    taken for one that has them.
+    With an unsupported release, engines with that method fail: silently serving without drafts
+    would mislead the user.
     """
     found = _vllm_version()
     if not is_supported(found):
@@ -45,9 +45,8 @@ def register() -> None:
 def prepare_cpu() -> None:
     """Let Model Runner V2 find Triton on a CPU build, if all engines are to have that runner.
 
-    Engines with our method need no more than that (`cpu/runner.py`). Always returns None,
-    which is a platform plugin's way to say "not my platform": it is here only because nothing else
-    of ours runs before vLLM settles whether Triton is there.
+    A platform plugin, since nothing else of ours runs before vLLM decides whether Triton is
+    available. Always returns None: "not my platform". See also `cpu/runner.py`.
     """
     found = _vllm_version()
     if "cpu" in found and _runner_is_wanted() and is_supported(found):

@@ -1,8 +1,7 @@
-"""DraftTree: a batch of draft trees in tensors of fixed shape, made and read on the device.
+"""DraftTree: a batch of draft trees in device tensors of fixed shape.
 
-Nodes stand in descending order of score, parents before children. Since a child never scores
-above its parent, the first n nodes are a tree of their own for every n: a smaller budget is a
-cut, nothing is rebuilt.
+Nodes are in descending order of score, parents before children. A child never scores above its
+parent, so the first n nodes are a tree for every n: a smaller budget is a slice.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from typing import ClassVar
 import torch
 
 MAX_NODES = 256
-"""Largest N: what the ancestor words of the attention kernels are tested for."""
+"""Largest N that the attention kernels are tested for."""
 
 _WORD = 64
 
 
 def words_for(num_nodes: int) -> int:
-    """W, int64 words that hold one bit for the root and for each of `num_nodes` nodes."""
+    """Return W, the int64 words for one bit per node, root included."""
     return -(-(num_nodes + 1) // _WORD)
 
 
 def check_budget(num_nodes: int) -> None:
-    """Raises ValueError for more than 256 node slots."""
+    """Raise ValueError for more than 256 node slots."""
     if num_nodes > MAX_NODES:
         raise ValueError(
             f"A draft tree holds at most {MAX_NODES} nodes, and {num_nodes} were given."
@@ -62,15 +61,13 @@ def _own(num_nodes: int, device: torch.device) -> torch.Tensor:
 
 
 def _climb(parent: torch.Tensor, max_depth: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ancestor words [R, N+1, W] int64 and depths [R, N] int32 by pointer doubling.
+    """Return ancestor words [R, N+1, W] int64 and depths [R, N] int32 by pointer doubling.
 
-    After step s every node knows 2^s nodes of its path, so log2(max_depth) steps suffice
-    for any tree. What a step adds are other nodes than are known already, and the root
-    counts nothing until the end: the union of bits is their sum, and one sum carries both the
-    words and, as one more column, the depth.
+    After step s every node knows 2^s nodes of its path, so log2(max_depth) steps suffice. Each
+    step adds only new nodes, so the union of bits is their sum; the depth is one more column.
     """
     num_requests, num_nodes = parent.shape
-    # Slots not in use (−1) hang from the root: they need some ancestor to attend to.
+    # Unused slots (−1) become children of the root: they need an ancestor to attend to.
     jump = torch.nn.functional.pad(parent.clamp(min=0).long(), (1, 0))
     path = _own(num_nodes, parent.device).expand(num_requests, -1, -1)
     longest = num_nodes if max_depth is None else min(max_depth, num_nodes)
@@ -84,7 +81,7 @@ def _climb(parent: torch.Tensor, max_depth: int | None) -> tuple[torch.Tensor, t
 
 
 def ancestor_words(parent: torch.Tensor) -> torch.Tensor:
-    """Ancestors of every node as bits.
+    """Return the ancestors of every node as bits.
 
     Args:
         parent: [R, N] int32, node index of each node's parent; −1 for a slot not in use.
@@ -97,7 +94,7 @@ def ancestor_words(parent: torch.Tensor) -> torch.Tensor:
 
 
 def depths(parent: torch.Tensor) -> torch.Tensor:
-    """[R, N] int32, 1 for a child of the root (and for a slot not in use); `parent` [R, N]."""
+    """Return depths [R, N] int32, 1 for a child of the root (and an unused slot)."""
     return _climb(parent, None)[1]
 
 
@@ -135,10 +132,10 @@ class DraftTree:
         size: torch.Tensor,
         max_depth: int | None = None,
     ) -> DraftTree:
-        """Complete a tree whose nodes are in order already; arguments as the attributes.
+        """Return a tree of sorted nodes; arguments as the attributes.
 
         Args:
-            max_depth: no path is longer, if known: fewer steps to find the ancestors.
+            max_depth: longest path, if known; saves steps when finding ancestors.
 
         Raises:
             ValueError: more than 256 node slots.
@@ -149,7 +146,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, token: torch.Tensor, logprob: torch.Tensor, size: torch.Tensor) -> DraftTree:
-        """One path per request: node i+1 hangs from node i, for the first `size` of them."""
+        """Return one chain per request: node i is the parent of node i+1, for `size` nodes."""
         slot = torch.arange(token.shape[1], device=token.device)
         used = slot < size[:, None]
         return cls.from_nodes(
@@ -171,7 +168,7 @@ class DraftTree:
         )
 
     def prefix(self, num_nodes: int) -> DraftTree:
-        """The best `num_nodes` nodes, which are a tree by themselves."""
+        """Return the tree of the best `num_nodes` nodes."""
         n = num_nodes
         return DraftTree(
             self.token[:, :n],
@@ -184,11 +181,11 @@ class DraftTree:
         )
 
     def origins(self) -> torch.Tensor:
-        """Return `origin`, of one drafter's trees too."""
+        """Return `origin`, also if it is None."""
         return (self.parent >= 0).view(torch.uint8) if self.origin is None else self.origin
 
     def where(self, condition: torch.Tensor, other: DraftTree) -> DraftTree:
-        """`other`'s tree for the requests where `condition` [R] bool holds, ours elsewhere."""
+        """Return `other`'s tree where `condition` [R] bool holds, else this one."""
 
         def pick(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
             return torch.where(condition.view(-1, *[1] * (mine.dim() - 1)), theirs, mine)
@@ -196,7 +193,7 @@ class DraftTree:
         return self._with(other, pick)
 
     def put(self, index: torch.Tensor, other: DraftTree) -> DraftTree:
-        """The same trees, but for the requests `index` [n] int64 those of `other` (n trees)."""
+        """Return the trees, those of requests `index` [n] int64 replaced by `other`'s n."""
         return self._with(other, lambda mine, theirs: mine.index_copy(0, index, theirs))
 
     def _with(
@@ -210,14 +207,13 @@ class DraftTree:
         return replace(tree, origin=pick(self.origins(), other.origins()))
 
     def ancestor_mask(self) -> torch.Tensor:
-        """[R, N+1, N+1] bool: whether node j is on the path to node i."""
+        """Return [R, N+1, N+1] bool: node j is on the path to node i."""
         return unpack_bits(self.ancestors, self.token.shape[1] + 1)
 
     def best_path(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The path that is expected to go furthest.
+        """Return the path with the most expected accepted tokens.
 
-        That is the one with the largest sum of exp(logprob) over its nodes: the expected
-        number of its tokens that are accepted, if scores were the target's.
+        Its nodes have the largest sum of exp(logprob).
 
         Returns:
             entry: [R, N] int64, entries (node − 1) of the path from the top down, then the rest.
@@ -234,7 +230,7 @@ class DraftTree:
         return entry, path.sum(1).int()
 
     def chains_where(self, condition: torch.Tensor) -> DraftTree:
-        """The best path alone, as a chain, for the requests where `condition` [R] is not 0."""
+        """Reduce the trees to their best path where `condition` [R] is not 0."""
         entry, length = self.best_path()
         chain = DraftTree.chain(self.token.gather(1, entry), self.logprob.gather(1, entry), length)
         if self.origin is not None:

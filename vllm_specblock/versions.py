@@ -1,4 +1,4 @@
-"""The one place that says which vLLM releases are supported; README and plugin both follow it."""
+"""Supported vLLM releases."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TESTED_VLLM: dict[str, str] = {
 
 
 def is_supported(version: str) -> bool:
-    """Whether `version` (e.g. ``"0.32.0+cpu"``) belongs to a supported minor release."""
+    """Return whether `version` (e.g. ``"0.32.0+cpu"``) is of a supported minor release."""
     return ".".join(version.split("+")[0].split(".")[:2]) in SUPPORTED_VLLM
 
 
 def supported_releases() -> str:
-    """For a sentence, e.g. "0.32.x, 0.33.x"."""
+    """Return the supported releases as text, e.g. "0.32.x, 0.33.x"."""
     return ", ".join(f"{minor}.x" for minor in SUPPORTED_VLLM)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of several tests of adaptation."""
+"""Log messages can be read, regardless of earlier tests."""
 
 from __future__ import annotations
 

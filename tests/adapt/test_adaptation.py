@@ -20,7 +20,7 @@ EVERY = 4
 
 
 class Weighs(Fixed):
-    """Updates every four requests, and keeps what it is told of them."""
+    """Updates every four requests, and keeps the gains that it receives."""
 
     def __init__(self) -> None:
         super().__init__(Action.FULL, EVERY)

@@ -69,7 +69,7 @@ def test_wrong(given, parts):
 @pytest.mark.parametrize("kind", ["eagle3", "ngram", "dflash"])
 def test_other_heads(kind):
     assert parse_adapt(False, kind) is None
-    refused(True, f"kind {kind!r}", "only specblock can learn", "drop the key", kind=kind)
+    refused(True, f"kind {kind!r}", "only specblock can adapt", "drop the key", kind=kind)
     refused({}, "'second_drafter.adapt'", kind=kind, where="second_drafter.")
 
 

@@ -1,4 +1,4 @@
-"""Versions as folders: they load like any drafter, and what is not whole is told of, and left."""
+"""Versions as folders: they load like any drafter; incomplete ones are reported and skipped."""
 
 from __future__ import annotations
 

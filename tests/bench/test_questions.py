@@ -119,5 +119,5 @@ def test_raw_text_goes_on():
 
 
 def test_chats_need_a_template():
-    with pytest.raises(BenchError, match="no chat template: with --raw"):
+    with pytest.raises(BenchError, match="no chat template: use --raw"):
         reader(None)

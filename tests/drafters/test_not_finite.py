@@ -1,7 +1,7 @@
 """Trees from scores that are no numbers are trees, and the target can judge them.
 
-Finite weights may still give infinite logits, and verification follows whatever parents a tree
-names. So a score of NaN or of minus infinity is no node, plus infinity is certain, and what is
+Finite weights may still give infinite logits, and verification follows any parents that a
+tree names. So a score of NaN or of minus infinity is no node, plus infinity is certain, and what is
 left has parents before children and tokens of the vocabulary.
 """
 
@@ -147,7 +147,7 @@ def strange_logits(seed: int, share: float, rows: int, vocab: int) -> torch.Tens
 )
 @torch.no_grad()
 def test_reading_the_heads(read, vocab, width, scope, dtype, sharp, seed, share):
-    """Tokens are the vocabulary's and buckets are buckets, whatever the scores are."""
+    """Tokens are the vocabulary's and buckets are buckets for any scores."""
     classes, size = 4, 8
     head = nn.Sequential(
         nn.Linear(size + 15, 6, bias=False), nn.SiLU(), nn.Linear(6, classes, bias=False)

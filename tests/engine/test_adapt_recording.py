@@ -1,5 +1,4 @@
-"""Recording requests while they are served: what is kept is what was said, and nobody's drafts or
-tokens change by it."""
+"""Recording requests while they are served: records match the text, and no token changes."""
 
 from __future__ import annotations
 

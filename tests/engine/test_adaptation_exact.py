@@ -1,4 +1,4 @@
-"""Whatever weights a drafter has, and whenever they change: the tokens are vLLM's own.
+"""Swapping a drafter's weights at any time: the tokens are vLLM's own.
 
 What changes when: `lib.weight_swaps`. `benchmarks/exactness.py --swaps` compares more tokens.
 """

@@ -44,7 +44,7 @@ def test_requests_are_told_apart_and_slots_begin_anew():
     engine = shared_engine({"num_speculative_tokens": 24})
     (head,) = engine.speculator.draft_policy.drafters
     engine.generate(PROMPTS[:2], params(2, temperature=0, max_tokens=32))
-    assert len(head.calibration.own.unique()) == 3  # nobody's, and two that differ
+    assert len(head.calibration.own.unique()) == 3  # unused slots', and two that differ
     head.calibration.own.fill_(0.5)
     # Without a verdict on any tree, what is left of it is nothing.
     engine.generate(PROMPTS[:1], params(1, temperature=0, max_tokens=1))

@@ -90,7 +90,7 @@ def test_prefix_cache_hits(tree: Engine, plain: Engine):
 
 
 def test_aborts(tree: Engine, reference):
-    """Requests that leave in the middle of a step disturb nobody."""
+    """Requests aborted in the middle of a step do not disturb the others."""
     expected = reference("greedy", params())
     engine = tree.llm.llm_engine
     for index, (text, request) in enumerate(zip(PROMPTS, params())):

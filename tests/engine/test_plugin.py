@@ -155,7 +155,7 @@ def test_other_versions_refuse_those_who_ask_and_leave_the_others_alone():
         "ours": {"method": "specblock", "kind": "ngram", "num_speculative_tokens": 4},
         "ours with a drafter": {"method": "specblock", "model": "no-such/drafter"},
         "vllm's": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
-        "nobody's": {"method": "no such method", "num_speculative_tokens": 4},
+        "unknown": {"method": "no such method", "num_speculative_tokens": 4},
         "none": None,
     }
     done = subprocess.run(
@@ -171,7 +171,7 @@ def test_other_versions_refuse_those_who_ask_and_leave_the_others_alone():
         assert kind == "OptionError" and sentence.endswith(".") and "\n" not in sentence
         assert "0.32.x" in sentence and f"this is {version}:" in sentence
     assert (found["vllm's"], found["none"]) == ("ngram", "plain")
-    assert found["nobody's"].startswith("ValidationError")
+    assert found["unknown"].startswith("ValidationError")
     assert found["patches"] == ["vllm.engine.arg_utils.EngineArgs.create_speculative_config"]
 
 

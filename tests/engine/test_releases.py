@@ -74,7 +74,7 @@ def test_no_drafts_where_nobody_could_use_them(plain, monkeypatch):
     monkeypatch.setattr(engine.speculator, "propose", skipping)
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=2)
     texts = [text for text in prompts(12) if len(text) > 100]  # several chunks each
-    # One after the other: in steps with others there is nearly always somebody who could.
+    # One after the other: in a larger batch some request could nearly always draft.
     answers = [engine.generate([text], params)[0] for text in texts]
     compared = assert_identical(answers, plain.generate(texts, params))
     assert compared.tokens > 60 and len(skipped) > 2

@@ -93,7 +93,7 @@ def test_a_request_learns_a_factor_of_its_own():
     usual = calibration.of(torch.zeros(1))
     one, other = calibration.of(heat, req_idx)
     assert one > 1.5 * usual and other < usual / 1.2
-    assert calibration.of(torch.zeros(1), torch.tensor([1])) == usual  # nobody was there
+    assert calibration.of(torch.zeros(1), torch.tensor([1])) == usual  # an unused slot
 
     calibration.begin(2)
     assert calibration.of(heat, req_idx).tolist() == pytest.approx([float(usual), float(other)])

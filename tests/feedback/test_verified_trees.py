@@ -49,7 +49,7 @@ def test_promised_and_kept_are_of_the_nodes_that_were_run(requests):
 
 
 def test_placeholders_say_nothing():
-    """Drafts that are not ours have no origin, whatever of them was run and accepted."""
+    """Drafts that are not ours have no origin, even if they were run and accepted."""
     verified = verified_of(
         [SimpleNamespace(origin=[], chance=[], run=4, accepted=2, temperatures=0.0)]
     )

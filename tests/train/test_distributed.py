@@ -79,8 +79,10 @@ def run(command: list[str]) -> None:
 
 
 def signal_all(word: str, number: int) -> None:
-    """Send a signal to whoever has `word` in its command line: torchrun's workers are sessions
-    of their own, and outlive it."""
+    """Send a signal to every process with `word` in its command line.
+
+    torchrun's workers have their own sessions, and outlive it.
+    """
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if word in (entry / "cmdline").read_text():

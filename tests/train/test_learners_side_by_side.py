@@ -25,7 +25,7 @@ RECIPES = {
 
 @pytest.fixture(scope="module")
 def make(folder, tmp_path_factory):
-    """A trainer of some of `RECIPES`, and of whatever else is given."""
+    """A trainer of some of `RECIPES` and of `others`."""
     runs = tmp_path_factory.mktemp("runs")
 
     def make(*names: str, out: str, others: dict | None = None) -> Trainer:

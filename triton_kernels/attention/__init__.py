@@ -1,1 +1,1 @@
-"""Attention over a paged cache: the committed prefix, and of the tree what lies on the path."""
+"""Tree attention over a paged KV cache."""

@@ -9,7 +9,7 @@ from .attention_reduce import _merge_splits, empty_state
 
 
 class ReadConstants(NamedTuple):
-    """What the kernel is compiled for, beside `TileConstants`."""
+    """Compile-time constants beside `TileConstants`."""
 
     BLOCK_SIZE: int
     MASK_WORDS32: int  # 2W
@@ -22,7 +22,7 @@ class ReadConstants(NamedTuple):
 
 @jit
 def _columns(mask_words32, first, shift, MASK_WORDS32: tl.constexpr):
-    """The 32 bits that begin `shift` bits into half `first`; halves that are not there are 0."""
+    """Return the 32 bits from bit `shift` of half `first` on; missing halves are 0."""
     low = mask_words32[0] & 0
     high = low
     for h in tl.static_range(MASK_WORDS32):
@@ -42,7 +42,7 @@ def _load_entries(
     strides,  # CacheStrides
     TILE: tl.constexpr,  # TileConstants
 ):
-    """[BLOCK_N, BLOCK_D], keys or values; 0 for what is not read."""
+    """Return keys or values [BLOCK_N, BLOCK_D]; 0 for entries that are not read."""
     dim = tl.arange(0, TILE.BLOCK_D)
     place = at[:, None] + (first + dim)[None, :] * strides.dim
     if wanted is not None:
@@ -88,7 +88,7 @@ def _softmax_step(
         bits = (bits >> place[None, :]) & 1
         in_prefix = (entry[None, :] < rows[1][:, None]) & (entry[None, :] >= rows[0][:, None])
         visible = (in_prefix | (bits != 0)) & wanted[None, :]
-        # What no row sees is not read: it may be unwritten memory, and 0 · NaN is NaN.
+        # Entries that no row sees are not read: they may be unwritten, and 0 · NaN is NaN.
         in_span = (entry >= span[0]) & (entry < span[1])
         wanted = wanted & (in_span | ((seen >> place) & 1 != 0))
         block = tl.load(table + entry // READ.BLOCK_SIZE, mask=wanted, other=0).to(tl.int64)
@@ -99,10 +99,10 @@ def _softmax_step(
         at = cache + block * strides.block + entry % READ.BLOCK_SIZE * strides.entry
     key = _load_entries(at, 0, wanted, strides, TILE)
     # "tf32x3" keeps about float32's accuracy; it changes nothing for 16-bit inputs.
-    # Read as the values are, so that both have the same addresses, worked out once.
+    # Same layout as the values, so that addresses are computed once.
     raw = tl.dot(q, key.to(q.dtype).T, input_precision="tf32x3")
     if READ.CAPPED:
-        # tanh; far out the exponential is infinite or 0, and the fraction 0 or 2.
+        # tanh; for large inputs the exponential is infinite or 0, and the fraction 0 or 2.
         raw = 1.0 - 2.0 / (1.0 + tl.exp2(raw * (inner * 2.8853900817779268)))
     if MASKED:
         raw = tl.where(visible, raw, float("-inf"))
@@ -151,7 +151,7 @@ def _read(
     for at in range(tl.maximum(start, open), tl.minimum(stop, shut), READ.BLOCK_N):
         state, merged = _cross(at, start, length, state, merged, TILE, MERGES)
         state = _softmax_step(q, state, at, tile, None, strides, TILE, READ, READ.BLOCK_N)
-    # Anew: held through the loop before, they would take registers that it needs.
+    # Recomputed: kept through the loop above, they would take its registers.
     words = _load_mask_words32(row_mask_words32, row_in, READ.MASK_WORDS32)
     for at in tl.range(tl.maximum(start, shut), stop, READ.MASKED_N, num_stages=2):
         state, merged = _cross(at, start, length, state, merged, TILE, MERGES)

@@ -16,13 +16,13 @@ def _or(a, b):
 
 @jit
 def _extremes(a, b, c, d, other_a, other_b, other_c, other_d):
-    """The largest a, the smallest b, the largest c, the smallest d."""
+    """Return the largest a, the smallest b, the largest c, the smallest d."""
     a, b = tl.maximum(a, other_a), tl.minimum(b, other_b)
     return a, b, tl.maximum(c, other_c), tl.minimum(d, other_d)
 
 
 class BatchStrides(NamedTuple):
-    """From entry to entry of what a batch reads, but of the cache."""
+    """Strides of a batch's inputs, except the cache."""
 
     query_token: int
     query_head: int
@@ -88,7 +88,7 @@ def _tree_attention_kernel(
     splits = _count_splits(bound, tiles, TILE)
     tile, split = slot, 0
     if not READ.WHOLE:
-        # Tiles of a split lie side by side: what one reads, the next finds in the cache.
+        # Tiles of a split are neighbours, so they share reads in the L2 cache.
         tile, split = slot % tiles, slot // tiles
     if (tile >= tiles) | (split >= splits):
         return
@@ -130,7 +130,7 @@ def _tree_attention_kernel(
         half = tl.reduce(tl.load(row_mask_words32 + h, mask=row_in, other=0), 0, _or)
         reach = tl.where(half != 0, tl.maximum(reach, tree_begin + 32 * (h + 1)), reach)
         low = tl.where(half != 0, tl.minimum(low, tree_begin), low)
-        # Triton knows no stars.
+        # Triton does not support starred expressions.
         union = union + (half,)  # type: ignore[assignment]  # noqa: RUF005
     end = tl.minimum(reach, bound)
     low = tl.maximum(low, 0) // READ.BLOCK_N * READ.BLOCK_N

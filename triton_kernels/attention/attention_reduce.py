@@ -16,7 +16,7 @@ REDUCE_ROWS = 16  # the second kernel is short: many small programs hide its rea
 
 
 class OutPointers(NamedTuple):
-    """Where results go, and what they are multiplied with."""
+    """Output, value scale and sinks."""
 
     out: torch.Tensor  # [T, nh, D]
     value_scale: torch.Tensor | None  # [] fp32
@@ -24,7 +24,7 @@ class OutPointers(NamedTuple):
 
 
 class OutStrides(NamedTuple):
-    """From entry to entry of `OutPointers.out`."""
+    """Strides of `OutPointers.out`."""
 
     token: int
     head: int
@@ -32,7 +32,7 @@ class OutStrides(NamedTuple):
 
 
 class TileConstants(NamedTuple):
-    """What both kernels are compiled for."""
+    """Compile-time constants of both kernels."""
 
     KV_HEADS: int
     GROUP: int  # query heads per kv head
@@ -50,7 +50,7 @@ def _count_splits(
     tiles,  # of the request
     TILE: tl.constexpr,  # TileConstants
 ):
-    """Splits of a request: enough to fill the GPU with it alone, none shorter than worth it."""
+    """Return the splits of a request: enough to fill the GPU, none too short."""
     most = tl.minimum(TILE.PROGRAMS // (TILE.KV_HEADS * tl.maximum(tiles, 1)), TILE.MAX_SPLITS)
     splits = tl.minimum((bound + TILE.SPLIT_ENTRIES - 1) // TILE.SPLIT_ENTRIES, most)
     return tl.maximum(splits, 1)
@@ -58,10 +58,10 @@ def _count_splits(
 
 @jit
 def _in_other_form(query_start, whole_from, WHOLE: tl.constexpr):
-    """Whether the launch in the other form serves the batch.
+    """Return whether the launch in the other form serves the batch.
 
-    One program reads all splits (WHOLE) where `whole_from` requests are there or more. Those that
-    are not come last, without rows.
+    With `whole_from` or more requests, one program reads all splits (WHOLE). Missing requests come
+    last, without rows.
     """
     many = tl.load(query_start + whole_from) > tl.load(query_start + whole_from - 1)
     return many != WHOLE
@@ -76,10 +76,10 @@ def empty_state(ROWS: tl.constexpr, DIMS: tl.constexpr):
 
 @jit
 def _merge_splits(state, part):
-    """Add the state of one split to the state of those before it.
+    """Add the state of one split to that of the previous ones.
 
-    Both kernels do this, and must do it with the same bits: hence explicit fused operations,
-    which leave the compiler no choice of what to fuse.
+    Both kernels must give the same bits: hence explicit fused operations, which leave the compiler
+    no choice.
     """
     top = tl.maximum(state[0], part[0])
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -99,7 +99,7 @@ def _finish(
     strides,  # OutStrides
     TILE: tl.constexpr,  # TileConstants
 ):
-    """Write the rows of a tile, as one state says."""
+    """Write the rows of a tile from their state."""
     m_i, l_i, acc = state
     dim = tl.arange(0, TILE.BLOCK_D)
     if into.sinks is not None:  # an extra score with value zero
@@ -156,7 +156,7 @@ def _merge_splits_kernel(
     lane = row % TILE.BLOCK_M
     state = empty_state(REDUCE_ROWS, TILE.BLOCK_D)
     place = (request * TILE.KV_HEADS + kv_head).to(tl.int64) * slots + row // TILE.BLOCK_M
-    # Each split is read while the one before is folded.
+    # Each split is read while the previous one is merged.
     for _ in tl.range(0, splits, num_stages=3):
         part_m_i = tl.load(stats_ptr + place * 2 * TILE.BLOCK_M + lane)
         part_l_i = tl.load(stats_ptr + place * 2 * TILE.BLOCK_M + TILE.BLOCK_M + lane)

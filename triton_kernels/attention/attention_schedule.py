@@ -1,12 +1,12 @@
 """Launch schedule of tree attention: tiles and splits from host numbers alone.
 
 A request's rows (query tokens × query heads of a kv head) go to tiles of the smallest class that
-holds them; its entries are read in splits, as many as its length and rows allow. Neither depends on
-the rest of the batch, so a request's result has the same bits in every batch and captured graph.
+holds them; its entries are read in splits, by its length and rows. Neither depends on the rest of
+the batch, so a request's result has the same bits in every batch and captured graph.
 
 With few programs each split has its own, and a second kernel merges the partial results in order;
-with many, one program reads all splits and merges them in that order. A graph in which the device
-allocates the rows launches both forms, and the device skips one.
+with many, one program reads all splits and merges them in that order. If the device allocates the
+rows, a graph launches both forms, and the device skips one.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ import torch
 from ..optional_triton import cdiv, next_power_of_2
 
 PROGRAMS = 128
-"""Programs that fill the GPU (an H200 has 132 multiprocessors): one request is cut to about so
-many, and a batch that has so many requests, heads and tiles needs no more."""
+"""Programs that fill the GPU (an H200 has 132 multiprocessors). One request is split into about as
+many; larger batches need no splits."""
 SPLIT_ENTRIES = 512
-"""The fewest cache entries that are worth a program of their own."""
+"""Minimum cache entries of a split."""
 MAX_SPLITS = 16
-"""Of one request. Bounds the workspace: PROGRAMS · MAX_SPLITS tiles at most."""
+"""Maximum splits of a request. Limits the workspace to PROGRAMS · MAX_SPLITS tiles."""
 CLASSES = (16, 64, 128)
-"""Rows of a tile. 16 is the least a tensor core takes, 64 the least of Hopper's; a tree of 61
-tokens and 4 query heads per kv head has 244 rows, which two tiles of 128 hold."""
+"""Rows of a tile. Tensor cores need 16, Hopper's 64; a tree of 61 tokens and 4 query heads per kv
+head has 244 rows, or two tiles of 128."""
 _DEEP = 4
-"""Buffers of keys, and as many of values, that keep two blocks on their way beside the one that is
-multiplied."""
+"""Buffers of keys, and of values: two blocks are loaded while one is multiplied."""
 _SPARE = 1024  # bytes of shared memory that barriers and reductions take
 _WIDE_SHARED = 160 * 1024  # of sm_80; sm_86 and sm_89 have 99 KB
 HOPPER_SHARED = 227 * 1024
-"""Bytes of shared memory that one program may use on sm_90."""
+"""Maximum bytes of shared memory of a program on sm_90."""
 HOPPER = 9
-"""The major compute capability of sm_90."""
+"""Major compute capability of sm_90."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One class of tiles: constants that a kernel is compiled for."""
+    """One class of tiles: compile-time constants of a kernel."""
 
     rows: int
     entries: int  # read at a time
@@ -61,15 +60,15 @@ def tile_classes(
     head_size: D. dtype: the queries'. shared: bytes of shared memory that a program may use.
     generation: major compute capability of the GPU.
     """
-    # Float32 is multiplied as three products of parts, and the parts are in shared memory too.
+    # Float32 products are three products of parts, which also need shared memory.
     width = max(next_power_of_2(head_size), 16) * (8 if dtype == torch.float32 else 2)
     most = max(_floor_power_of_2(shared // 3 // width), 16)
-    # Elsewhere a tile of 128 rows spills in the loop, and one of 64 does with four warps.
+    # On other GPUs a tile of 128 rows spills, as does one of 64 with four warps.
     wide = generation == HOPPER or (generation < HOPPER and shared >= _WIDE_SHARED)
     rows = sorted({min(size, most) for size in (CLASSES if wide else CLASSES[:-1])})
     eight_warps = 128 if generation == HOPPER else 64
     entries, num_stages = _pipeline(shared - rows[-1] * width, width)
-    # Masks of 64 entries and more did not fit in the registers of a tile of 128 rows.
+    # Masks of 64 or more entries do not fit in the registers of a tile of 128 rows.
     return tuple(
         Tile(
             size,
@@ -85,9 +84,8 @@ def tile_classes(
 def _pipeline(free: int, width: int) -> tuple[int, int]:
     """(entries of a block, stages of the loop over blocks) for the shared memory beside queries.
 
-    The block's number comes first, then keys and values: two stages of each block, and one more.
-    Below seven stages the compiler has nothing on its way while it multiplies: the loads of a block
-    are issued at the end of the one before, and waited for at once.
+    A block loads its index first, then keys and values: two stages per block, and one more. Below
+    seven stages, no loads overlap with the products.
 
     free: bytes. width: bytes of one key.
     """
@@ -100,7 +98,7 @@ def _pipeline(free: int, width: int) -> tuple[int, int]:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may use; on a CPU (interpreter) as on sm_90."""
+    """Return the maximum shared memory of a program in bytes; interpreter: sm_90's."""
     if device.type != "cuda":
         return HOPPER_SHARED
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack it
@@ -109,13 +107,13 @@ def shared_memory(device: torch.device) -> int:
 
 @cache
 def generation(device: torch.device) -> int:
-    """Major compute capability; on a CPU (interpreter) that of sm_90."""
+    """Return the major compute capability; interpreter: sm_90's."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else HOPPER
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: the requests whose rows are more than `above`, and at most `up_to`."""
+    """One launch, for requests with more than `above` and at most `up_to` rows."""
 
     tile: Tile
     above: int
@@ -137,23 +135,23 @@ def plan_launches(
     max_seq_len: int,
     unknown_up_to: int = 0,
 ) -> list[Launch]:
-    """One launch for each class of tiles that a batch may need.
+    """Return a launch for each class of tiles that a batch may need.
 
     Args:
         query_lens: the lengths of requests, in query tokens; the largest is a bound.
         group: query heads per kv head.
-        num_requests: with `unknown_up_to` a bound: requests beyond have no rows and come last.
+        num_requests: an upper bound with `unknown_up_to`: missing requests come last.
         max_seq_len: bound of the requests' entries.
-        unknown_up_to: requests of up to so many tokens have lengths that the host does not know;
-            one class serves them all.
+        unknown_up_to: the host does not know the lengths of requests of up to this many tokens; one
+            class serves them all.
 
-    Together the launches take every request, also one of a length not foreseen.
+    Together the launches cover requests of any length.
     """
     rows = [n * group for n in query_lens if n > 0] or [1]
-    # Classes, and the rows of the largest request that each takes.
+    # Classes, and the rows of the largest request of each.
     serves = [(tile, tile.rows) for tile in classes]
     if unknown_up_to:
-        # Rows that are not there are multiplied for nothing, but 64 is what the hardware takes.
+        # Padding rows are multiplied too, but the hardware needs 64.
         shared = next((tile for tile in classes if tile.rows >= 64), classes[-1])
         rows.append(unknown_up_to * group)
         serves = [(shared, unknown_up_to * group), serves[-1]]
@@ -161,18 +159,18 @@ def plan_launches(
     launches, above = [], 0
     for place, index in enumerate(wanted):
         (tile, most), last = serves[index], place == len(wanted) - 1
-        # The last launch has no upper end; an end that no request reaches.
+        # The last launch has no upper limit.
         up_to = 1 << 30 if last else most
         tiles = cdiv(max(rows) if last else most, tile.rows)
         splits = min(MAX_SPLITS, cdiv(max_seq_len, SPLIT_ENTRIES), PROGRAMS // num_kv_heads)
         splits = max(splits, 1)
         slots = max(tiles, min(PROGRAMS // num_kv_heads, tiles * splits))
-        # So many requests fill the GPU without splits.
+        # Requests that fill the GPU without splits.
         whole_from = cdiv(PROGRAMS, num_kv_heads * tiles)
         if splits == 1 or num_requests < whole_from:
             forms = [(splits == 1, num_requests, 0)]
         elif unknown_up_to and whole_from > 1:
-            # How many of the requests are there the device knows. The last launch is of them all.
+            # Only the device knows the number of requests; the last launch covers all.
             forms = [(False, whole_from - 1, whole_from), (True, num_requests, whole_from)]
         else:
             forms = [(True, num_requests, 0)]

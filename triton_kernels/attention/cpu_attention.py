@@ -1,12 +1,11 @@
 """Tree attention on a CPU over a packed KV cache.
 
-Rows are taken in jobs: neighbours of one request that share what is read of its cache. A job reads
-entries from a multiple of TILE to a multiple of 32, and its rows' differences are a mask over the
-last of them. What a row gets does not depend on its neighbours: an entry that it does not see
-weighs exactly nothing. (It is read, though, as by vLLM's own kernel: an entry of the request's
-block that was never written must not be NaN.)
+A job is a group of neighbouring rows of one request that share cache reads. It reads entries from
+a multiple of TILE to a multiple of 32, with a mask over the last ones. A row's result does not
+depend on its neighbours: masked entries have weight 0. They are read, as by vLLM's own kernel, so
+unwritten entries of a block must not be NaN.
 
-Importing the CPU modules of this folder needs numba, which vLLM brings along.
+The CPU modules of this folder need numba, which vLLM installs.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from .cpu_packing import ELEMENTS, GROUP, Packing
 from .cpu_threads import team_size
 
 _LEAST_WORK = 2048
-"""Rows × entries of one KV head that are worth a thread: some 5 µs."""
+"""Rows × entries of one KV head that justify a thread: some 5 µs."""
 
 
 class Rows(NamedTuple):
-    """What the T rows of R requests see, as numpy arrays."""
+    """Visible entries of T rows of R requests, as numpy arrays."""
 
     query_start: np.ndarray  # [R+1] int64
     seq_len: np.ndarray  # [R] int32
@@ -53,14 +52,14 @@ class Rows(NamedTuple):
 
 
 class PackedSchedule(NamedTuple):
-    """What is the same in every layer of a step.
+    """Schedule shared by the layers of a step.
 
     Attributes:
         jobs: [J, 7] int64, one line a job.
         mask: [·] fp32, 0 or −inf.
-        bounds: [threads + 1] int64, which jobs × KV heads each thread takes.
-        num_rows: rows from here on belong to no request.
-        calls: of the loop, by all that differs between layers but addresses.
+        bounds: [threads + 1] int64, range of jobs × KV heads of each thread.
+        num_rows: rows from here on are padding.
+        calls: calls of the loop, by layout of the layer.
     """
 
     jobs: np.ndarray
@@ -71,14 +70,14 @@ class PackedSchedule(NamedTuple):
 
 
 class LayerCall:
-    """The loop over a plan's jobs in layers of one layout; what `attention_loop` wants is kept.
+    """Loop over a plan's jobs in layers of one layout, with prepared arguments.
 
-    Making an array of these numbers in every layer takes as long as a short context's attention.
+    Building the arguments in every layer takes as long as attention to a short context.
 
     Args (strides in elements):
         query_stride, out_stride: of [T, heads, D].
         block_stride: of the cache.
-        value_scale: values are what the cache holds times this.
+        value_scale: factor of stored values.
         element: `ELEMENTS` of query and output.
         group: query heads per KV head.
         block_table: [R, max blocks] int32, the same in all layers.
@@ -112,7 +111,7 @@ class LayerCall:
         self.loop = attention_loop(element, packing.amx, packing.element)
 
     def __call__(self, query: int, out: int, cache: int, sinks: int) -> None:
-        """Attend a layer, given the addresses of its tensors; sinks: 0 if it has none."""
+        """Attend a layer, by addresses of its tensors; sinks: 0 if it has none."""
         self.arguments[QUERY], self.arguments[OUT], self.arguments[CACHE] = query, out, cache
         self.arguments[SINKS] = sinks
         self.loop(self.address, self.threads)
@@ -125,7 +124,7 @@ def rows_of(
     mask_words: torch.Tensor,
     tree_start: torch.Tensor,
 ) -> Rows:
-    """The same memory for numba: nothing is copied but `query_start`."""
+    """Return numpy views for numba; only `query_start` is copied."""
     tensors = seq_len[: len(query_start) - 1], prefix_len, mask_words, tree_start
     return Rows(
         np.array(query_start, dtype=np.int64),
@@ -145,7 +144,7 @@ def plan_packed(
     Args:
         group: query heads per KV head.
         kv_heads: of a layer.
-        left_out: [R] bool, requests whose rows are attended by other means.
+        left_out: [R] bool, requests attended elsewhere.
         prefix_from: [≥T] int32, the first entry of the prefix that a row sees.
     """
     if left_out is None:
@@ -169,11 +168,10 @@ def attend_packed(
     value_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One layer's attention of the plan's rows; arguments as in `tree_attention`.
+    """Run one layer's attention for the plan's rows; arguments as in `tree_attention`.
 
-    The scale of keys, where a cache of 8 bits has one, is a factor of `scale` already.
-
-    Rows past the plan's last become zeros; those of requests that were left out stay as they are.
+    `scale` includes the key scale of an 8-bit cache. Rows past the plan's last become zeros; rows
+    of excluded requests are unchanged.
     """
     if len(plan.jobs):
         strides, element = (query.stride(), out.stride(), kv_cache.stride(0)), ELEMENTS[query.dtype]
@@ -192,9 +190,9 @@ def attend_packed(
 
 @lru_cache
 def _scratch(group: int, head_dim: int, amx: bool, threads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each thread's memory, and the tiles' shapes."""
+    """Return the threads' scratch memory and the AMX tile config."""
     if amx:
-        torch.cpu._init_amx()  # asks the kernel for the tile registers, once per process
+        torch.cpu._init_amx()  # requests the tile registers from Linux, once per process
     config = np.zeros(64, dtype=np.uint8)
     config[0] = 1  # palette
     config[16:32].view(np.uint16)[:] = 64  # bytes in a row of each of 8 tiles
@@ -204,9 +202,9 @@ def _scratch(group: int, head_dim: int, amx: bool, threads: int) -> tuple[np.nda
 
 @njit(nogil=True)
 def _share(jobs, kv_heads, threads):
-    """→ [threads + 1] int64: runs of jobs × KV heads that take equally long, more or less.
+    """Return [threads + 1] int64, ranges of jobs × KV heads of about equal time.
 
-    Fewer where there is so little to do that a team would wait longer than it works.
+    Small work uses fewer threads.
     """
     work = jobs[:, COUNT] * (jobs[:, TO] - jobs[:, FROM])
     items, total = len(jobs) * kv_heads, work.sum() * kv_heads
@@ -223,10 +221,9 @@ def _share(jobs, kv_heads, threads):
 
 @njit(nogil=True)
 def find_causal(query_start, seq_len, prefix_len, mask_words, tree_start):
-    """[R] bool: requests without drafts, each row of which sees all entries up to its own.
+    """Return [R] bool: causal requests without drafts (prompts, plain decode steps, single roots).
 
-    Prompts, plain decode steps and a root alone. Drafts in a chain are not among them: for two to
-    a dozen rows of a request our loop is faster than vLLM's kernel, which is made for prompts.
+    Chains of drafts are excluded: for two to a dozen rows our loop is faster than vLLM's kernel.
     """
     causal = np.ones(len(seq_len), dtype=np.bool_)
     for request in range(len(seq_len)):
@@ -244,7 +241,7 @@ def find_causal(query_start, seq_len, prefix_len, mask_words, tree_start):
 def _cut(
     query_start, seq_len, prefix_len, mask_words, tree_start, most, left_out, oldest, windowed
 ):
-    """→ jobs, mask, as in `PackedSchedule`; at most `most` rows each."""
+    """Return jobs and mask, see `PackedSchedule`; at most `most` rows each."""
     count = 0
     for request in range(len(seq_len)):
         if not left_out[request]:

@@ -1,6 +1,6 @@
 """Inner loop of tree attention on a CPU, over a packed KV cache.
 
-`cpu_attention.py` says which rows and what they see; `cpu_vectors.py` holds the instructions.
+`cpu_attention.py` makes the schedule; `cpu_vectors.py` has the vector instructions.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ QUERY, OUT, CACHE, SINKS = 0, 3, 6, 25  # indices of addresses in the loop's arg
 
 @njit
 def rows_at_once(group: int) -> int:
-    """Query rows × heads of one KV head in a job, at most."""
+    """Return the maximum query rows × heads of one KV head in a job."""
     return -(-max(CHUNK, group) // 16) * 16
 
 
 def scratch_size(group: int, head_dim: int) -> int:
-    """fp32 numbers that a thread needs: queries, outputs, scores, the softmax's maxima and sums."""
+    """Return the fp32 scratch numbers of a thread: queries, outputs, scores, maxima and sums."""
     return rows_at_once(group) * (2 * head_dim + PITCH + 2)
 
 
 @lru_cache
 def attention_loop(element: int, amx: bool, stored: int):
-    """→ f(arguments, threads): what `cpu_attention.LayerCall` calls for every layer.
+    """Return f(arguments, threads), which `cpu_attention.LayerCall` calls for every layer.
 
     element: of query and output; stored: of the cache. amx: the cache is packed for AMX tiles (bf16
     only), otherwise keys by dimension and values by entry. `share` below says the arguments.
@@ -57,7 +57,7 @@ def attention_loop(element: int, amx: bool, stored: int):
     size = 4 if element == FP32 else 2
     stored_size = {FP32: 4, FP8: 1}.get(stored, 2)
     tile_rows = TILE_ROWS if amx else ROWS
-    held = BF16 if amx else FP32  # queries and weights as the multiplications want them
+    held = BF16 if amx else FP32  # queries and weights in the layout of the products
     held_size = 2 if amx else 4
     take, give = scale_row(element, held), scale_row(FP32, element)
     block_ids, floats = view_of(types.int32), view_of(types.float32)
@@ -105,7 +105,7 @@ def attention_loop(element: int, amx: bool, stored: int):
         scratch,
         sinks,  # address of [heads] fp32, or 0
     ):
-        """The rows of one job, and the query heads of one KV head."""
+        """Attend the rows of one job for the query heads of one KV head."""
         group, head_dim, block_size = sizes
         scale, soft_cap, value_scale = factors
         most = rows_at_once(group)
@@ -182,7 +182,7 @@ def attention_loop(element: int, amx: bool, stored: int):
 
     @njit(nogil=True, error_model="numpy")
     def share(arguments, thread, threads):
-        """What one thread of a team does: a run of jobs × KV heads, by `bounds`."""
+        """Process one thread's range of jobs × KV heads."""
         a, d = integers(arguments, 26), doubles(arguments, 26)
         query, out, cache = (a[0], a[1], a[2]), (a[3], a[4], a[5]), (a[6], a[7], a[8])
         jobs, bounds, parts, kv_heads = a[12], a[13], a[14], a[15]

@@ -1,4 +1,4 @@
-"""What the CPU kernels write LLVM IR with, and memory that torch owns, for numba.
+"""LLVM IR helpers of the CPU kernels, and numba views of torch memory.
 
 Vectors have 16 lanes of fp32: one AVX-512 register, two of AVX2, four of NEON; LLVM cuts them.
 Addresses are int64. Importing this module needs numba.
@@ -24,7 +24,7 @@ _VI = ir.VectorType(_I32, LANES)
 
 
 class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
+    """LLVM's bfloat type, which llvmlite lacks."""
 
     def __str__(self):
         return "bfloat"

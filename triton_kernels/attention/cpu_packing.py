@@ -1,15 +1,14 @@
 """Packed KV cache layout for CPU vector units.
 
-vLLM's attention kernel on a CPU wants, per block and KV head, first the keys and then the values
-of its N entries of D numbers each:
+vLLM's CPU attention kernel stores, per block and KV head, first the keys and then the values of its
+N entries of D numbers each:
 
 * for AMX tiles (bf16) keys as [N/16, D/2, 16 entries, 2], values as [D/16, N/2, 16 numbers, 2],
-  so that two numbers that are multiplied and added together are neighbours;
+  so that pairs of summands are neighbours;
 * for other vector units, and for 8-bit caches, keys as [D, N] and values as [N, D].
 
-Both fill a page of vLLM's cache exactly, for either order of heads and entries.
-The loops here store and move entries; attention over them is `cpu_attention.py`. Importing this
-module needs numba.
+Both fill a page of vLLM's cache exactly, for either order of heads and entries. The loops here
+store and move entries; `cpu_attention.py` attends to them. This module needs numba.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ ELEMENTS = {
     torch.float16: FP16,
     torch.float8_e4m3fn: FP8,
 }
-GROUP = 32  # entries, and head dimensions, that the kernels take together
+GROUP = 32  # entries, and head dimensions, per kernel step
 
 
 class Packing(NamedTuple):
-    """The geometry of a packed cache.
+    """Geometry of a packed cache.
 
     Attributes:
         element: `ELEMENTS` of its dtype.
@@ -48,7 +47,7 @@ class Packing(NamedTuple):
 
     @property
     def head_stride(self) -> int:
-        """Elements from one KV head's part of a block to the next."""
+        """Elements between the KV heads of a block."""
         return 2 * self.block_size * self.head_dim
 
     @property
@@ -58,9 +57,9 @@ class Packing(NamedTuple):
 
 
 def packing_of(kv_cache: torch.Tensor, amx: bool) -> Packing | None:
-    """The packing of a cache [blocks, kv heads, N, 2D], or None if it cannot be packed.
+    """Return the packing of a cache [blocks, kv heads, N, 2D], or None if it cannot be packed.
 
-    A page has to be in one piece, and N and D multiples of 32.
+    A page must be contiguous, and N and D multiples of 32.
     """
     _, heads, size, width = kv_cache.shape
     reach = 1 + sum(
@@ -96,14 +95,14 @@ def move_packed(
     source: torch.Tensor,
     target: torch.Tensor,
 ) -> None:
-    """In every layer, move entries from source to target slots, one after the other.
+    """Move entries from source to target slots in every layer, in order.
 
     A path moves down: no source is an earlier row's target.
 
     Args:
-        pointers: [layers] int64, the address of each layer's cache.
-        block_stride: elements from block to block, in every layer.
-        source, target: [...] int64, alike; negative: nothing moves.
+        pointers: [layers] int64, address of each layer's cache.
+        block_stride: elements between blocks, in every layer.
+        source, target: [...] int64, of one shape; negative: no move.
     """
     size = {FP32: 4, FP8: 1}.get(packing.element, 2)
     _, move = _loops(size, packing.amx)
@@ -114,7 +113,7 @@ def move_packed(
 
 @lru_cache
 def _loops(size: int, amx: bool):
-    """(store, move) of elements of `size` bytes."""
+    """Return the loops (store, move) for elements of `size` bytes."""
     elements = view_of({1: types.int8, 2: types.int16, 4: types.int32}[size])
     longs = view_of(types.int64)
 

@@ -1,9 +1,8 @@
-"""A compiled loop on the threads that torch computes on.
+"""Compiled loops on torch's OpenMP threads.
 
-numba's own threads would be a second set, and two sets that spin while they wait take the cores
-from each other. torch's are OpenMP's: a team is asked for by the function to which compilers turn
-`#pragma omp parallel`, which GNU's and Intel's library both have. Where there is none, the caller's
-thread does it all.
+numba's own threads would compete with torch's for the cores, since both spin while they wait. The
+GNU and Intel libraries both export the function behind `#pragma omp parallel`. Without it, the
+caller's thread runs the loop alone.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from numba import cfunc, njit, types
 
 from .cpu_ir import view_of
 
-_LIBRARY = ctypes.CDLL(None)  # torch, imported before, has brought the library along
+_LIBRARY = ctypes.CDLL(None)  # torch has loaded the library
 _parallel = getattr(_LIBRARY, "GOMP_parallel", None)
 if _parallel is not None:
     _parallel.restype = None
@@ -43,7 +42,7 @@ def on_threads(part: Callable[..., Any]) -> Callable[[int, int], None]:
             address of int64 numbers.
 
     Returns:
-        f(arguments, threads): gives `part` to so many threads at most, and waits for all.
+        f(arguments, threads): runs `part` on up to this many threads, and waits for all.
     """
 
     @cfunc(types.void(types.int64))

@@ -1,8 +1,8 @@
 """CPU vector and AMX intrinsics for numba.
 
-numba has no vector type, and LLVM does not find a register tile in a loop nest by itself. So each
-function below is a short piece of LLVM IR on addresses, see `cpu_ir.py`, and is called from numba
-like any other. Lengths count elements, strides too unless they say bytes.
+numba has no vector types, and LLVM does not form register tiles from loops. So each function is a
+short piece of LLVM IR on addresses (see `cpu_ir.py`), callable from numba. Lengths and strides are
+in elements unless they say bytes.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def multiply(element: int):
 
 @intrinsic
 def amx_begin(context, config):
-    """Set the tiles up as the 64 bytes at `config` say."""
+    """Configure the tiles by the 64 bytes at `config`."""
 
     def generate(context, builder, signature, arguments):
         at = _pointer(builder, arguments[0], _I8)
@@ -231,7 +231,7 @@ def row_exp2(element: int):
 
             def one(index, total):
                 power = _fma(builder, _read(builder, _at(builder, x, index, 64)), scale, shift)
-                # Masked scores are −inf, and a result that is no normal number takes its time.
+                # Masked scores are −inf, and subnormal results are slow.
                 tiny = builder.fcmp_ordered("<", power, _const(-126.0))
                 power = builder.select(tiny, _const(-126.0), power)
                 whole = _call(builder, "llvm.rint.v16f32", _V, power)

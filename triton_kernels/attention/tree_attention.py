@@ -1,11 +1,11 @@
 """Attention over a paged KV cache under one visibility rule (SpecBlock paper, section 3.2).
 
-Query t sees entries prefix_from[t] … prefix_len[t]-1 of its request, and of the 64·W entries from
-tree_start on those whose bit is set in mask_words[t]. That covers prefill chunks and plain decode
-(no bits), tree nodes (one bit per ancestor) and the drafter's blocks, in any mixture.
+Query t sees entries prefix_from[t] … prefix_len[t]-1 of its request, and entry tree_start + j if
+bit j of mask_words[t] is set. This covers prefill chunks and plain decode (no bits), tree nodes
+(one bit per ancestor) and the drafter's blocks, in any mixture.
 
-An entry is one key/value pair in the cache. A target has one per token; the drafter has K, and its
-caller passes a cache view whose block_size is K times the engine's.
+An entry is one key/value pair. A target has one per token; the drafter has K, and its cache view
+has a block_size of K times the engine's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .attention_reduce import (
 
 
 class VisibleEntries(NamedTuple):
-    """Which entries of R requests T query tokens see: the rule above."""
+    """Visible entries of T query tokens of R requests, by the rule above."""
 
     block_table: torch.Tensor  # [R, max blocks] int32
     query_start: torch.Tensor  # [R+1] int32
@@ -44,9 +44,8 @@ class VisibleEntries(NamedTuple):
 class BatchBounds(NamedTuple):
     """Host numbers that launches are laid out for; see `TreeAttentionBatch`.
 
-    query_lens: the lengths of the requests, in query tokens, each once; no request may be longer
-        than the largest. Requests of a missing length lose the guarantee of equal bits in every
-        batch, nothing else.
+    query_lens: distinct lengths of the requests in query tokens; no request may exceed the largest.
+        A request of a missing length may get other bits in other batches.
     """
 
     query_lens: Iterable[int]
@@ -59,8 +58,8 @@ class ScoreOptions(NamedTuple):
 
     scale: multiplies the scores; positive.
     soft_cap: c > 0 turns every score s into c · tanh(s / c).
-    key_scale, value_scale: one fp32 on the device each: keys and values are what the cache holds
-        times this. Positive.
+    key_scale, value_scale: one fp32 on the device each, positive factors of stored keys and
+        values.
     sinks: [nh], an extra score of each head, with value zero.
     """
 
@@ -79,10 +78,9 @@ def tree_attention_triton(
     scores: ScoreOptions,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Launch the kernels; arguments as `tree_attention` has them.
+    """Launch the kernels; arguments as in `tree_attention`.
 
-    The grid depends on host integers only and nothing is read back, so the call can be captured in
-    a CUDA graph.
+    The grid depends on host integers only, so the call can be captured in a CUDA graph.
     """
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, block_size = kv_cache.shape[1:3]
@@ -100,7 +98,7 @@ def tree_attention_triton(
         bounds.unknown_up_to,
     )
     block_d = max(next_power_of_2(head_size), 16)
-    # The kernel works on 32-bit halves of the words: 64-bit masks cost twice the registers.
+    # The kernel uses 32-bit halves of the words: 64-bit masks need twice the registers.
     mask_words32 = seen.mask_words.view(torch.int32)
     into = OutPointers(out, scores.value_scale, scores.sinks)
     token, head, dim = query.stride()
@@ -139,7 +137,7 @@ def tree_attention_triton(
             WHOLE=launch.whole,
             SINGLE=launch.single,
         )
-        # One program row more than there are requests: it clears the tokens past query_start[R].
+        # One more program row clears the tokens past query_start[R].
         slots = launch.tiles if launch.whole else launch.slots
         whole_from = launch.whole_from or None
         _tree_attention_kernel[(slots, launch.requests + last, num_kv_heads)](
@@ -188,7 +186,7 @@ def tree_attention_triton(
 
 
 def workspace_size(launches: list[cut.Launch], num_kv_heads: int, head_size: int) -> int:
-    """fp32 elements that the partial results of the launches need; they take turns.
+    """Return the size of the workspace that the launches share, in fp32 elements.
 
     At most PROGRAMS · MAX_SPLITS tiles: 130 MiB for 128 rows of head size 128.
     """

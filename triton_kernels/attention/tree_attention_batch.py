@@ -22,10 +22,9 @@ if TYPE_CHECKING:  # they need numba
 
 
 def packing_on_cpu(kv_cache: torch.Tensor, amx: bool | None = None) -> Packing | None:
-    """How a cache [blocks, kv heads, N, 2D] is packed for a CPU's vector units; None: it is not.
+    """Return the packing of a cache [blocks, kv heads, N, 2D] on a CPU; None: not packed.
 
-    Where the kernels know its form, which a page may have on a CPU only, and with numba.
-    amx: for tiles; by default wherever the processor has them.
+    Packed caches need numba and a supported layout. amx: for AMX tiles; default: if available.
     """
     if kv_cache.device.type != "cpu" or find_spec("numba") is None:
         return None
@@ -43,26 +42,25 @@ def _loops() -> ModuleType:
 
 
 class TreeAttentionBatch:
-    """Queries of R requests, one request after the other, and what each of them sees.
+    """Queries of R requests in order, and their visible entries.
 
     Query t of request r sees cache entries 0 … prefix_len[t] − 1 of its request, and entry
-    tree_start[r] + j where bit j of words[t] is set.
+    tree_start[r] + j if bit j of mask_words[t] is set.
 
     Args (T queries, R requests, W words):
         block_table: [R, max blocks] int32.
         query_start: [R+1] int32, and `query_start_host`, the same on the host.
-        seq_len: [R] int32, entries beyond which no query of the request sees anything.
-        max_seq_len: bound of every `seq_len`, for as long as the launch may be replayed.
+        seq_len: [R] int32, number of visible entries of the request.
+        max_seq_len: upper bound of `seq_len` for all replays of the launch.
         prefix_len: [≥T] int32.
         mask_words: [≥T, W] int64.
         tree_start: [≥R] int32.
-        max_query_len: bound of every request's queries, likewise; by default that of
-            `query_start_host`, which a captured graph would outgrow.
-        unknown_up_to: requests of up to so many queries may have other lengths than
-            `query_start_host` says, and still want the same bits as in any other batch of one
-            engine; 0: none has.
+        max_query_len: upper bound of a request's queries for all replays; default: from
+            `query_start_host`.
+        unknown_up_to: requests of up to this many queries may have other lengths than in
+            `query_start_host`, with the same bits as in any batch; 0: none.
 
-    The first layer computes what all layers share: set `plan` to None when the tensors change.
+    The first layer computes shared values: set `plan` to None when the tensors change.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class TreeAttentionBatch:
 
     @property
     def bounds(self) -> BatchBounds:
-        """Host numbers that the kernels' launches are laid out for."""
+        """Host numbers that determine the launches."""
         longest, lengths = self.max_query_len, self.host_lens
         if self.unknown_up_to:
             lengths = set()
@@ -112,14 +110,14 @@ class TreeAttentionBatch:
         packing: Packing | None = None,
         causal_elsewhere: bool = False,
     ) -> torch.Tensor:
-        """Attention of one layer.
+        """Run the attention of one layer.
 
         Args:
-            query, kv_cache, out: see `tree_attention`; `out` is made if not given.
+            query, kv_cache, out: see `tree_attention`; `out` is allocated if None.
             scale, soft_cap, key_scale, value_scale, sinks: see `ScoreOptions`.
-            window: a query sees only the last so many entries of what it would see.
+            window: a query sees only the last `window` of its visible entries.
             packing: layout of a packed cache, on a CPU; None: not packed.
-            causal_elsewhere: leave the rows of `causal` requests as they are. Of a packed cache.
+            causal_elsewhere: skip rows of `causal` requests; packed caches only.
         """
         if out is None:
             out = torch.empty_like(query)
@@ -146,7 +144,7 @@ class TreeAttentionBatch:
         return tree_attention(query, kv_cache, self._see(window), self.bounds, options, out)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what all layers of a kind share; the first of them makes it."""
+        """Return a value that all layers of a kind share; the first one computes it."""
         if self.plan is None:
             self.plan = {}
         if key not in self.plan:
@@ -154,7 +152,7 @@ class TreeAttentionBatch:
         return self.plan[key]
 
     def _see(self, window: int | None) -> VisibleEntries:
-        """Return what the queries see under `window`."""
+        """Return the visible entries under `window`."""
 
         def make() -> VisibleEntries:
             prefix_from, mask_words = None, self.mask_words
@@ -168,7 +166,7 @@ class TreeAttentionBatch:
         return self._once(window, make)
 
     def causal(self) -> np.ndarray:
-        """[R] bool, on a CPU: requests whose rows see all up to their own, and nothing else."""
+        """Return [R] bool, requests with causal rows only; on a CPU."""
         return self._once("causal", lambda: _loops().find_causal(*self._rows(self.mask_words)))
 
     def _plan_packed(
@@ -191,21 +189,20 @@ class TreeAttentionBatch:
 def see_last(
     prefix_len: torch.Tensor, mask_words: torch.Tensor, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep the last `window` entries that every query sees, itself included.
+    """Restrict every query to its last `window` visible entries, itself included.
 
-    What a query sees ends with itself and has one entry per position, so the last `window`
-    positions are the last `window` entries that it sees, wherever they lie.
+    The visible entries of a query end with itself, one per position.
 
     Returns:
-        prefix_from: [T] int32, the first entry of the prefix that is seen; prefix_len or more
-            where none is; and mask_words [T, W] int64 without the bits that are too old.
+        prefix_from: [T] int32, first visible entry of the prefix (≥ prefix_len: none); and
+            mask_words [T, W] int64 without older bits.
     """
     bit = torch.arange(64, device=mask_words.device)
     bits = ((mask_words[..., None] >> bit) & 1).flatten(1)  # [T, 64·W], the path from the root down
-    # How many of the path there are from each bit on, itself included.
+    # Nodes of the path from each bit on, itself included.
     newest = bits.flip(1).cumsum(1).flip(1)
     prefix_from = (prefix_len + newest[:, 0] - window).clamp(min=0).int()
-    if window >= bits.shape[1]:  # no path is longer
+    if window >= bits.shape[1]:  # longest path
         return prefix_from, mask_words
     kept = (bits * (newest <= window)).unflatten(1, (-1, 64))
     # Bits do not overlap: the sum is their union, in wrapping arithmetic for bit 63.

@@ -1,4 +1,4 @@
-"""Torch reference of tree attention, which also runs on a CPU whose cache is not packed."""
+"""Torch reference of tree attention; also used for unpacked caches on a CPU."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def tree_attention(
     scores: ScoreOptions,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of T query tokens, the R requests one after the other.
+    """Attend T query tokens of R requests, in order.
 
     Args:
         query: [T, nh, D] fp32, bf16 or fp16.
         kv_cache: [num_blocks, nkv, block_size, 2D], any strides, keys first, of the queries' dtype
             or float8_e4m3fn; nh is a multiple of nkv.
-        out: [T, nh, D], written to and returned; zeros for a query that sees nothing and for
+        out: [T, nh, D], written and returned; zeros for queries without visible entries and for
             tokens past query_start[R].
     """
     size = kv_cache.shape[2]
@@ -37,7 +37,7 @@ def tree_attention(
     for request, (first, end) in enumerate(pairwise(seen.query_start.tolist())):
         rows = slice(first, end)
         visible = visible_entries(seen, request, rows, lengths[request])
-        # What no row sees is not read: it may be unwritten, and 0 · NaN is NaN.
+        # Entries that no row sees are not read: they may be unwritten, and 0 · NaN is NaN.
         entry = visible.any(0).nonzero().flatten()
         if len(entry):
             block = seen.block_table[request].long()[entry // size]
@@ -49,7 +49,7 @@ def tree_attention(
 
 
 def visible_entries(seen: VisibleEntries, request: int, rows: slice, count: int) -> torch.Tensor:
-    """[rows, count] bool, which of a request's first entries its rows see."""
+    """Return [rows, count] bool, which of a request's first entries its rows see."""
     entry = torch.arange(count, device=seen.mask_words.device)
     oldest = 0 if seen.prefix_from is None else seen.prefix_from[rows, None]
     in_prefix = (entry >= oldest) & (entry < seen.prefix_len[rows, None])
@@ -71,7 +71,7 @@ def _attend(
     group = len(query) // len(key)
     if not scores.soft_cap and scores.key_scale is None and scores.sinks is None:
         mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
-        # SDPA gives zeros for a query that sees nothing.
+        # SDPA returns zeros for a query without visible entries.
         return F.scaled_dot_product_attention(
             query[None],
             key[None],

@@ -1,1 +1,1 @@
-"""Growing a tree block by block, or level by level, and what its rows see."""
+"""Tree growth by blocks or levels, and its attention metadata."""

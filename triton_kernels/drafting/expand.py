@@ -1,7 +1,7 @@
 """Rank-guided expansion, one launch per block of the drafter, one program per request.
 
-The torch reference is `vllm_specblock.drafters.specblock.growth.Expansion`, bit for bit except for
-starts that are not valid.
+The torch reference is `vllm_specblock.drafters.specblock.growth.Expansion`, bit for bit except
+invalid starts.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TreeShape:
 
 
 class Growing:
-    """What the launches of one expansion share.
+    """Shared tensors of one expansion's launches.
 
     Attributes:
         fields: [6, R, C] int64: token, path hash, key, parent, key as a start, scratch.
@@ -170,7 +170,7 @@ class Growing:
 
 
 class BlockDrafts(NamedTuple):
-    """A block's tokens, and what they are hung under."""
+    """A block's tokens and starting candidates."""
 
     top_logprob: torch.Tensor  # [R, ROWS, K, B] fp32
     top_token: torch.Tensor  # [R, ROWS, K, B] int64
@@ -250,7 +250,7 @@ def _attach_block(
         above = tl.load(key_ptr + node) & DEPTH
         first_cell = 1 + (1 + (GROW.BLOCK - 2) * GROW.S) * GROW.K * GROW.B
         if GROW.BLOCK < GROW.BLOCKS:
-            # The root is no start.
+            # The root is not a start.
             begun = started_ptr + (GROW.BLOCK - 2) * GROW.S + row
             begins = inside & (cell % (GROW.K * GROW.B) == 0)
             tl.store(begun, tl.where(valid, text, ROOT), mask=begins)
@@ -304,7 +304,7 @@ def _attach_and_start_kernel(
     CLOSED: tl.constexpr = CLOSED,
     INDEX: tl.constexpr = INDEX_BITS,
 ):
-    """Hang block BLOCK, and choose the S best nodes so far to start from, each text once."""
+    """Attach block BLOCK, and choose the S best nodes as starts, each text once."""
     request = tl.program_id(0).to(tl.int64)
     token = fields_ptr + request * GROW.C
     path_hash, key = token + size, token + 2 * size
@@ -315,7 +315,7 @@ def _attach_and_start_kernel(
 
     place = tl.arange(0, PLACES)
     inside = (place > 0) & (place < COUNT)
-    # Too few candidates for all starts: the last one, closed, stands in.
+    # Too few candidates: the last one, closed, fills the starts.
     closed = tl.minimum(tl.maximum(place, 1), COUNT - 1).to(tl.int64) | CLOSED
     open_key = tl.load(may_start + place, mask=inside, other=0)
     open_key = tl.where(inside, open_key, closed)
@@ -354,7 +354,7 @@ def _attach_and_select_kernel(
     GROW: tl.constexpr,  # BlockConstants
     SELECT: tl.constexpr,  # SelectConstants
 ):
-    """Hang the last block, and make the tree."""
+    """Attach the last block, and build the tree."""
     request = tl.program_id(0).to(tl.int64)
     token = fields_ptr + request * GROW.C
     path_hash, key, parent = token + size, token + 2 * size, token + 3 * size

@@ -1,7 +1,7 @@
 """Rank-guided expansion for CPUs, one call per block of the drafter.
 
 See `expand.py`; the torch reference is `vllm_specblock.drafters.specblock.growth.Expansion`, bit
-for bit but for starts that are not valid.
+for bit except invalid starts.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _attach_block(
                     token[r, c] = top_token[r, row, k, b]
                     path_hash[r, c] = token[r, c] + text * PATH_FACTOR
                     parent[r, c] = node
-                    # Without its sign: a score is at most 0.
+                    # Absolute value: a score is at most 0.
                     key[r, c] = np.int64(bits[r, c] & 0x7FFFFFFF) << 32
                     key[r, c] += deep + (k + 1) * DEPTH_ONE + c
                     start_key[r, c] = key[r, c] if wanted > 0 else key[r, c] | CLOSED
@@ -134,7 +134,7 @@ def _choose_starts(
     row,
     position,
     valid,  # [R, S] bool
-    block,  # the one that hangs
+    block,  # the attached block
     count,  # candidates so far, the root included
     block_size,
     width,

@@ -91,7 +91,7 @@ def _first_block_metadata_kernel(
     K: tl.constexpr,
     CELLS: tl.constexpr = _CELLS,
 ):
-    """CELLS positions of rows, as many of newest rows, and as many requests."""
+    """Handle CELLS positions of rows, of newest rows, and of requests."""
     cell = tl.program_id(0) * CELLS + tl.arange(0, CELLS)
     one, k = cell // K, cell % K
     inside = one < num_rows

@@ -31,7 +31,7 @@ class LevelLimits:
 
 
 class GrowingLevels:
-    """What the launches of one growth share.
+    """Shared tensors of one growth's launches.
 
     Attributes:
         fields: [4, R, C] int64: token, parent, key, node in the tree.
@@ -118,7 +118,7 @@ class GrowingLevels:
 
 
 class LevelDrafts(NamedTuple):
-    """A level's tokens, and what they are hung under."""
+    """A level's tokens and parent rows."""
 
     logprob: torch.Tensor  # [R, ROWS, TOP_K] fp32
     token: torch.Tensor  # [R, ROWS, TOP_K] int64
@@ -151,7 +151,7 @@ class NextRows(NamedTuple):
 
 
 class LevelConstants(NamedTuple):
-    """What a launch is compiled for."""
+    """Compile-time constants."""
 
     ROOT: bool  # level 1
     ROWS: int
@@ -172,7 +172,7 @@ def _attach_level(
     GROW: tl.constexpr,  # LevelConstants
     DEPTH_ONE: tl.constexpr = DEPTH_ONE,
 ):
-    """Write a level's candidates, the first of which is `first_cell`; returns their keys."""
+    """Write a level's candidates from `first_cell` on; return their keys."""
     first_row = request * GROW.ROWS
     cell = tl.arange(0, GROW.CELLS)
     inside = cell < GROW.ROWS * GROW.TOP_K
@@ -220,7 +220,7 @@ def _attach_and_grow_kernel(
     CLOSED: tl.constexpr = CLOSED,
     INDEX: tl.constexpr = INDEX_BITS,
 ):
-    """Hang a level, and choose the WIDTH best of its nodes, which grow next."""
+    """Attach a level, and choose its WIDTH best nodes, which grow next."""
     request = tl.program_id(0).to(tl.int64)
     first_cell = 1 + done * GROW.TOP_K
     key = _attach_level(
@@ -264,7 +264,7 @@ def _attach_and_select_kernel(
     GROW: tl.constexpr,  # LevelConstants
     SELECT: tl.constexpr,  # SelectConstants
 ):
-    """Hang the last level, and make the tree."""
+    """Attach the last level, and build the tree."""
     request = tl.program_id(0).to(tl.int64)
     fields_ptr += request * GROW.C
     score_ptr += request * GROW.C

@@ -181,7 +181,7 @@ def _later_block_metadata_kernel(
     TOKENS: tl.constexpr,  # in one block of the table
     PLACES: tl.constexpr,  # >= S · K
 ):
-    """The S·K positions of one request; the program after the last one only ends `query_start`."""
+    """Handle the S·K positions of one request; one more program ends `query_start`."""
     request = tl.program_id(0)
     tl.store(out.query_start + request, request * (S * K))
     if request >= num_requests:
@@ -208,7 +208,7 @@ def _later_block_metadata_kernel(
     before = tl.where(drafted, before, newest * K + from_k + 1)
     tl.store(kept.prefix + request * ROWS + first_row + start, before, mask=once)
     tl.store(out.prefix_len + cell, before.to(tl.int32), mask=inside)
-    # Rows drafted so far lie request by request, and there are as many as this block's first.
+    # Earlier rows are grouped by request; their number is this block's first row.
     goes_on = (request * first_row + from_row) * K + from_k
     tl.store(out.source + of_start, goes_on, mask=once)
     ahead = rope + 1

@@ -1,1 +1,1 @@
-"""What verdicts teach: calibration, acceptance rates, counters."""
+"""Feedback kernels: calibration, acceptance rates, counters, recording."""

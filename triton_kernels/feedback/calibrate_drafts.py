@@ -1,8 +1,7 @@
 """Draft calibration (temperature scaling): update from verification results.
 
-The torch reference is `DraftCalibration.learn` over `VerifiedTrees.of_drafter`. One program does
-all: requests are few and their trees small. The sums have one order, so the same results always
-give the same calibration.
+The torch reference is `DraftCalibration.learn` over `VerifiedTrees.of_drafter`. One program sums in
+a fixed order, so equal results give equal calibration.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _TILE = 2048  # nodes of several requests that the program looks at together
 
 
 class LearnRates(NamedTuple):
-    """How fast a calibration learns, and how far."""
+    """Learning rates and bounds of a calibration."""
 
     lowest: float  # of `log`
     highest: float
@@ -38,12 +37,12 @@ def update_calibration_triton(
     result: VerificationResult,
     rates: LearnRates,
 ) -> torch.Tensor:
-    """Change `log`, `trees`, `own` and `own_trees` in place; return β of the requests, [R] fp32.
+    """Update `log`, `trees`, `own` and `own_trees` in place; return β of the requests, [R] fp32.
 
     Args:
-        log, trees: [2] fp32, as `DraftCalibration` keeps them.
+        log, trees: [2] fp32, see `DraftCalibration`.
         own, own_trees: [S] fp32, likewise; empty: requests share one calibration.
-        drafter: 0 or 1, which bit of `result.origin` to look at.
+        drafter: 0 or 1, the bit of `result.origin`.
     """
     num_nodes, path_len = result.score.shape[1], result.path.shape[1]
     nodes, beta = next_power_of_2(num_nodes), log.new_empty(len(result.req_idx))
@@ -97,7 +96,7 @@ def _learn_kernel(
         run = tl.load(result.num_run + request * strides.num_run, mask=there, other=0).to(tl.int32)[
             :, None
         ]
-        # A node that was run is one of the tree's: no more than N are scheduled.
+        # Verified nodes are nodes of the tree: at most N are scheduled.
         wanted = node < tl.minimum(run, NUM_NODES)
         by = tl.load(result.origin + at[:, None] * NUM_NODES + node, mask=wanted, other=0)
         mine = (by.to(tl.int32) & BIT) > 0
@@ -147,7 +146,7 @@ def _learn_kernel(
         request = first + tl.arange(0, BLOCK)
         there = request < num_requests
         at = tl.load(result.req_idx + request * strides.req_idx, mask=there, other=0).to(tl.int64)
-        # Temperature 0 is a greedy target's; so is one so low that its β would be above that.
+        # Temperature 0, or one so low that β would exceed the greedy β.
         heat = tl.load(result.temperatures + at, mask=there, other=0.0)
         beta = tl.minimum(greedy, sampling / tl.maximum(heat, 1e-30))
         if own_ptr is not None:

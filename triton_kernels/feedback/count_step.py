@@ -1,7 +1,7 @@
 """Counts over the trees of a step, added to running totals in one launch.
 
-The torch reference is in `engine/metrics/counters.py`. Programs add as they come: integers have the
-same sum in any order.
+The torch reference is in `engine/metrics/counters.py`. Programs add atomically: sums of integers
+do not depend on the order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _TILE = 2048  # nodes of several requests that a program looks at
 
 
 class Drafted(NamedTuple):
-    """What the drafters drafted for R requests, or the strides of these tensors.
+    """Drafts for R requests, or the strides of these tensors.
 
     Attributes:
-        live: [R] bool or integers; the other requests are left out (mid-prompt, padding).
-        second: [R] bool, the second drafter was asked; None: there is none.
+        live: [R] bool or integers; other requests are skipped (mid-prompt, padding).
+        second: [R] bool, the second drafter ran; None: there is none.
         agreed: [R] bool, both drafters' trees begin with the same token; None likewise.
         size, other_size: [R] int32, nodes of each drafter's tree.
         beta, other_beta: [R] fp32, β that it was grown with; None: 1.
@@ -86,7 +86,7 @@ def _count_step_kernel(
     tree = result.origin + (at * NUM_NODES)[:, None]
     node, place = tl.arange(0, NODES)[None, :], tl.arange(0, PLACES)[None, :]
     by = tl.load(tree + node, mask=node < run, other=0)
-    # The root, 0, also stands for what lies beyond the path's end.
+    # The root, 0, also fills the path beyond its end.
     path = result.path + (request * strides.path)[:, None] + place
     step = tl.load(path, mask=there[:, None] & (place < PATH_LEN), other=0)
     kept = tl.load(tree + step - 1, mask=(step > 0) & (step <= run), other=0)

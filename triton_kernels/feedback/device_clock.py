@@ -1,4 +1,4 @@
-"""A GPU's own clock, for spans that may lie inside CUDA graphs; it has no torch reference."""
+"""GPU clock for spans, also inside CUDA graphs; without a torch reference."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _end_kernel(total_ptr):
 
 
 def begin_span_triton(total: torch.Tensor) -> None:
-    """Note when the work queued so far is done.
+    """Record the time when the queued work is done.
 
     Args:
-        total: [3] int64 on a GPU: nanoseconds of all spans, their number, and the last beginning.
+        total: [3] int64 on a GPU: nanoseconds of all spans, their number, and the last start.
     """
     _begin_kernel[(1,)](total, num_warps=1)
 
 
 def end_span_triton(total: torch.Tensor) -> None:
-    """Add what passed since `begin_span_triton`; `total` as there."""
+    """Add the time since `begin_span_triton`; `total` as there."""
     _end_kernel[(1,)](total, num_warps=1)

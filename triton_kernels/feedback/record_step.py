@@ -1,4 +1,4 @@
-"""Recording of a step's committed rows into slabs, and of what its drafts missed into sums."""
+"""Recording of a step's committed rows in slabs, and of its misses in sums."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def record_step_triton(slabs: SlabTensors, step: StepToRecord) -> None:
 
 @op(record_step_triton)
 def record_step(slabs: SlabTensors, step: StepToRecord) -> None:
-    """Write a step's rows into the slabs, and add to the sums; no shape depends on values.
+    """Write a step's rows into the slabs, and add to the sums, with fixed shapes.
 
-    Rows of padding, of requests without a slab and of positions before or beyond it are left out.
+    Padding, requests without a slab and positions outside it are skipped.
     """
     count, width = slabs.token.shape
     result, req_idx = step.result, step.result.req_idx.long()
@@ -49,7 +49,7 @@ def record_step(slabs: SlabTensors, step: StepToRecord) -> None:
     place = step.position - first[step.request]
     owner = slab[step.request]
     kept = (owner >= 0) & (step.cache_slot >= 0) & (place >= 0) & (place < width)
-    # Which row each place takes; one place more for those that have none.
+    # The row for each place; one more place for rows without any.
     rows = torch.arange(len(place), device=place.device)
     writer = torch.full((count * width + 1,), -1, device=place.device)
     writer[torch.where(kept, owner * width + place, count * width)] = rows
@@ -79,7 +79,7 @@ def record_step(slabs: SlabTensors, step: StepToRecord) -> None:
 
 
 class RowPointers(NamedTuple):
-    """Which rows a step committed, as `StepToRecord` has them."""
+    """Committed rows of a step, as in `StepToRecord`."""
 
     request: torch.Tensor  # [T] int64, as the four after it
     source: torch.Tensor
@@ -89,7 +89,7 @@ class RowPointers(NamedTuple):
     newest: torch.Tensor  # [R] int64
 
 
-# States may be parts of something, and begin anywhere.
+# States may be slices: do not specialise on alignment.
 @jit(do_not_specialize=["low_ptr", "mid_ptr", "high_ptr", "last_ptr", "num_rows"])
 def _record_step_kernel(
     slabs,  # SlabTensors
@@ -109,7 +109,7 @@ def _record_step_kernel(
     NODES: tl.constexpr,
     BLOCK: tl.constexpr = _COLUMNS,
 ):
-    """BLOCK columns of one row, or the sums of one request."""
+    """Copy BLOCK columns of one row, or add the sums of one request."""
     program = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if program < num_rows:

@@ -1,6 +1,6 @@
-"""What a step committed into slabs, for CPUs; see `record_step.py`.
+"""Recording of a step's committed rows, for CPUs; see `record_step.py`.
 
-States are passed as addresses, and their rows are copied as bytes, so any dtype works.
+States are passed as addresses and copied as bytes, so any dtype works.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .slab_tensors import SlabTensors, StepToRecord
 
 
 def record_step_numba(slabs: SlabTensors, step: StepToRecord) -> None:
-    """Arguments as `record_step.record_step` has them."""
+    """Record a step; arguments as in `record_step.record_step`."""
     states = [x if x.stride(1) == 1 else x.contiguous() for x in (*step.states, step.last)]
     size, result = states[0].element_size(), step.result
     sources = tuple((x.data_ptr(), x.stride(0) * size) for x in states)

@@ -1,4 +1,4 @@
-"""What is recorded of requests while they are served, and what a step adds to it: plain tensors."""
+"""Tensors of recorded requests, and a step's additions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..verify.verification_result import VerificationResult
 class SlabTensors(NamedTuple):
     """G slabs of W rows each, and sums of S request slots; contiguous, on one device.
 
-    Row i of a slab is of the token x_p, p = begin + i. A row's place follows from its position
-    alone: nothing counts rows, and a step that is repeated writes the same.
+    Row i of a slab belongs to the token x_p, p = begin + i. A row's place depends only on its
+    position, so a repeated step writes the same rows.
 
     Attributes:
         states: [G, W, 3·Ht], the target's states at x_p, columns low, mid, high.
         last: [G, W, Ht], of the same dtype, what the target's LM head reads at x_p.
         token: [G, W] int32, x_{p+1}.
         begin: [G] int32, first position.
-        end: [G] int32, position after the newest row; `begin` where there is none.
+        end: [G] int32, position after the newest row; `begin` if there is none.
         of_slot: [S] int32, the slab of the request in each slot; −1: not recorded.
         missed: [S] fp32, s [SpecBlock, eq. 8], as far as a step can know it: 1 for every walk that
             ends at a node with children, whose probabilities all went to wrong tokens.

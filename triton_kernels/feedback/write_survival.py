@@ -1,7 +1,7 @@
 """Survival probabilities of new trees' nodes.
 
-The torch reference is `AcceptanceEstimator.steps`. Each program fits the rates for its request: a
-launch to fit them once would take longer.
+The torch reference is `AcceptanceEstimator.steps`. Each program fits the rates itself, which is
+faster than another launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def write_survival_triton(
 ) -> None:
     """Launch the kernel; see `AcceptanceEstimator.write_survival`.
 
-    What is of requests may be columns of a table; `score` is contiguous; bins are a power of two.
+    Tensors by request may be columns of a table; `score` is contiguous; bins are a power of two.
     """
     if len(req_idx):
         _write_survival_kernel[(len(req_idx),)](
@@ -59,11 +59,11 @@ def _smaller(a, b):
 
 @jit
 def _rates(judged_ptr, reached_ptr, believed_ptr, prior, BINS: tl.constexpr):
-    """[BINS], how often nodes of a bin are reached: isotonic regression by its min-max formula."""
+    """Return [BINS], how often nodes are reached: isotonic regression by its min-max formula."""
     bins = tl.arange(0, BINS)
     count = tl.load(judged_ptr + bins) + prior
     found = tl.load(reached_ptr + bins) + prior * tl.load(believed_ptr + bins)
-    later = bins[:, None] <= bins[None, :]  # [j, k]: bin k is j or a less sure one
+    later = bins[:, None] <= bins[None, :]  # [j, k]: bin k is j or less confident
     counts = tl.cumsum(tl.where(later, count[None, :], 0.0), 1)
     # The mean over bins j … k; a count of 1 where there are none.
     mean = tl.cumsum(tl.where(later, found[None, :], 0.0), 1) / tl.where(later, counts, 1.0)

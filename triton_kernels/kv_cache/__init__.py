@@ -1,1 +1,1 @@
-"""Keys and values: stored, and brought together once a path is accepted."""
+"""KV cache kernels: commit of accepted paths, committed tokens, incomplete blocks."""

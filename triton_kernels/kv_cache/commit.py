@@ -27,11 +27,11 @@ class CacheStrides(NamedTuple):
 
 
 class KVCacheSet:
-    """The caches of many layers with one geometry, prepared once so that one launch serves all.
+    """Caches of layers with one geometry, prepared so that one launch serves all.
 
     caches: per layer [num_blocks, num_kv_heads, block_size, C], all of one shape, stride, dtype
     and device. Raises ValueError if they differ or there is none.
-    packing: how they are packed, on a CPU; None: they are not.
+    packing: how they are packed, on a CPU; None: not packed.
     """
 
     def __init__(self, caches: Sequence[torch.Tensor], packing: Packing | None = None) -> None:
@@ -44,7 +44,7 @@ class KVCacheSet:
                 "the caches of a KVCacheSet must agree in shape, strides, dtype and device: "
                 f"{sorted(map(str, forms))}"
             )
-        # Entries are moved, never computed with: as integers, so that every cache dtype will do.
+        # Entries are only moved: integers serve every cache dtype.
         integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[first.element_size()]
         self.caches = [cache.view(integer) for cache in caches]
         self.packing = packing
@@ -58,16 +58,16 @@ def move_kv(
     target_slot: torch.Tensor,
     moves: torch.Tensor,
 ) -> None:
-    """In every layer, copy the entries at source slots to the target slots, in place, by torch.
+    """Copy entries from source to target slots in every layer, in place, with torch.
 
     source_slot, target_slot [R, D] int64 (slot = block · block_size + offset; negative: padding);
     moves [R, D] bool. Rows that do not move, or that name a padding slot, change nothing.
     Two moving rows may not share a target. A target may be a source of the same request, but not
     of another request (requests never share the slots they write).
 
-    Shapes may not depend on how many rows move, so an idle row must write something. Writing its
-    own slot back would undo a move onto that slot; instead it repeats the first moving row, and
-    if none moves, rewrites that row's source with itself.
+    Shapes must not depend on how many rows move, so an idle row must write something. Rewriting its
+    own slot could undo a move there, so it repeats the first moving row; if none moves, it rewrites
+    that row's source.
     """
     if kv_caches.packing is not None:
         from ..attention.cpu_packing import move_packed
@@ -131,7 +131,7 @@ def move_path_triton(
     cache = kv_caches.caches[0]
     _, num_kv_heads, block_size, width = cache.shape
     integer = {torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32}[cache.dtype]
-    # All rows are in registers at once: the more there are, the fewer columns at a time.
+    # All rows are in registers at once: more rows leave room for fewer columns.
     block_rows = next_power_of_2(depth)
     block_c = min(next_power_of_2(width), 128, max(4096 // block_rows, 16))
     _move_path_kernel[(num_requests, num_kv_heads, len(kv_caches.caches))](
@@ -166,7 +166,7 @@ def _move_path_kernel(
     BLOCK_ROWS: tl.constexpr,  # >= D
     BLOCK_C: tl.constexpr,
 ):
-    """All D rows of one request in one layer and kv head, BLOCK_C columns at a time."""
+    """Move all D rows of one request in one layer and kv head, BLOCK_C columns at a time."""
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     cache = tl.load(caches_ptr + tl.program_id(2)).to(tl.pointer_type(INTEGER))
@@ -177,7 +177,7 @@ def _move_path_kernel(
     live = on_path & (node != place)
     root = tl.load(rows.query_start + request * strides.query_start)
     root += tl.load(rows.base + request * strides.base) - 1
-    # A padding request has an old verdict, and no rows for it.
+    # A padding request has a stale verdict and no rows.
     row = tl.minimum(root + node, last_row)
     source = tl.load(slot_mapping_ptr + row, mask=live, other=-1)
     row = tl.minimum(root + place, last_row)

@@ -1,4 +1,4 @@
-"""Bringing an accepted path together, for CPUs: only what moves; see `commit.py`."""
+"""Commit of accepted paths, for CPUs; see `commit.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def move_path_numba(
     rows: AcceptedRows,
     num_rows: int,
 ) -> None:
-    """Arguments as `commit.move.move_path` has them."""
+    """Move a path; arguments as in `commit.move.move_path`."""
     of_requests = (x.contiguous().numpy() for x in rows)
     source, target = _slots(slot_mapping.numpy(), *of_requests, num_rows - 1)
     if len(source):
@@ -32,7 +32,7 @@ def _slots(
     accepted,  # [R] int32
     last_row,
 ):
-    """→ source, target: the slots of what moves, request by request, row by row."""
+    """Return source and target slots of the moves, by request and row."""
     count, depth = path.shape[0], path.shape[1] - 1
     source, target = np.empty(count * depth, np.int64), np.empty(count * depth, np.int64)
     moves = 0

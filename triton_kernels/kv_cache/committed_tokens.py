@@ -15,14 +15,14 @@ _ROWS = 128  # of a program
 
 
 class StepRows(NamedTuple):
-    """The T rows that drafters read of a step, and the batch of R requests that they are of.
+    """The T rows of a step that drafters read, and their batch of R requests.
 
-    A request's rows are its base rows and, where it had drafts, D for its path, however many were
-    accepted. The first four attributes are an `AcceptedRows`.
+    A request's rows are its base rows and, with drafts, D rows for its path, accepted or not. The
+    first four attributes are an `AcceptedRows`.
 
     Attributes:
         query_start, base, path, accepted: see `AcceptedRows`.
-        request, local: [T] int64, request of each row, and its number among that request's rows.
+        request, local: [T] int64, request of each row, and the row's index in that request.
         row_start: [R+1] int32, first row of each request.
         positions, slot_mapping: [≥ batch rows] int64, of the batch's rows.
         req_idx: [R] integers, the request slot.
@@ -49,7 +49,7 @@ class StepRows(NamedTuple):
 
 
 class CommittedRows(NamedTuple):
-    """What drafters read of T rows of R requests, as in `CommittedTokens`."""
+    """The rows for the drafters, as in `CommittedTokens`."""
 
     source: torch.Tensor  # [T] int64, as the four after it
     token: torch.Tensor
@@ -101,7 +101,7 @@ def _committed_tokens_kernel(
     last_row,  # of the batch
     BLOCK: tl.constexpr = _ROWS,
 ):
-    """BLOCK rows, and as many requests: every request has a row, so the programs suffice."""
+    """Handle BLOCK rows, and as many requests: every request has a row, so the programs suffice."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_rows
     of = tl.load(step.request + at, mask=inside, other=0)

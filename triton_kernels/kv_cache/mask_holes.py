@@ -1,4 +1,4 @@
-"""Block tables without the cache blocks that drafters have not written in full."""
+"""Block tables without cache blocks that drafters have not written completely."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mask_holes_triton(
     hidden: torch.Tensor,
     start: torch.Tensor,
 ) -> torch.Tensor:
-    """Launch the kernel, one program per request; arguments as `mask_holes` has them."""
+    """Launch the kernel, one program per request; arguments as in `mask_holes`."""
     requests, width = table.shape
     blind = torch.empty(requests, dtype=torch.bool, device=table.device)
     if requests:
@@ -52,14 +52,14 @@ def mask_holes(
 ) -> torch.Tensor:
     """Remove incomplete blocks from the tables of requests whose next rows will be written.
 
-    A block that a request writes from its first missing row on becomes complete. One whose missing
-    rows come before the request's stays in the table, and is not written.
+    A block that a request writes from its first missing row on becomes complete. A block with
+    missing rows before the request's stays in the table, and is not written.
 
     Args:
         missing: [blocks + 1] int64, the first missing row of each block, `block_size` where it is
             complete; changed in place.
         table: [R, columns] int32, changed in place; zeros take the place of removed blocks.
-        first, last: [R] int64, positions of the first and the last row that will be written.
+        first, last: [R] int64, positions of the first and the last row to write.
         hidden, start: [R] int64, written: tokens in removed blocks, and the first position to
             store, 0 for all.
 
@@ -100,7 +100,7 @@ def _mask_holes_kernel(
     BLOCK_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One request, COLUMNS columns of its table at a time."""
+    """Handle one request, COLUMNS columns of its table at a time."""
     request = tl.program_id(0).to(tl.int64)
     table += request * table_stride
     begin = tl.load(first + request)

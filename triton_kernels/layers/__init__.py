@@ -1,1 +1,1 @@
-"""What the layers of drafters are computed with: norms, RoPE, products in 8 bits, both heads."""
+"""Kernels of drafter layers: norms, RoPE, 8-bit linears, LM and rank heads."""

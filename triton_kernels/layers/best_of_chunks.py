@@ -1,7 +1,6 @@
-"""The best of a row's logits, chunk by chunk: one launch, and how a second one merges them.
+"""Best logits of a row by chunks: the first launch, and the merge for a second one.
 
-Chunks of the draft vocabulary keep all SMs reading for a few rows. Of equal logits the one with the
-lower index comes first.
+Chunks of the vocabulary keep all SMs busy for a few rows. Ties go to the lower index.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ..optional_triton import cdiv, jit, next_power_of_2, tl
 
 
 class Chunks(NamedTuple):
-    """What the first kernel leaves of each chunk."""
+    """Results of the first kernel per chunk."""
 
     best: torch.Tensor  # [rows, chunks, TOP] int64: an ordered integer << 32 | (2^31 - 1 - index)
     sums: (
@@ -25,7 +24,7 @@ class Chunks(NamedTuple):
 
 
 class MergeConstants(NamedTuple):
-    """What `merge_chunks` is compiled for."""
+    """Compile-time constants of `merge_chunks`."""
 
     CHUNKS: int
     CHUNK_PLACES: int  # >= CHUNKS
@@ -45,13 +44,13 @@ def best_of_chunks(
 
     Args:
         logits: [R, ..., Vd], of any floating dtype.
-        most: how many of the best of a row are wanted, at most Vd.
+        most: number of best logits per row, at most Vd.
         beta: [R] fp32, or None.
-        spread: whether the entropy over the whole vocabulary is.
+        spread: also compute the entropy over the whole vocabulary.
         scale: factor on the logits, above 0.
 
     Returns:
-        the chunks, and what a kernel that merges them is compiled for.
+        the chunks, and the constants for merging them.
     """
     vocab = logits.shape[-1]
     logits = logits.detach().reshape(-1, vocab).contiguous()
@@ -86,7 +85,7 @@ def best_of_chunks(
 def top_logprobs(
     logits: torch.Tensor, best: torch.Tensor, beta: torch.Tensor | None
 ) -> torch.Tensor:
-    """The logarithms of the softmax of β · logits, where the best logits are.
+    """Return log softmax(β · logits) at the best logits.
 
     Args:
         logits: [R, ..., Vd].
@@ -133,7 +132,7 @@ def _best_of_chunk_kernel(
         sharper = tl.where(inside, tl.exp(sharp * below), 0.0)
         tl.store(sums_ptr + 3 * chunks, tl.sum(sharper, 0))
 
-    # A NaN may order below −inf, and then what lies beyond the vocabulary would come before it.
+    # A NaN may order below −inf, and so after padding.
     bits = tl.where(x == x, x, float("-inf")).to(tl.int32, bitcast=True)
     # Negative floats order against their bits.
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)

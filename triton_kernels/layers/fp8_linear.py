@@ -2,10 +2,10 @@
 
     out[t, n] = scale[n] · Σ_k x[t, k] · weight[n, k]
 
-At T of a few dozen the layer is bound by reading weights, so activations are not quantized. At most
-32 rows are multiplied in float16 unless they are float32: the hardware converts two float8 numbers
-to it at once. Activations beyond 65,504 are clamped there. Each warp sums its own part of K, since
-one warp's products onto one sum wait for each other.
+A few dozen rows are bound by reading weights, so activations are not quantized. Up to 32 rows are
+multiplied in float16 unless they are float32, since the hardware converts pairs of float8 numbers
+to it; activations are clamped at 65,504. Each warp sums its own part of K, since products onto one
+sum wait for each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PARTS = 8
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """weight [N, K] -> float8 e4m3 [N, K], and [N] fp32 so that their product is the weight.
 
-    The largest of a row becomes the largest that 8 bits can say.
+    The largest weight of a row becomes the largest e4m3 number.
     """
     weight = weight.float()
     scale = weight.abs().amax(1).clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
@@ -105,8 +105,7 @@ def _fp8_linear_kernel(
 ):
     """BLOCK_N outputs of BLOCK_M rows.
 
-    The weights are the left factor: that is the one which the matrix units take from registers,
-    where the conversion leaves it.
+    The weights are the left factor, which the matrix units can read from registers.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -45,7 +45,7 @@ def layer_shift_triton(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tens
         BLOCK_N=block_n,
         BLOCK_I=block_i,
         num_warps=4 if small else 8,
-        # Some 40 KB of W on their way, as reading at full speed takes.
+        # Some 40 KB of W in flight, for full bandwidth.
         num_stages=3 if not small else 6 if block_m <= 32 else 4,
     )
     return out
@@ -53,12 +53,12 @@ def layer_shift_triton(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tens
 
 @op(layer_shift_triton)
 def shift(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Eq. 3 as it is written. hidden [T, K, H], weight [H, 2H] -> [T, K, H]."""
+    """Return eq. 3 as printed. hidden [T, K, H], weight [H, 2H] -> [T, K, H]."""
     return F.linear(beside_previous(hidden), weight)
 
 
 def beside_previous(hidden: torch.Tensor) -> torch.Tensor:
-    """What eq. 3 multiplies, [h[t, k]; h[t, k-1]]. hidden [T, K, H] -> [T, K, 2H]."""
+    """Return [h[t, k]; h[t, k-1]], the input of eq. 3. hidden [T, K, H] -> [T, K, 2H]."""
     previous = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
     return torch.cat([hidden, previous], dim=-1)
 
@@ -97,8 +97,7 @@ def _layer_shift_kernel(
 ):
     """One [BLOCK_M, BLOCK_N] tile of the output.
 
-    The two halves of W are two products into one accumulator, so the concatenation of eq. 3 is
-    never laid out in memory.
+    The two halves of W are two products into one accumulator, without the concatenation of eq. 3.
     """
     entry = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

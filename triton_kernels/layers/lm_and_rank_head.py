@@ -17,7 +17,7 @@ FEATURE_LOGPROBS = 10
 
 
 def rank_features(top: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
-    """ψ, the rank head's summary of a draft distribution (appendix B).
+    """Return ψ, the rank head's features of a draft distribution (appendix B).
 
     Args:
         top: [..., 10], the largest logits, descending.
@@ -39,16 +39,15 @@ def rank_features(top: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
 def top_and_features(
     logits: torch.Tensor, width: int, scope: int | None
 ) -> tuple[torch.return_types.topk, torch.Tensor]:
-    """The best logits and ψ, with one top-k for both.
+    """Return the best logits and ψ, with one top-k for both.
 
     Args:
         logits: [..., Vd].
-        width: as many of the best are wanted at least (if there are as many).
+        width: minimum number of best logits, if there are as many.
         scope: logits over which ψ is taken, at least 10; None: all.
 
     Returns:
-        the top-k, at least 10 of them, and [..., 15] float32. Which of equal logits come first,
-        or at all, is left to `torch.topk`.
+        the top-k, at least 10, and [..., 15] float32. Ties are left to `torch.topk`.
     """
     reach = scope or FEATURE_LOGPROBS
     top = logits.topk(min(max(reach, width), logits.shape[-1]))
@@ -65,14 +64,13 @@ def lm_and_rank_head_triton(
     scope: int | None,
     beta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the kernels; arguments and results as `lm_and_rank_head` has them.
+    """Launch the kernels; arguments and results as in `lm_and_rank_head`.
 
-    The rank head's product with `normed` is torch's; the features' part is added to it, so the
-    two are never laid side by side.
+    torch computes the rank head's product with `normed`; the kernel adds the features' part.
     """
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     size = normed.shape[-1]
-    layers: Any = rank_head  # torch knows no types of what it lists
+    layers: Any = rank_head  # Sequential is untyped
     first, second = layers[0].weight.detach(), layers[2].weight.detach().contiguous()
     of_state = F.linear(normed, first[:, :size]).reshape(-1, len(first)).contiguous()
     most = min(max(scope or FEATURE_LOGPROBS, width), vocab)
@@ -119,17 +117,17 @@ def lm_and_rank_head(
     scope: int | None,
     beta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what tree expansion needs of positions.
+    """Return tokens, log-probabilities and rank buckets of positions.
 
     Args:
-        normed: [R, ..., H], what the LM head read.
-        logits: [R, ..., Vd], what it said; Vd at least 10.
+        normed: [R, ..., H], input of the LM head.
+        logits: [R, ..., Vd], its output; Vd at least 10.
         offset: [Vd] int64, target id − draft id.
         rank_head: linear [hidden, H + 15], SiLU, linear [classes, hidden]; no biases.
         width: B, tokens per position, at most Vd.
         scope: logits over which the rank features are taken, at least 10; None: all.
-        beta: [R] fp32, above 0: what the logits are multiplied by before they become
-            probabilities; the rank head never sees it. None: 1.
+        beta: [R] fp32, above 0, factor of the logits for log-probabilities, not for the rank head.
+            None: 1.
 
     Returns:
         [R, ..., B] float32, log-probabilities over the draft vocabulary, descending;
@@ -143,7 +141,7 @@ def lm_and_rank_head(
 
 
 class RankConstants(NamedTuple):
-    """What the rank head's kernel is compiled for."""
+    """Compile-time constants of the rank head's kernel."""
 
     SCOPE: int  # logits that the rank features are taken over; 0: the whole vocabulary
     LOGPROBS: int

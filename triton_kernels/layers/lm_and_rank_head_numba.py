@@ -1,7 +1,6 @@
 """Top-k tokens and rank features from draft logits, for CPUs: one pass over each row.
 
-Differs from `lm_and_rank_head` in torch in the last digits only. Of equal logits the one with the
-lower index comes first.
+Differs from `lm_and_rank_head` in torch in the last digits only. Ties go to the lower index.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def lm_and_rank_head_numba(
     scope: int | None,
     beta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Arguments and results as `lm_and_rank_head` has them."""
+    """Run both heads; arguments and results as in `lm_and_rank_head`."""
     shape, vocab_size = logits.shape[:-1], logits.shape[-1]
     scores = logits.reshape(-1, vocab_size)
     if scores.dtype == torch.bfloat16:
@@ -61,7 +60,7 @@ def lm_and_rank_head_numba(
 @njit(fastmath=_FAST)
 def _load(rows, row, start, count, scores):
     """fp32; bfloat16 comes as int16."""
-    part = rows[row, start : start + count]  # a sum as index may be negative, which takes a gather
+    part = rows[row, start : start + count]  # a sum may be negative: a slow gather
     if rows.itemsize == 2:
         bits = scores.view(np.int32)
         for i in range(count):
@@ -93,7 +92,7 @@ def _exponentials(scores, count, factor, top, out):
 
 @njit(fastmath=_FAST)
 def _sums(scores, power, count, top):
-    """Of exponentials, and of exponentials times what is in them."""
+    """Return Σ e^x and Σ x e^x, given e^x as `power`."""
     total, weighed = _F(0), _F(0)
     for i in range(count):
         total += power[i]

@@ -1,4 +1,4 @@
-"""RMS norms with the sum before them, or beside another norm."""
+"""RMS norms, fused with a sum or with another norm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..optional_triton import jit, next_power_of_2, tl
 
 
 class Norm(Protocol):
-    """An RMS norm over H that was given its epsilon; torch's own may lack one."""
+    """An RMS norm over H with an explicit epsilon; torch's own may lack one."""
 
     eps: float
 
@@ -27,7 +27,7 @@ def add_norm_triton(
     norm: Norm,
     keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel, one program per entry; any strides will do."""
+    """Launch the kernel, one program per entry; strides are arbitrary."""
     if max(left.dim(), right.dim()) > 3 or not left.dtype == right.dtype == norm.weight.dtype:
         return add_norm.reference(left, right, norm, keep)
     shape = right.shape if keep is not None else torch.broadcast_shapes(left.shape, right.shape)
@@ -103,8 +103,7 @@ def add_norm(
         left: [T, ..., H].
         right: [Q, ..., H]; the two are broadcast.
         norm: over H.
-        keep: [Q] int64, which rows of `left` are meant (then both have all their dimensions);
-            None: all, and Q = T.
+        keep: [Q] int64, rows of `left` to use (then no broadcast); None: all, and Q = T.
     """
     total = (left if keep is None else left[keep]) + right
     return total, norm(total)
@@ -118,9 +117,9 @@ def norm_pair(
     right_norm: Norm,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Two tensors [..., H], each normed, side by side [..., 2H]; the norms have one epsilon.
+    """Return two normed tensors [..., H] concatenated, [..., 2H]; the norms share an epsilon.
 
-    rows: [T] int64, rows of `left` [n, H] that stand beside those of `right`; None: all.
+    rows: [T] int64, rows of `left` [n, H] for those of `right`; None: all.
     """
     left = left if rows is None else left[rows]
     return torch.cat([left_norm(left), right_norm(right)], dim=-1)

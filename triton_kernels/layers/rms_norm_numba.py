@@ -1,7 +1,7 @@
-"""RMS norm for CPUs: one pass over each row, which for a few rows costs less than torch's call.
+"""RMS norm for CPUs: one pass over each row, faster than torch's call for a few rows.
 
-Tensors come as addresses, strides in bytes: an array would have to be unwrapped in every call.
-Numbers are rounded where torch rounds them; of a row's sum of squares the last digits may differ.
+Tensors are passed as addresses to avoid unwrapping arrays; strides are in bytes. Numbers are
+rounded where torch rounds them; only the last digits of the sum of squares may differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FAST = {"nsz", "contract", "reassoc"}
 
 
 def runs_loop(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the loop takes them: contiguous, of one dtype, on a CPU, without a gradient."""
+    """Return whether the loop supports them: contiguous, one dtype, on a CPU, no gradient."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False
     alike = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float32)
@@ -48,7 +48,7 @@ def _load(address, count, size, out):
 
 @njit(fastmath=_FAST)
 def _store(values, count, size, address):
-    """To what `size` bytes hold: to the nearest, of two the even one."""
+    """Store elements of `size` bytes, rounded to nearest even."""
     if size == 2:
         short, bits = at_address(address, 2 * count).view(np.uint16), values.view(np.uint32)
         for i in range(count):

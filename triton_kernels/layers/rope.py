@@ -1,7 +1,7 @@
 """RoPE of queries and keys, half-split over the whole head, with Qwen3's norms, in one launch.
 
-The kernel computes its angles: tables of cosines would be four launches. The results are new
-tensors, since threads of a small tile hold the same numbers twice.
+The kernel computes its angles, since tables would take four launches. It writes new tensors, since
+threads of a small tile hold duplicates.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ..optional_triton import cdiv, jit, next_power_of_2, tl
 
 
 class Rope(NamedTuple):
-    """By what T rows of K positions are turned: position k of row t by (base[t] + k) · turn.
+    """Rotation of T rows of K positions: position k of row t by (base[t] + k) · turn.
 
     Attributes:
         base: [T] int64.
         turn: [D] float32, radians per position; the first half are the second half's negatives,
             since sin is odd and cos even: the minus of the rotation sits in sin.
-        table: cos and sin of the angles, each [T, K, 1, D]; None where the kernel rotates.
+        table: cos and sin of the angles, each [T, K, 1, D]; None: the kernel rotates.
     """
 
     base: torch.Tensor
@@ -40,14 +40,14 @@ def rotate_pair(
     keep: torch.Tensor | None = None,
     norms: Norms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys, normed per head if they are to be, each turned to its position.
+    """Return queries and keys, optionally normed per head, rotated to their positions.
 
     Args:
         query: [Q, ..., heads, D], or [T, ..., heads, D], of all rows.
         key: [T, ..., kv heads, D], all of one dtype.
-        rope: T·K positions in all; with a table torch runs, differentiably, without one the kernel.
-        keep: [Q] int64, rows whose queries are wanted; None: all, and Q = T.
-        norms: those of Qwen3.
+        rope: T·K positions; with a table torch runs (differentiable), without one the kernel.
+        keep: [Q] int64, rows of the returned queries; None: all, and Q = T.
+        norms: Qwen3's.
     """
     if rope.table is None:
         return rotate_pair_triton(query, key, rope, keep, norms)
@@ -75,11 +75,11 @@ def rotate_pair_triton(
     keep: torch.Tensor | None = None,
     norms: Norms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel; arguments as `rotate_pair` has them, of any strides."""
+    """Launch the kernel; arguments as in `rotate_pair`, with any strides."""
     picks = keep is not None and len(query) == len(key)
     kept = len(query) if keep is None else len(keep)
     query_out, key_out = query.new_empty(kept, *query.shape[1:]), key.new_empty(key.shape)
-    # Views, of what a product leaves for queries, keys and values together.
+    # Views of the joint projection of queries, keys and values.
     query, key = query.flatten(0, -3), key.flatten(0, -3)
     (_, query_heads, size), (keys, key_heads, _) = query.shape, key.shape
     queries = query_out.shape[:-2].numel()
@@ -121,7 +121,7 @@ def rotate_pair_triton(
 
 
 class RopeConstants(NamedTuple):
-    """What the kernel is compiled for."""
+    """Compile-time constants."""
 
     EACH: int  # K, positions of a row
     PICKS: bool  # queries are of all rows
@@ -133,7 +133,7 @@ class RopeConstants(NamedTuple):
     HALF_PLACES: int  # >= HALF
 
 
-# Positions may be a part of a step's, which begins anywhere.
+# Positions may be a slice: do not specialise on alignment.
 @jit(do_not_specialize=["queries", "keys", "base_ptr", "base_stride", "keep_stride"])
 def _rotate_pair_kernel(
     query_ptr,  # [queries, QUERY_HEADS, 2 HALF], or of all rows
@@ -154,7 +154,7 @@ def _rotate_pair_kernel(
     eps,
     ROPE: tl.constexpr,  # RopeConstants
 ):
-    """Some heads of one position: first the tiles of its query, then those of its key."""
+    """Rotate some heads of one position: first its query's tiles, then its key's."""
     at, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     asks = tile < ROPE.QUERY_TILES
     if at < tl.where(asks, queries, keys):
@@ -217,7 +217,7 @@ def _rotate_tile(
         left, right = left.to(dtype).to(tl.float32), right.to(dtype).to(tl.float32)
     cos = turned[0].to(dtype).to(tl.float32)[None, :]
     sin = turned[1].to(dtype).to(tl.float32)[None, :]
-    # Rounded between the two products, as torch does it: a drafter was trained with that.
+    # Rounded between the two products, as in torch and in training.
     kept = (left * cos).to(dtype).to(tl.float32) - right * sin
     other = (right * cos).to(dtype).to(tl.float32) + left * sin
     out_ptr += head * (2 * ROPE.HALF) + column

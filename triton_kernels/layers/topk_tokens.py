@@ -19,7 +19,7 @@ def topk_tokens_triton(
     scale: float = 1.0,
     beta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernels; arguments and results as `topk_tokens` has them."""
+    """Launch the kernels; arguments and results as in `topk_tokens`."""
     lead = logits.shape[:-1]
     chunks, constants = best_of_chunks(logits, width, beta, scale=scale)
     logprob = torch.empty(*lead, width, dtype=torch.float32, device=logits.device)
@@ -39,7 +39,7 @@ def topk_tokens(
     scale: float = 1.0,
     beta: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the likeliest tokens.
+    """Return the most likely tokens.
 
     Args:
         logits: [R, ..., Vd], of any floating dtype.

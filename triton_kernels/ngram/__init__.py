@@ -1,1 +1,1 @@
-"""Continuations of a text's end that stand earlier in the text."""
+"""N-gram lookup: earlier occurrences of a text's end, and their continuations."""

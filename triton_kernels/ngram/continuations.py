@@ -1,4 +1,4 @@
-"""What followed earlier occurrences of a text's end, as a tree: the n-gram drafter's second launch.
+"""Tree of what followed earlier occurrences of a text's end: the n-gram drafter's second launch.
 
 The reference is `continuations_numba.py`, up to the last digits of logarithms and powers.
 """
@@ -18,11 +18,11 @@ from .occurrences import Texts, length_of, occurrences_triton, stretch_of
 
 @dataclass(frozen=True)
 class Following:
-    """How occurrences are followed.
+    """Settings of the continuations.
 
     Attributes:
-        min_match, max_match, branches: as `NGramConfig` has them.
-        depth: D, tokens to follow each.
+        min_match, max_match, branches: see `NGramConfig`.
+        depth: D, tokens per continuation.
         budget: N.
         vote, power: VOTE and POWER of `drafters/ngram/drafter.py`.
         votes, nats: the parts of a vote and of a nat that votes and scores are multiples of.
@@ -45,7 +45,7 @@ class Following:
 
 
 def follow_triton(texts: Texts, how: Following) -> TreeTensors:
-    """The trees of R texts, in two launches; see `NGramDrafter`."""
+    """Return the trees of R texts, in two launches; see `NGramDrafter`."""
     count, candidates, device = len(texts.row), how.candidates, texts.table.device
     fields = torch.empty(4, count, candidates, dtype=torch.int64, device=device)
     score = torch.empty(count, candidates, device=device)
@@ -86,7 +86,7 @@ def follow_triton(texts: Texts, how: Following) -> TreeTensors:
 
 
 class _Constants(NamedTuple):
-    """What `_follow_kernel` is compiled for, beside its tree."""
+    """Compile-time constants of `_follow_kernel`, beside its tree's."""
 
     STRETCH: int
     KEYS: int  # >= all stretches' best places
@@ -115,7 +115,7 @@ def _best_places(found_ptr, request, stretches, length, width, FOLLOW: tl.conste
 
 @jit
 def _source(place, ahead, length, width):
-    """Where to read what followed `place`: beyond the text's end it goes on in circles."""
+    """Return where to read what followed `place`; beyond the text's end it repeats the period."""
     period = tl.maximum(length - 1 - place, 1)
     return tl.minimum(place + 1 + ahead % period, width - 1)
 
@@ -140,7 +140,7 @@ def _follow_kernel(
     SELECT: tl.constexpr,  # SelectConstants
     DEPTH_ONE: tl.constexpr = DEPTH_ONE,
 ):
-    """One request: its B best occurrences, D tokens of each."""
+    """Build the tree of one request: its B best occurrences, D tokens of each."""
     request = tl.program_id(0).to(tl.int64)
     length = length_of(position_ptr, last_ptr, strides, request)
     text = table_ptr + tl.load(row_ptr + request * strides.row).to(tl.int64) * strides.table
@@ -153,7 +153,7 @@ def _follow_kernel(
     # Votes for each node, and at its parent.
     votes = tl.full([FOLLOW.BRANCHES, FOLLOW.DEPTH], 0.0, tl.float32)
     before = tl.full([FOLLOW.BRANCHES, FOLLOW.DEPTH], 0.0, tl.float32)
-    # A continuation hangs from the first of those before it that it agrees with for longest.
+    # A continuation branches off the first earlier one with the longest common prefix.
     parts, leader = tl.full([FOLLOW.BRANCHES], 0, tl.int32), tl.full([FOLLOW.BRANCHES], 0, tl.int32)
     weight = vote * tl.exp2(-0.25 * tl.log2((b + 1).to(tl.float32)))
     for other in range(FOLLOW.B):
@@ -175,7 +175,7 @@ def _follow_kernel(
         parts = tl.where(longer, shared, parts)
 
     follows = inside & (matched > 0)[:, None]
-    # What is not followed has no votes: a quotient of 1 keeps it a number.
+    # Unused entries have no votes: a quotient of 1 avoids NaN.
     whole = tl.where(follows, before, 1.0)
     gain = tl.log(tl.where(follows, votes / whole * votes / (votes + FOLLOW.VOTES), 1.0))
     total = tl.cumsum(tl.minimum(tl.floor(gain * FOLLOW.NATS + 0.5), 0.0), 1) / FOLLOW.NATS

@@ -1,7 +1,7 @@
-"""The n-gram drafter's search for CPUs: occurrences, and what followed them, in one call.
+"""N-gram drafter for CPUs: occurrences and continuations in one call.
 
 The reference of the kernels in `occurrences.py` and `continuations.py`. Logarithms and powers may
-differ in their last digits, so a score may by one of its steps.
+differ in their last digits, so scores may differ by one step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .occurrences import Texts
 
 
 def follow_numba(texts: Texts, how: Following) -> TreeTensors:
-    """The trees of R texts; see `NGramDrafter`."""
+    """Return the trees of R texts; see `NGramDrafter`."""
     shape = len(texts.row), how.candidates
     token, parent, key = torch.zeros(3, *shape, dtype=torch.int64)
     score = torch.empty(shape)
@@ -121,5 +121,5 @@ def _follow(
     for r in range(len(row)):
         for c in range(1, score.shape[1]):
             if key[r, c] < CLOSED:
-                # Without its sign: a score is at most 0.
+                # Absolute value: a score is at most 0.
                 key[r, c] += np.int64(bits[r, c] & 0x7FFFFFFF) << 32

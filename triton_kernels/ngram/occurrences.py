@@ -1,7 +1,7 @@
 """Earlier occurrences of a text's end, for many texts in one launch: the n-gram drafter's search.
 
 The reference is in `continuations_numba.py`. A program searches one stretch of one text; stretches
-behind the text's end cost nothing.
+past the text's end are skipped.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MOST_KEYS = 4096  # of a request; the reading kernel holds all in registers
 
 @dataclass(frozen=True)
 class Texts:
-    """R texts, each the beginning of a row of a larger table.
+    """R texts, each a prefix of a table row.
 
     Attributes:
-        table: [S, width] int32, tokens of a row are consecutive.
+        table: [S, width] int32, rows are contiguous.
         row: [R] int64, each text's row.
-        position: [T] int64, the places of tokens before texts' last ones.
+        position: [T] int64, indices of the tokens before texts' last ones.
         last: [R] int64: text r has position[last[r]] + 2 tokens; any value is safe.
     """
 
@@ -35,18 +35,18 @@ class Texts:
 
     @property
     def width(self) -> int:
-        """The most tokens of a text."""
+        """Maximum tokens of a text."""
         return self.table.shape[1]
 
     @property
     def strides(self) -> TextStrides:
-        """As the kernels take them."""
+        """Strides for the kernels."""
         given = (self.table, self.row, self.position, self.last)
         return TextStrides(*(x.stride(0) for x in given))
 
 
 class TextStrides(NamedTuple):
-    """From entry to entry of what is in `Texts`, of its table from row to row."""
+    """Strides of `Texts`; of its table by row."""
 
     table: int
     row: int
@@ -55,7 +55,7 @@ class TextStrides(NamedTuple):
 
 
 def stretch_of(width: int, branches: int) -> int:
-    """Places that one program looks at."""
+    """Return the positions that one program searches."""
     stretch = _STRETCH
     while cdiv(width, stretch) * branches > _MOST_KEYS:
         stretch *= 2
@@ -63,15 +63,15 @@ def stretch_of(width: int, branches: int) -> int:
 
 
 def occurrences_triton(texts: Texts, min_match: int, max_match: int, branches: int) -> torch.Tensor:
-    """The best places of every stretch.
+    """Return the best positions of every stretch.
 
     Args:
-        min_match, max_match, branches: as `NGramConfig` has them.
+        min_match, max_match, branches: see `NGramConfig`.
 
     Returns:
-        [R, stretches, branches] int32, descending in each stretch: place + width · (tokens that
-        agree, going back from there and from the text's end), or −1. Uninitialised for stretches
-        that begin at a text's last token or behind it.
+        [R, stretches, branches] int32, descending per stretch: position + width · (matching tokens
+        backwards from there and from the text's end), or −1. Uninitialised for stretches from a
+        text's last token on.
     """
     count, stretch = len(texts.row), stretch_of(texts.width, branches)
     stretches = cdiv(texts.width, stretch)
@@ -96,7 +96,7 @@ def occurrences_triton(texts: Texts, min_match: int, max_match: int, branches: i
 
 @jit
 def length_of(position_ptr, last_ptr, strides, request):
-    """int32, tokens of one text. What belongs to no text may say anything: it is kept small."""
+    """Return the tokens of one text, int32; clamped, since padding rows are arbitrary."""
     newest = tl.load(last_ptr + request * strides.last).to(tl.int64)
     stands = tl.load(position_ptr + newest * strides.position)
     return tl.minimum(tl.maximum(stands, -2), 0x3FFFFFFF).to(tl.int32) + 2
@@ -125,7 +125,7 @@ def _occurrences_kernel(
         agrees = place < tl.minimum(length - 1, width)
         count = tl.zeros([STRETCH], tl.int32)
         for back in tl.static_range(MOST):
-            # A length beyond the table belongs to no request, and reads the last column.
+            # A length beyond the table is padding, and reads the last column.
             end = tl.load(text + tl.minimum(tl.maximum(length - 1 - back, 0), width - 1))
             there = (place >= back) & (place < width)
             said = tl.load(text + place - back, mask=there, other=0)

@@ -1,1 +1,1 @@
-"""Trees as tensors: chosen from candidates, merged, copied, kept by request slot."""
+"""Tree kernels: selection from candidates, merge, storage by request slot."""

@@ -6,14 +6,14 @@ Candidate 0 is the root.
 """
 
 CLOSED = 0x7F800000 << 32
-"""Key of a score of -inf: what is not below it is not a node."""
+"""Key of a score of -inf: nodes have smaller keys."""
 ROOT_HASH = 1
-"""Not 0: a leading token 0 has to count."""
+"""Not 0, so that a leading token 0 counts."""
 MAX_DEPTH = 255
 DEPTH_ONE = 1 << 24
-"""What one more token on a path adds to a key."""
+"""Increment of a key per token of a path."""
 INDEX_BITS = DEPTH_ONE - 1
 FIRST = -(1 << 63)
-"""Put in a key, this bit sorts it before all others."""
+"""Key bit that sorts before all others."""
 PATH_FACTOR = -7046029254386353131
-"""The hash of a text is its last token + PATH_FACTOR · the hash of what is before, wrapping."""
+"""The hash of a text is its last token + PATH_FACTOR · the hash of its prefix, wrapping."""

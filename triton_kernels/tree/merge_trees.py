@@ -1,4 +1,4 @@
-"""The nodes of two trees as one tree, and who drafted them, in one launch.
+"""Merge of two trees, with the drafters of each node, in one launch.
 
 The torch reference is `vllm_specblock.combine.merge.merge`.
 """
@@ -15,7 +15,7 @@ from .select_tree import TreeTensors, select_constants, select_part, warps_for
 
 
 class DraftedNodes(NamedTuple):
-    """What a merge reads of one drafter's DraftTrees: [R, n] but for `size` [R]; contiguous."""
+    """Inputs from one drafter's DraftTrees: [R, n], `size` [R]; contiguous."""
 
     token: Any
     parent: Any
@@ -38,7 +38,7 @@ def merge_trees_triton(
 ) -> tuple[TreeTensors, torch.Tensor, torch.Tensor]:
     """Launch the kernel; see `combine.merge.merge`.
 
-    first, second: what DraftTrees hold, by name. joins: equal texts become one node.
+    first, second: fields of DraftTrees. joins: equal texts become one node.
 
     Returns:
         the trees; origin [R, N] uint8; [R] bool, both drafters agree on the first token.
@@ -90,7 +90,7 @@ def _merge_kernel(
     DEPTH_ONE: tl.constexpr = DEPTH_ONE,
     FACTOR: tl.constexpr = PATH_FACTOR,
 ):
-    """One request: its root, the nodes of its first tree, and those of its second."""
+    """Merge one request's root, the nodes of its first tree, and those of its second."""
     request = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SELECT.PLACES)
     inside = place < SELECT.COUNT
@@ -98,7 +98,7 @@ def _merge_kernel(
     theirs = (place > OURS) & inside
     at = request * OURS + place - 1
     at2 = request * THEIRS + place - 1 - OURS
-    # Of two masked loads one gives 0: their sum is whichever was there.
+    # One of the two masked loads is 0, so their sum is the other.
     word = tl.load(first.token + at, mask=ours, other=0)
     word += tl.load(second.token + at2, mask=theirs, other=0)
     deep = tl.load(first.depth + at, mask=ours, other=0)
@@ -132,8 +132,8 @@ def _merge_kernel(
     tl.debug_barrier()
     select_part(to, to_parent, to_score, to_key, to_hash, tree, request, JOINS=JOINS, SELECT=SELECT)
 
-    # Several candidates may be one node: all of a drafter write the same, one drafter after the
-    # other.
+    # Several candidates may be one node: those of a drafter write the same value, the drafters in
+    # turn.
     slot = tl.arange(0, SELECT.NODES)
     origin_ptr += request * SELECT.BUDGET - 1  # node 1 is entry 0
     blank = (slot > 0) & (slot <= SELECT.BUDGET)
@@ -144,7 +144,7 @@ def _merge_kernel(
     tl.store(origin_ptr + became, tl.full([SELECT.PLACES], 1, tl.uint8), mask=kept & ours)
     tl.debug_barrier()
     by = tl.load(origin_ptr + became, mask=kept & theirs, other=0)
-    tl.debug_barrier()  # everybody has read before anybody adds a bit
+    tl.debug_barrier()  # all threads must have read before one adds a bit
     tl.store(origin_ptr + became, by | 2, mask=kept & theirs)
     both = (tl.load(first.size + request) > 0) & (tl.load(second.size + request) > 0)
     same = tl.load(first.token + request * OURS) == tl.load(second.token + request * THEIRS)

@@ -1,4 +1,4 @@
-"""The nodes of two trees as one tree, and who drafted them, for CPUs.
+"""Merge of two trees, with the drafters of each node, for CPUs.
 
 The reference of the kernel in `merge_trees.py`.
 """
@@ -23,7 +23,7 @@ def merge_trees_numba(
     budget: int,
     max_depth: int,
 ) -> tuple[TreeTensors, torch.Tensor, torch.Tensor]:
-    """Arguments and results as `merge_trees_triton` has them; no loop needs `max_depth`."""
+    """Merge trees; arguments and results as in `merge_trees_triton`; `max_depth` is unused."""
     requests, ours = first["token"].shape
     count = 1 + ours + second["token"].shape[1]
     token, parent, key, path_hash = torch.empty(4, requests, count, dtype=torch.int64)
@@ -52,7 +52,7 @@ def _lay_side_by_side(
     key,
     path_hash,
 ):
-    """A tree's nodes as candidates, behind the root and other trees' nodes.
+    """Write a tree's nodes as candidates, after the root and other trees' nodes.
 
     The paper's indices (§4.1): φ(0) = 0, and φ(i) = n₁ + i in the second tree, n₁ being the first
     one's node slots, in use or not.

@@ -1,7 +1,8 @@
-"""From candidates to a tree: join equal texts, keep the best, order them; one program per request.
+"""Selection of a tree from candidates: join equal texts, keep the best, sort.
 
-The torch reference is `vllm_specblock.candidates.select`, bit for bit, but texts are compared by
-64 - log2(candidates) bits of their hash. Threads exchange values through memory, with barriers.
+The torch reference is `vllm_specblock.candidates.select`, bit for bit, except that texts are
+compared by 64 - log2(candidates) bits of their hash. Threads exchange values through memory, with
+barriers.
 """
 
 from __future__ import annotations
@@ -14,15 +15,13 @@ from ..optional_triton import jit, next_power_of_2, tl
 from .candidate_keys import CLOSED, INDEX_BITS, PATH_FACTOR
 
 MOST_CANDIDATES = 2048
-"""Candidates of a request that one program sorts in its registers. Beyond, compiling alone takes
-minutes."""
+"""Maximum candidates that one program sorts in registers; more take minutes to compile."""
 
 
 class TreeTensors(NamedTuple):
     """R trees of N node slots and W ancestor words, as in `DraftTree`; contiguous.
 
-    node: [R, C] int64, the node that each candidate is or has joined (0 is the root, more than N:
-    over the budget).
+    node: [R, C] int64, the node of each candidate (0: the root, above N: over the budget).
     """
 
     token: torch.Tensor  # [R, N] int64
@@ -35,7 +34,7 @@ class TreeTensors(NamedTuple):
 
     @classmethod
     def empty(cls, num_requests: int, budget: int, node: torch.Tensor) -> TreeTensors:
-        """Nothing is written yet; budget: N; node: becomes the attribute."""
+        """Return uninitialised tensors; budget: N; node: becomes the attribute."""
         words = -(-(budget + 1) // 64)
         nodes = (num_requests, budget)
         shapes = [nodes] * 4 + [(num_requests,), (num_requests, budget + 1, words)]
@@ -55,7 +54,7 @@ class Candidates(NamedTuple):
 
 
 class SelectConstants(NamedTuple):
-    """What `select_part` is compiled for; see `select_constants`."""
+    """Compile-time constants of `select_part`; see `select_constants`."""
 
     COUNT: int  # C
     PLACES: int  # >= COUNT
@@ -67,16 +66,15 @@ class SelectConstants(NamedTuple):
 
 
 def warps_for(candidates: int) -> int:
-    """num_warps of a program over `candidates`: one of them per thread, up to 512.
+    """Return num_warps for `candidates`: one candidate per thread, up to 512.
 
-    What such a program waits for is its own sorting, exchange by exchange: few threads with many
-    candidates each take longer than many threads take to meet.
+    Sorting dominates: few threads with many candidates are slower than barriers of many threads.
     """
     return min(max(next_power_of_2(candidates) // 32, 4), 16)
 
 
 def select_constants(count: int, budget: int, max_depth: int) -> SelectConstants:
-    """The compile-time arguments of `select_part`; arguments as in `select_triton`."""
+    """Return the compile-time constants of `select_part`; arguments as in `select_triton`."""
     words = -(-(budget + 1) // 64)
     return SelectConstants(
         COUNT=count,
@@ -138,7 +136,7 @@ def by_text(
     order of texts (JOINS only) ranks and, for each, the best rank of the same text.
     """
     place = tl.arange(0, PLACES)
-    # What pads the sort stands behind all candidates.
+    # Padding sorts after all candidates.
     ranked = tl.sort(tl.load(key_ptr + place, mask=place < COUNT, other=0x7FFFFFFFFFFFFFFF))
     candidate = (ranked & INDEX).to(tl.int32)
     rank, leader = place, place
@@ -169,7 +167,7 @@ def select_part(
     SELECT: tl.constexpr,  # SelectConstants
     CLOSED: tl.constexpr = CLOSED,
 ):
-    """From one request's candidates to its tree."""
+    """Build the tree of one request's candidates."""
     place = tl.arange(0, SELECT.PLACES)
     inside = place < SELECT.COUNT
     node = tree.node + request * SELECT.COUNT
@@ -183,7 +181,7 @@ def select_part(
         tl.debug_barrier()
         winner = tl.load(node + place, mask=inside, other=0).to(tl.int32)
         kept = kept & (winner == place)
-        tl.debug_barrier()  # everybody has read before the memory is used again
+        tl.debug_barrier()  # all threads must have read before the memory is reused
     number = tl.cumsum(kept.to(tl.int32), 0) - 1  # 0 is the root
     of_text = tl.gather(number, winner, 0) if JOINS else number
     tl.store(node + candidate, of_text.to(tl.int64), mask=inside)
@@ -204,7 +202,7 @@ def select_part(
     tl.debug_barrier()
 
     # Ancestors by pointer doubling: after step s a node knows 2^s nodes of its path. Those are
-    # other nodes than it knew, so sums are unions. Slots not in use hang from the root.
+    # new nodes, so sums are unions. Unused slots are children of the root.
     slot = tl.arange(0, SELECT.NODES)
     stored = (slot > 0) & (slot <= SELECT.BUDGET)
     out = request * SELECT.BUDGET + slot - 1

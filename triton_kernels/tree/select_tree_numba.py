@@ -1,4 +1,4 @@
-"""The selection of a tree's nodes, for CPUs.
+"""Selection of a tree from candidates, for CPUs.
 
 See `select_tree.py`; the torch reference is `vllm_specblock.candidates.select`.
 """
@@ -22,7 +22,7 @@ def select_numba(
     budget: int,
     max_depth: int | None = None,
 ) -> TreeTensors:
-    """Arguments as in `vllm_specblock.candidates.select`; no loop needs `max_depth`."""
+    """Select trees; arguments as in `vllm_specblock.candidates.select`; `max_depth` is unused."""
     tree = TreeTensors.empty(len(key), budget, torch.empty_like(key).contiguous())
     given = token, parent, score, key, key if path_hash is None else path_hash
     arrays = (x.contiguous().numpy() for x in given)

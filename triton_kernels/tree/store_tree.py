@@ -1,7 +1,7 @@
-"""New trees into the slots of their requests: as they are, as their best path, or empty.
+"""Storage of new trees by request slot: whole, as their best path, or empty.
 
-The torch reference is `engine/runner/tree_states.py:store_trees`; of paths equal up to rounding
-either may be taken. A flag decides for each request, so that a captured step serves any requests.
+The torch reference is `engine/runner/tree_states.py:store_trees`; ties up to
+rounding may differ. Each request has a flag, so that a captured step serves any requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..optional_triton import jit, next_power_of_2, tl
 
 
 class NewTrees(NamedTuple):
-    """R trees as `DraftTree` has them; contiguous."""
+    """R trees as in `DraftTree`; contiguous."""
 
     token: torch.Tensor  # [R, N] int64
     parent: torch.Tensor  # [R, N] int32
@@ -25,7 +25,7 @@ class NewTrees(NamedTuple):
 
 
 class KeptTrees(NamedTuple):
-    """Trees of S request slots as `TreeStates` has them; contiguous."""
+    """Trees of S request slots as in `TreeStates`; contiguous."""
 
     parent: torch.Tensor  # [S, N] int32
     depth: torch.Tensor  # [S, N+1] int64
@@ -98,13 +98,13 @@ def _store_trees_kernel(
     stored = (node > 0) & (node <= NUM_NODES)
     read, to = request * NUM_NODES - 1, slot * NUM_NODES - 1  # node 1 is entry 0
     ancestors = new.ancestors + request * (NUM_NODES + 1) * W
-    # Slots not in use hang from the root, and have its bit and their own.
+    # Unused slots are children of the root, with its bit and their own.
     own = tl.full([NODES, WORDS], 1, tl.int64) << (node % 64).to(tl.int64)[:, None]
     path = tl.where(node[:, None] // 64 == word[None, :], own, 0)
     path = tl.where((word == 0)[None, :], path | 1, path)
 
     if chained:
-        # What a path is worth: the sum of the probabilities of its nodes, found by their bits.
+        # Value of a path: the sum of its nodes' probabilities, found by their bits.
         gain = tl.full([NODES], 0.0, tl.float32)
         bit = tl.arange(0, 64)
         for index in range(W):
@@ -135,7 +135,7 @@ def _store_trees_kernel(
         tl.store(kept.score + to + node, nothing, mask=behind)
         tl.store(kept.origin + to + node, tl.full([NODES], 0, tl.uint8), mask=behind)
         parent, depth = tl.where(behind, -1, node - 1), tl.where(behind, 1, node)
-        # How many of a word's bits are up to the node itself, and its own, the last of them.
+        # A word's bits up to the node, and its own, the last one.
         # A shift of 64 would be undefined, and 1 << 63 is the sign bit.
         count = node[:, None] - word[None, :] * 64 + 1
         up_to = tl.where(count > 64, -1, tl.where(count > 0, own | (own - 1), 0))

@@ -1,1 +1,1 @@
-"""The mask of a step's trees, the walk along the target's draws, and the verdicts."""
+"""Verification kernels: tree mask, accepted paths, draft budgets."""

@@ -14,13 +14,13 @@ from ..optional_triton import jit, next_power_of_2, tl
 
 
 class DrawnRows(NamedTuple):
-    """What the target drew for R requests: a root and its nodes, one request after the other.
+    """The target's draws for R requests, in order: each a root and its nodes.
 
     Attributes:
-        token: [rows] integers, the node's token; −1: not to be accepted.
+        token: [rows] integers, the node's token; −1: never accepted.
         drawn: [rows] int64.
-        first_row: [R+1] int32, the rows of each request. It has no more than N + 1, and fewer
-            where not all nodes were run.
+        first_row: [R+1] int32, the rows of each request: at most N + 1, fewer if not all nodes
+            were verified.
         req_idx: [R] integers, the request slot.
     """
 
@@ -38,7 +38,7 @@ def accept_path_triton(
     path: torch.Tensor,
     accepted: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel; see `accept_path_rows`. All but `rows.req_idx` is contiguous."""
+    """Launch the kernel; see `accept_path_rows`. All tensors but `rows.req_idx` are contiguous."""
     num_requests, num_nodes, places = len(rows.req_idx), parent.shape[1], path.shape[1]
     output = path.new_empty(num_requests, places)
     num_sampled = accepted.new_empty(num_requests)
@@ -63,7 +63,7 @@ def accept_path_triton(
     return output, num_sampled
 
 
-# A chunk of a batch begins anywhere: the alignment of its tensors is not to be compiled for.
+# A chunk of a batch may begin anywhere: do not specialise on alignment.
 @jit(do_not_specialize=["token_ptr", "drawn_ptr", "first_row_ptr", "req_idx_ptr"])
 def _accept_path_kernel(
     token_ptr,  # [rows] integers, −1: not to be accepted
@@ -111,7 +111,7 @@ def _accept_path_kernel(
             found = found | 1  # the root
         needed = tl.load(ancestors_ptr + node * W + w, mask=matches, other=0)
         reached = reached & ((needed & ~found) == 0)
-    # The deepest, and of equals the first: the root has the least rank, NUM_NODES.
+    # The deepest node, of equals the first; the root has the lowest rank, NUM_NODES.
     rank = tl.where(reached, level * (NUM_NODES + 1) + NUM_NODES - node, NUM_NODES)
     best = tl.max(rank, 0)
     length = best // (NUM_NODES + 1)

@@ -16,7 +16,7 @@ def accept_path_numba(
     path: torch.Tensor,
     accepted: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments and results as `vllm_specblock.verify.accept_path.accept_path_rows` has them."""
+    """Accept paths; arguments and results as in `verify.accept_path.accept_path_rows`."""
     output = torch.zeros(len(rows.req_idx), path.shape[1], dtype=torch.int64)
     num_sampled = torch.empty(len(rows.req_idx), dtype=torch.int32)
     _walk(

@@ -1,7 +1,7 @@
 """Tree attention mask and positions of a batch.
 
-The torch reference is `vllm_specblock.verify.tree_mask.build_tree_mask`. Which rows are nodes is
-read on the device, which may have allocated the drafts.
+The torch reference is `vllm_specblock.verify.tree_mask.build_tree_mask`. The device determines
+which rows are nodes, since it may have allocated the drafts.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ _ROWS = 512  # that a program looks at together; a prompt has many times as many
 
 
 class BatchRows(NamedTuple):
-    """T rows of R requests, and after them the padding rows of a captured graph.
+    """T rows of R requests, then the padding rows of a captured graph.
 
     The last rows of a request are its root and nodes, in tree order: L of all requests.
 
     Attributes:
-        position: [T] int64, the cache entry of its request that a row is written to.
+        position: [T] int64, cache entry of a row in its request.
         query_start: [R+1] int32, the rows of each request.
-        seq_len: [R] int32, entries up to and with the request's last row.
+        seq_len: [R] int32, entries up to the request's last row, included.
         req_idx: [R] int64, the request slot.
         node_start: [R+1] int32, the roots and nodes of each request.
         row: [L] int64, the row of each root or node.
         row_req_idx: [L] int64, its request's slot.
-        node: [L] int32, which node it is, 0 for a root.
+        node: [L] int32, its node, 0 for a root.
     """
 
     position: torch.Tensor
@@ -42,7 +42,7 @@ class BatchRows(NamedTuple):
 
 
 class MaskTensors(NamedTuple):
-    """What a batch writes, from the first row on; see `TreeMask`."""
+    """Outputs of a batch, from the first row on; see `TreeMask`."""
 
     prefix_len: torch.Tensor  # [≥ T] int32
     mask_words: torch.Tensor  # [≥ T, W] int64
@@ -89,7 +89,7 @@ def _build_tree_mask_kernel(
     W: tl.constexpr,
     ROWS: tl.constexpr = _ROWS,
 ):
-    """One request, or, of the last program, what fills up the batch."""
+    """Handle one request, or the padding rows in the last program."""
     request = tl.program_id(0)
     real = request < tl.num_programs(0) - 1
     start = tl.load(query_start_ptr + request)

@@ -1,11 +1,11 @@
-"""Which drafts of a batch are verified, and where its rows then begin, in one launch.
+"""Choice of the drafts to verify in a batch, and the resulting row starts, in one launch.
 
 The drafts with the largest survival, the running product of confidences, are admitted until the
 budget is spent. Products are float64, rounded to float32. Ties go to the earlier request and node,
 so a request's admitted drafts are always its first ones.
 
-Survival never rises along a request: how much of it lies above a threshold is found by bisection,
-and the threshold digit by digit, since floats that are not negative order as their bits do.
+Survival never rises along a request, so bisection counts its drafts above a threshold. The
+threshold is found digit by digit, since non-negative floats order like their bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def reallocate_drafts_triton(
     logit_start: torch.Tensor,
     row_start: torch.Tensor,
 ) -> None:
-    """Launch the kernel; entries of a row of `confidence` are consecutive, `counts` contiguous."""
+    """Launch the kernel; rows of `confidence` and `counts` are contiguous."""
     count, num_nodes = len(req_idx), confidence.shape[1]
     key = torch.empty(count, num_nodes, dtype=torch.int32, device=req_idx.device)
     _reallocate_drafts_kernel[(1,)](
@@ -71,10 +71,10 @@ def reallocate_drafts(
             was; at most 1.
         req_idx: [R] integers.
         counts: [2, R] int32: every request's drafts (at most N), and its other tokens.
-        budget: so many drafts are admitted, of which there are as many or more.
+        budget: number of admitted drafts, at most all.
         num_bonus: logits of a request beside those of its drafts.
-        logit_start: [≥ R + 1] int32, where a request's logits begin, and the last one's end.
-        row_start: [≥ R + 1] int32, likewise its rows; from R + 1 on the end of the last one's.
+        logit_start: [≥ R + 1] int32, first logit of each request, then the end.
+        row_start: [≥ R + 1] int32, likewise its rows; the end from R + 1 on.
     """
     drafts, others = counts
     survival = confidence[req_idx].double().cumprod(1).float().clamp(min=0)
@@ -93,9 +93,9 @@ def reallocate_drafts(
 
 @jit
 def _above(key_ptr, row, there, threshold, NUM_NODES: tl.constexpr, PROBES: tl.constexpr):
-    """How many keys of these rows are above the threshold; keys of a row do not rise.
+    """Return how many keys of each row are above the threshold; keys of a row never rise.
 
-    row, there, threshold: of shapes that are broadcast together; -1 ≤ threshold.
+    row, there, threshold: broadcastable; -1 ≤ threshold.
     """
     found = tl.zeros_like(row + threshold)
     for probe in tl.static_range(PROBES):
@@ -141,7 +141,7 @@ def _reallocate_drafts_kernel(
         inside = there[:, None] & (node < NUM_NODES)
         survival = tl.load(confidence_ptr + at * confidence_stride + node, mask=inside, other=1.0)
         survival = tl.cumprod(survival.to(tl.float64), 1).to(tl.float32)
-        # The bounds are for values that are no probability: they get budget, too.
+        # The bounds are for values that are not probabilities, which also get budget.
         own = tl.minimum(tl.maximum(survival.to(tl.int32, bitcast=True), 0), most)
         drafts = tl.load(counts_ptr + request, mask=there, other=0)[:, None]
         to = key_ptr + request.to(tl.int64)[:, None] * NUM_NODES + node

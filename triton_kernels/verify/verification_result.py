@@ -1,4 +1,4 @@
-"""Verification result of a step's trees, as kernels take it."""
+"""Verification result of a step's trees, for kernels."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import torch
 
 
 class VerificationResult(NamedTuple):
-    """The verdicts on R requests, each in one of S request slots.
+    """Verification results of R requests in S request slots.
 
-    What is of the requests may be columns of a table; what is of the slots is contiguous.
+    Tensors by request may be columns of a table; tensors by slot are contiguous.
 
     Attributes:
         req_idx: [R] integers.
-        num_run: [R] integers, nodes that the target ran on, the first ones of the tree; 0 leaves
-            the request out.
+        num_run: [R] integers, verified nodes, the first ones of the tree; 0: skip the request.
         accepted: [R] int32, draft nodes on the accepted path.
         path: [R, D+1] int64, node at each position of that path; 0, the root, first and beyond
             the end.

@@ -1,1 +1,1 @@
-"""Adaptation while serving: what is kept of requests, and what is learned (SpecBlock §3.4)."""
+"""Adaptation while serving (SpecBlock §3.4)."""

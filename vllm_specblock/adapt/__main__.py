@@ -1,4 +1,4 @@
-"""The trainer's process: gives way to others, and ends with the engine."""
+"""Trainer process: lowest priority; exits with the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main() -> int:
 
 
 def _end_with(engine: int, link: str) -> None:
-    """End with the engine, also after `kill -9`, and remove the shared folder."""
+    """Exit with the engine, also after `kill -9`, and remove the shared folder."""
     while os.getppid() == engine:
         time.sleep(0.2)
     shutil.rmtree(link, ignore_errors=True)

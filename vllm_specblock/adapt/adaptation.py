@@ -20,11 +20,11 @@ from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Polic
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
 AGAIN, AGAIN_SURE = 4, 2.0
-"""Texts since an update after which a refused version may serve after all, and standard errors by
-which it has to be better on them: it is looked at after each text."""
+"""Minimum texts after which a refused version may serve after all, and the standard errors by which
+it must be better on them."""
 
 Count = Callable[[str, int], None]
-"""Adds to a metric, named without `adapt_` (`engine/metrics/exporter.py`)."""
+"""Increments a metric, named without `adapt_` (`engine/metrics/exporter.py`)."""
 
 
 class Adaptation:
@@ -32,16 +32,16 @@ class Adaptation:
 
     Args:
         drafter: θ_0, float32; it is copied.
-        seconds_lost: seconds that an update of an action, which took so many, cost serving.
+        seconds_lost: maps an action and its update's seconds to the serving time lost.
 
     Attributes:
-        pool: `pool.current` is what is to serve.
-        training: the version that θ_train is.
-        number: of the newest version.
-        rows: labels that were learned from so far.
-        requests: that finished since this began.
-        compared: versions compared with the one that served, since the start or an alarm.
-        usual: what a request's τ is.
+        pool: `pool.current` is the version to serve.
+        training: the version of θ_train.
+        number: number of the newest version.
+        rows: labels trained on so far.
+        requests: finished requests.
+        compared: versions compared with the serving one since the start or an alarm.
+        usual: the usual τ of a request.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Adaptation:
 
         Args:
             record: None: it was not recorded.
-            request: None: it goes on in another record.
+            request: None: it continues in another record.
         """
         hard = request is None or self.usual.is_hard(request.tau)
         if record is not None:
@@ -81,7 +81,7 @@ class Adaptation:
         self.requests += 1
         if self.falls.add(request.tau):
             self.falls.reset()
-            self._reward()  # later texts are of another kind
+            self._reward()  # later texts are of another domain
             self.policy.alarm()
             self.compared = 0
             if self.policy.gated:
@@ -95,7 +95,7 @@ class Adaptation:
             self._update(decision.push)
 
     def adopt(self, version: Version) -> None:
-        """Serve a version of an earlier trainer or of a person's choice, and train on from it."""
+        """Serve a version of an earlier trainer or the user's choice, and train from it."""
         self.number = max(self.number, version.number)
         self.pool.offer(version)
         self.pool.call_good()
@@ -123,9 +123,11 @@ class Adaptation:
             self._follow(back)
 
     def _weigh(self, weighed: Weighed, record: Record, hard: bool) -> None:
-        """Compare the version that an update made with what serves, on all requests since, and with
-        the one before, on hard requests: a gain on a few requests of a new domain would drown in
-        the others."""
+        """Compare an update's version with the serving one and with its predecessor.
+
+        The latter on hard requests only: a gain on a few requests of a new domain would drown in
+        the others.
+        """
         before, current = (
             self.judge.steps(each, record) for each in (weighed.before, self.pool.current)
         )
@@ -139,8 +141,10 @@ class Adaptation:
             self._reward()
 
     def _look_again(self, weighed: Weighed) -> None:
-        """Serve a version that was refused, where the newest texts say otherwise: after a change of
-        domain, offers are judged by texts of the one before for dozens of requests."""
+        """Serve a refused version if the newest texts favour it.
+
+        After a change of domain, dozens of judged requests are still of the previous one.
+        """
         after, serves = weighed.after, self.pool.current
         if after is not self.training or after is serves or serves is not weighed.serves:
             return
@@ -179,7 +183,7 @@ class Adaptation:
             self._weighed = Weighed(action, before, self.training, current, seconds)
 
     def _offer(self, action: Action, report: UpdateReport, before: Version) -> None:
-        """Make a version of what was learned, and let it serve if it is better."""
+        """Make a version of θ_train, and serve it if it is better."""
         if not report.losses:
             return
         tensors = _on_host(held(self.updater.drafter, action, before.tensors))
@@ -202,8 +206,10 @@ class Adaptation:
         self.count("versions_offered", 1)
 
     def _begin_anew(self) -> None:
-        """Train from the last good version with a new optimiser: moments of the texts before would
-        make its first steps small, when they count most (3 % of speed on the example pair)."""
+        """Train from the last good version with a new optimiser.
+
+        Moments of earlier texts would make the first steps small.
+        """
         if back := self.pool.roll_back():
             self._follow(back)
         else:
@@ -226,5 +232,5 @@ def _learned_by(policy: Policy, config: AdaptationConfig) -> AdaptationConfig:
 
 
 def _on_host(tensors: Tensors) -> Tensors:
-    """Versions wait in host memory, wherever training runs."""
+    """Move a version to host memory."""
     return {name: tensor.cpu() for name, tensor in tensors.items()}

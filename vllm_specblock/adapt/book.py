@@ -1,7 +1,7 @@
-"""Rows of finished requests in host memory, never on a disk.
+"""Rows of finished requests in host memory, never on disk.
 
-New rows are trained on once, then enter the reservoir for rehearsal. One request in five is only
-judged by: the recent ones of these, and a sample of the old ones.
+New rows are trained on once, then enter the reservoir for rehearsal. One request in five is held
+out for judging: the recent ones, and a sample of the old ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_specblock.train.config import TrainError
 
 JUDGED_EVERY = 5
-"""One request in so many is judged by, and never learned from."""
+"""One request in this many is held out for judging."""
 
 LEAST_DISTINCT = 0.1
 """Share of distinct tokens below which a text is a loop."""
@@ -25,14 +25,14 @@ LEAST_DISTINCT = 0.1
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """W rows of one request; row i is of the token x_p, p = begin + i.
+    """W rows of one request; row i belongs to the token x_p, p = begin + i.
 
     Attributes:
         request: id, of one or several records.
         states: [W, 3·Ht], the target's residual stream at x_p, columns low, mid, high.
         last: [W, Ht], what the target's LM head reads at x_p.
         tokens: [W] int64, x_{p+1}.
-        labels: [W] bool, x_{p+1} is the target's own: a token to learn. A prompt's rows come first.
+        labels: [W] bool, the target generated x_{p+1}. Rows of the prompt come first.
         tau: tokens per step of its request; 0: unknown.
     """
 
@@ -57,7 +57,7 @@ class Record:
 
     @property
     def weight(self) -> float:
-        """1 / τ²: the steps per token that a token of τ more would save. 1 where τ is unknown."""
+        """1 / τ²: steps per token saved by one more token of τ; 1 if τ is unknown."""
         return self.tau**-2 if self.tau else 1.0
 
     @property
@@ -67,13 +67,13 @@ class Record:
 
     @property
     def judged(self) -> bool:
-        """Whether its request is one to judge by."""
+        """Whether its request is held out for judging."""
         digest = hashlib.sha256(self.request.encode()).digest()
         return int.from_bytes(digest[:8], "big") % JUDGED_EVERY == 0
 
 
 class Queue:
-    """The newest records that fit into some bytes; those that leave go on to `leaving`."""
+    """The newest records within a number of bytes; older ones are passed to `leaving`."""
 
     def __init__(self, room: int, leaving: Reservoir) -> None:
         self.room, self.leaving = room, leaving
@@ -86,8 +86,8 @@ class Queue:
 
 
 class Reservoir:
-    """A uniform sample of all records that were ever added, of as many as fit into some bytes: each
-    draws a number, and the smallest are kept."""
+    """A uniform sample of all added records within a number of bytes: each draws a number, and the
+    smallest are kept."""
 
     def __init__(self, room: int, draw: random.Random) -> None:
         self.room, self.draw = room, draw
@@ -103,10 +103,10 @@ class Reservoir:
             self._kept.remove(max(self._kept, key=lambda entry: entry[0]))
 
     def sample(self, count: int, by_weight: bool = False) -> list[Record]:
-        """Return `count` of them, or all where there are fewer, in random order.
+        """Return up to `count` records in random order.
 
         Args:
-            by_weight: drawn by `Record.weight` with replacement.
+            by_weight: sample by `Record.weight` with replacement.
         """
         records = self.records
         count = min(count, len(records))
@@ -135,11 +135,11 @@ class Book:
 
     @property
     def new(self) -> list[Record]:
-        """Not trained on yet, the oldest first."""
+        """Records not trained on yet, oldest first."""
         return list(self._new.records)
 
     def add(self, record: Record) -> bool:
-        """Keep a record; return whether it is kept, else the reason is counted."""
+        """Add a record; return whether it was kept, else count the reason."""
         reason = _refusal(record)
         self.counts[reason or "recorded"] += 1
         if reason:
@@ -148,8 +148,10 @@ class Book:
         return True
 
     def pass_over(self, count: int) -> None:
-        """Leave all new records but those of the newest `count` requests to the reservoir: after a
-        while without updates, what is served now is learned first."""
+        """Move all new records but those of the newest `count` requests to the reservoir.
+
+        After a while without updates, current texts are trained on first.
+        """
         newest = list(dict.fromkeys(each.request for each in reversed(self._new.records)))[:count]
         for record in self.new:
             if record.request not in newest:
@@ -157,8 +159,7 @@ class Book:
                 self.reservoir.add(record)
 
     def take(self, count: int) -> list[Record]:
-        """Move up to `count` new records, of as many requests, to the reservoir, and return them,
-        the oldest first."""
+        """Move up to `count` new records of distinct requests to the reservoir; return them."""
         taken: dict[str, Record] = {}
         for record in self._new.records:
             if len(taken) < count:

@@ -13,12 +13,11 @@ from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.shards import replace
 
 _DYING = 1.0
-"""Seconds to wait for a writer that was killed: it keeps its files until its last thread ended."""
+"""Seconds to wait for a killed writer: its files stay locked until its last thread exits."""
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder of mode 0700 where it is missing; raises TrainError where it cannot be made, or
-    is another user's."""
+    """Create a folder of mode 0700 if missing; raise TrainError if that fails or it is not ours."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
@@ -32,7 +31,7 @@ def lock_folder(folder: Path, seconds: float = _DYING) -> int:
     """Lock a folder for one writer, until its descriptor is closed or the process ends.
 
     Args:
-        seconds: to wait for another writer.
+        seconds: time to wait for another writer.
 
     Raises:
         TrainError: another process keeps the lock.
@@ -64,5 +63,5 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Raises OSError or ValueError where there is none."""
+    """Read a JSON file; raise OSError or ValueError if there is none."""
     return json.loads(path.read_text(encoding="utf-8"))

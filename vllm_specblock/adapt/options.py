@@ -1,4 +1,4 @@
-"""The options of adaptation while serving, and the sentence for a wrong one."""
+"""Options of adaptation while serving, and their error messages."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class AdaptConfig(Options):
 
     @property
     def folder(self) -> Path | None:
-        """Where requests are written for a trainer elsewhere; None: the engine has one."""
+        """Folder for an external trainer; None: the engine starts one."""
         process = self.trainer == "cpu" or _DEVICE.fullmatch(self.trainer)
         return None if process else Path(self.trainer)
 
@@ -113,7 +113,7 @@ def parse_adapt(given: Any, kind: str, where: str = "") -> AdaptConfig | None:
         where: put before a key in messages, e.g. "second_drafter.".
 
     Raises:
-        OptionError: another kind of drafter, or a wrong value.
+        OptionError: a kind of drafter that cannot adapt, or a wrong value.
     """
     name = f"{where}{ADAPT}"
     if not isinstance(given, bool | dict):
@@ -139,11 +139,11 @@ def check_adapt(
     target: ModelConfig,
     gpus: Collection[int],
 ) -> None:
-    """Refuse `adapt` where it cannot run.
+    """Refuse `adapt` if it cannot run.
 
     Args:
-        resolved: with a drafter that adapts.
-        gpus: numbers of those that the engine computes on.
+        resolved: has a drafter that adapts.
+        gpus: numbers of the engine's GPUs.
     """
     assert resolved.adapting is not None
     options, key = resolved.adapting.adapt, "speculative_config key 'adapt'"
@@ -169,7 +169,7 @@ def check_adapt(
 
 
 def _check_trainer(options: AdaptConfig, gpus: Collection[int]) -> None:
-    """Refuse a trainer's GPU that serves among others, or that does not exist."""
+    """Refuse a trainer's GPU that serves a rank of several, or does not exist."""
     if not _DEVICE.fullmatch(options.trainer):
         return
     number = int(options.trainer.removeprefix("cuda:"))

@@ -1,8 +1,8 @@
 """Versions as folders: whole drafters with their origin, one of them current.
 
-    out/                      mode 0700: weights are as private as the text they learned from
+    out/                      mode 0700: weights are as private as their training text
       .lock                   held by the writer
-      current.json            which version serves, or none; replaced last
+      current.json            the serving version, or none; replaced last
       version-00007/          a drafter's folder (`drafters/specblock/checkpoint.py`), and
         provenance.json       its parent, action, rows and gain, checksum and fingerprints
 
@@ -40,15 +40,15 @@ from vllm_specblock.train.target import target_rows
 CURRENT, PREFIX = "current.json", "version-"
 _origin = cache(provenance.provenance)
 KEPT = 8
-"""Versions that are kept beside the current one: 1.4 GB each for an 8B target's drafter."""
+"""Versions kept beside the current one: 1.4 GB each for an 8B target's drafter."""
 
 
 class VersionFolder:
-    """The versions of one drafter for one target; raises TrainError where these cannot be read.
+    """Versions of one drafter for one target; raises TrainError if these cannot be read.
 
     Args:
-        out: the folder, which need not exist yet.
-        drafter, target: folders, as delivered; None: any version fits.
+        out: the folder, which may not exist yet.
+        drafter, target: their folders; None: accept any version.
     """
 
     def __init__(self, out: Path, drafter: Path | None = None, target: Path | None = None) -> None:
@@ -61,8 +61,8 @@ class VersionFolder:
         self._lock: int | None = None
 
     def lock(self) -> None:
-        """Become the writer, and remove what another one left half-written; raises TrainError where
-        there is another writer, or the folder cannot be made."""
+        """Become the writer, and remove incomplete versions; raises TrainError if there is another
+        writer, or the folder cannot be created."""
         if self._lock is None:
             private_folder(self.out)
             self._lock = lock_folder(self.out)
@@ -77,10 +77,10 @@ class VersionFolder:
     def write(
         self, drafter: SpecBlockModel, facts: dict[str, Any], number: int | None = None
     ) -> str:
-        """Write a version beside the others, whole or not at all, and return its name.
+        """Write a version atomically and return its name.
 
         Args:
-            drafter: in the dtype in which it is to be stored.
+            drafter: stored in its dtype.
             facts: `parent` (a version's name, or None), `action`, `rows`, `gain`; maybe `trunk`.
             number: None: the next.
         """
@@ -103,14 +103,14 @@ class VersionFolder:
         return name
 
     def use(self, name: str | None) -> None:
-        """Make a version current; None: the drafter as delivered. Raises TrainError as `read`."""
+        """Make a version current; None: the delivered drafter. Raises TrainError as `read`."""
         if name is not None:
             self.read(name)
         write_json(self.out / CURRENT, {"version": name})
 
     def current(self) -> str | None:
-        """Return the name of the version that is to serve; None: the drafter as delivered. Raises
-        TrainError where current.json cannot be read."""
+        """Return the name of the version to serve; None: the delivered drafter. Raises TrainError
+        if current.json cannot be read."""
         try:
             name = read_json(self.out / CURRENT)["version"]
         except FileNotFoundError:
@@ -120,7 +120,7 @@ class VersionFolder:
         return None if name is None else str(name)
 
     def stamp(self) -> int:
-        """Return a number that changes whenever current.json does; 0: there is none."""
+        """Return a number that changes with current.json; 0: there is none."""
         try:
             found = (self.out / CURRENT).stat()
         except OSError:
@@ -133,15 +133,15 @@ class VersionFolder:
         """Read a version's parameters in the dtype they are stored in.
 
         Args:
-            name: None: the drafter as delivered.
-            wanted: which parameters, by name.
+            name: None: the delivered drafter.
+            wanted: filter of parameter names.
 
         Raises:
-            TrainError: there is no such version, or it is not whole, not finite, or made for
-                another drafter or target.
+            TrainError: the version is missing, incomplete, not finite, or made for another drafter
+                or target.
         """
         folder = self.drafter if name is None else self._checked(name)
-        assert folder is not None  # it is for a look only
+        assert folder is not None  # for inspection only
         try:
             with opened(folder / WEIGHTS) as file:
                 names = [each for each in file.keys() if each not in MAPPING_NAMES]  # noqa: SIM118
@@ -153,12 +153,12 @@ class VersionFolder:
         return tensors
 
     def names(self) -> list[str]:
-        """Return the versions, the oldest first."""
+        """Return the names of the versions, oldest first."""
         found = (path.name for path in self.out.glob(f"{PREFIX}*"))
         return sorted(name for name in found if name.removeprefix(PREFIX).isdigit())
 
     def listed(self) -> dict[str, dict[str, Any]]:
-        """Return facts by version, the oldest first; empty facts: they cannot be read."""
+        """Return facts by version, oldest first; unreadable facts are empty."""
         found = {}
         for name in self.names():
             try:
@@ -172,13 +172,13 @@ class VersionFolder:
         current = self.current()
         for name in self.names()[:-keep]:
             if name != current:
-                # Renamed first: half a folder is never a version.
+                # Rename first, so that an incomplete folder is never a version.
                 gone = self.out / f".{name}"
                 (self.out / name).rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)
 
     def _checked(self, name: str) -> Path:
-        """The folder of a version that is whole, and made for this drafter and target."""
+        """Return the folder of a complete version for this drafter and target."""
         folder = self.out / name
         if name not in self.names():
             known = ", ".join(self.names()) or "none"
@@ -197,17 +197,17 @@ class VersionFolder:
 
 
 def name_of(number: int) -> str | None:
-    """A version's name; None: the drafter as delivered, number 0."""
+    """Return a version's name; None: the delivered drafter, number 0."""
     return f"{PREFIX}{number:05d}" if number else None
 
 
 def number_of(name: str | None) -> int:
-    """A version's number; 0: the drafter as delivered."""
+    """Return a version's number; 0: the delivered drafter."""
     return 0 if name is None else int(name.removeprefix(PREFIX))
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """Return what `write` stored with a version; raises TrainError where it cannot be read."""
+    """Return the facts of a version; raises TrainError if they cannot be read."""
     try:
         facts = read_json(folder / provenance.FILE)["adaptation"]
         if isinstance(facts, dict):
@@ -218,7 +218,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint(drafter: Path) -> str:
-    """Return a digest of a drafter's config and weights; raises TrainError where there is none."""
+    """Return a digest of a drafter's config and weights; raises TrainError if there is none."""
     try:
         return _digest(drafter / CONFIG)[:16] + _digest(drafter / WEIGHTS)
     except OSError as error:

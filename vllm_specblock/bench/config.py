@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 
 class BenchError(ValueError):
-    """A benchmark cannot start or go on; the message is one sentence that says why."""
+    """A benchmark cannot start or continue; the message is one sentence with the reason."""
 
 
 class MethodSpec(BaseModel):
-    """How a method is served, beside the arguments that all methods share.
+    """How a method is served, in addition to the shared arguments.
 
     None removes a key of `base`. Without `speculative` it is plain vLLM. A string "{NAME}" in
     `speculative` is replaced by the folder that the option `drafter` gives to NAME.
@@ -22,7 +22,7 @@ class MethodSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     base: str | None = None
-    """Another method that this one changes."""
+    """Method that this one extends."""
 
     speculative: dict[str, Any] = {}
     """vLLM's `speculative_config`."""
@@ -65,30 +65,30 @@ class BenchConfig(BaseModel):
     temperature: tuple[Annotated[float, Field(ge=0)], ...] = Field(
         default=(0.0, 1.0), min_length=1, description="0 is greedy. Repeatable."
     )
-    max_new_tokens: int = Field(default=128, ge=1, description="Tokens of one answer, at most.")
+    max_new_tokens: int = Field(default=128, ge=1, description="Maximum tokens of one answer.")
     ignore_eos: bool = Field(default=False, description="Every answer has --max-new-tokens tokens.")
     questions: int | None = Field(
-        default=None, ge=1, description="Of every set, evenly spread over it. Default: all."
+        default=None, ge=1, description="Questions per set, evenly spread over it. Default: all."
     )
     rounds: int = Field(default=3, ge=1, description="Passes over all questions.")
     batch: int = Field(default=1, ge=1, description="Questions per request batch.")
-    raw: bool = Field(default=False, description="Questions are text to continue, not a chat's.")
+    raw: bool = Field(default=False, description="Continue questions as text, not as a chat.")
     template_options: dict[str, Any] = Field(
         default={}, description="Variables of the chat template, as JSON."
     )
-    seed: int = Field(default=0, ge=0, description="Seeds the sampling, with every question's own.")
+    seed: int = Field(default=0, ge=0, description="Sampling seed, combined with each question's.")
 
-    dtype: str = Field(default="auto", description="Of the target's arithmetic, as in vLLM.")
+    dtype: str = Field(default="auto", description="Dtype of the target, as in vLLM.")
     max_model_len: int | None = Field(
-        default=None, ge=8, description="Tokens of a chat, at most. Default: what is needed."
+        default=None, ge=8, description="Maximum tokens of a chat. Default: as many as needed."
     )
     engine: dict[str, Any] = Field(
-        default={}, description="Further arguments of vLLM's LLM, of all methods, as JSON."
+        default={}, description="Further arguments of vLLM's LLM for all methods, as JSON."
     )
     at_once: int | None = Field(
         default=None,
         ge=1,
-        description="Engines that run at a time, plain vLLM's among them, where memory is short. "
+        description="Engines that run at a time, plain vLLM's included, if memory is short. "
         "Default: all.",
     )
     explain: bool = Field(
@@ -117,7 +117,7 @@ class BenchConfig(BaseModel):
         return self
 
     def must_match(self) -> dict[str, Any]:
-        """Return what all results of one folder share, besides methods and questions."""
+        """Return the options that all results of one folder share."""
         return self.model_dump(mode="json", exclude=_FREE)
 
 

@@ -63,7 +63,7 @@ def legend_line(forwards: int, name: str) -> Text:
 
 
 def save_svg(path: Path, title: str, *parts: RenderableType, width: int | None = None) -> None:
-    """Write what a terminal of `width` columns would show; None: as wide as the widest part."""
+    """Save the output of a terminal of `width` columns; None: as wide as the widest part."""
     console = Console(record=True, file=io.StringIO(), width=1000)
     console.width = width or max(console.measure(part).maximum for part in parts)
     console.print(*parts, sep="\n")

@@ -8,16 +8,16 @@ from typing import Any
 from vllm_specblock.bench.config import BenchConfig, BenchError
 
 BLOCK = 128
-"""Tokens in one block of the cache, at most: platforms differ."""
+"""Maximum tokens of a cache block: platforms differ."""
 
 
 def cache_bytes(config: Any, length: int, batch: int, dtype_bytes: int, spare: int = 64) -> int:
     """Return the KV cache for all requests, and a quarter more for drafters and draft slots.
 
     Args:
-        config: of the target, transformers'.
-        length: tokens of a request, at most.
-        spare: blocks beyond.
+        config: the target's transformers config.
+        length: maximum tokens of a request.
+        spare: additional blocks.
     """
     heads = config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -54,7 +54,7 @@ def common_arguments(config: BenchConfig, length: int) -> dict[str, Any]:
         length: tokens of the longest chat.
 
     Raises:
-        BenchError: the target has no room for it.
+        BenchError: it is longer than the target allows.
     """
     from transformers import AutoConfig
 

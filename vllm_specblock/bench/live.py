@@ -1,4 +1,4 @@
-"""Answers side by side as they stream: draft tokens tinted, speed and τ beneath."""
+"""Answers side by side as they stream: draft tokens tinted, speed and τ below."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SLICE = 0.15
-"""Seconds that an engine runs before the next one does."""
+"""Seconds of one engine's turn."""
 TINT = "black on #a8dda8"
 """Accepted draft tokens."""
 
 
 class Answer:
-    """One answer as far as it came.
+    """One answer as it streams.
 
     Attributes:
         ids: its tokens; steps: how many of them each step emitted.
-        seconds: that its engine ran.
-        joined: whether a part of the stream may be of several steps, as a server's; τ is then what
-            it reports, if it does.
+        seconds: running time of its engine.
+        joined: a part of the stream may span several steps, as a server's; τ is then the reported
+            one, if any.
     """
 
     def __init__(self, name: str, decode: Callable[[list[int]], str], joined: bool = False) -> None:
@@ -91,7 +91,7 @@ def side_by_side(answers: Sequence[Answer]) -> Table:
 
 @contextmanager
 def shown(console: Console, question: str, answers: Sequence[Answer]) -> Iterator[None]:
-    """Show the answers while they grow; in a pipe, in plain lines once they are whole."""
+    """Show the answers while they grow; in a pipe, as plain lines once complete."""
     if console.is_terminal:
 
         def draw() -> Group:
@@ -119,12 +119,12 @@ def start_engines(
     eager: bool = False,
     length: int = 4096,
 ) -> None:
-    """Append an engine per method, all of them ready and paused.
+    """Append a ready and paused engine per method.
 
     Args:
         methods: `speculative_config` by name; None: plain vLLM.
-        folder: of their logs.
-        length: tokens of a request, at most, where the target takes as many.
+        folder: for their logs.
+        length: maximum tokens of a request, if the target allows as many.
 
     Raises:
         EngineFailed: one did not start.
@@ -152,12 +152,12 @@ def start_engines(
 def ask_together(
     engines: Sequence[EngineProcess], job: Mapping[str, Any], answers: Sequence[Answer]
 ) -> None:
-    """Let engines answer one prompt in slices of time, so that both answers grow side by side.
+    """Let engines answer one prompt in time slices, so that the answers grow side by side.
 
-    An engine without a slice is stopped, and time counts while it runs.
+    An engine is stopped between its slices; only its running time counts.
 
     Raises:
-        EngineFailed: an engine ended, or could not answer.
+        EngineFailed: an engine exited, or could not answer.
     """
     pool = ThreadPoolExecutor(len(engines))
     try:

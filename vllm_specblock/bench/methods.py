@@ -1,4 +1,4 @@
-"""The methods of the table by name, and how each is served."""
+"""Methods of the table by name, and their engine arguments."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Method:
 
     Attributes:
         speculative: vLLM's `speculative_config`; None: plain vLLM.
-        engine: arguments of `LLM` beyond those of all methods.
+        engine: arguments of `LLM` beyond the shared ones.
         env: environment of its process; None: not set.
     """
 
@@ -74,7 +74,7 @@ class Method:
         return self.speculative is None
 
     def as_json(self) -> dict[str, Any]:
-        """Return what identifies it, with checkpoints by their weights."""
+        """Return what identifies the method; checkpoints are identified by their weights."""
         speculative = _with_weights(self.speculative)
         return {"speculative": speculative, "engine": self.engine, "env": self.env}
 
@@ -92,7 +92,7 @@ def resolve(config: BenchConfig) -> dict[str, Method]:
     found = [_resolve(name, config) for name in config.method]
     if not any(method.plain for method in found):
         raise BenchError(
-            "Every speed-up is over plain vLLM, which is not among the methods: add --method "
+            "Speed-ups are relative to plain vLLM, which is not among the methods: add --method "
             "plain or --method plain-v2."
         )
     return {method.name: method for method in sorted(found, key=lambda each: not each.plain)}
@@ -112,7 +112,7 @@ def _resolve(name: str, config: BenchConfig) -> Method:
 
 
 def _spec(name: str, defined: dict[str, MethodSpec], inside: tuple[str, ...]) -> MethodSpec:
-    """Merge a method with its bases. A method may change the built-in one of its own name."""
+    """Merge a method with its bases. A method may extend the built-in one of the same name."""
     if name in inside and name in BUILT_IN:
         return BUILT_IN[name]
     spec = defined.get(name, BUILT_IN.get(name))

@@ -1,8 +1,8 @@
 """How close the two tokens were where two answers in bfloat16 differ.
 
-Two ways to compute the same logits in bfloat16 differ in their last bits. Where the best two tokens
-are that close, either may win, and the rest of the answer follows. transformers computes the logits
-at that position again, in float32, which separates such a tie from a mistake.
+Two ways to compute logits in bfloat16 differ in the last bits. If the best two tokens are that
+close, either may win, and the rest of the answer changes. The float32 logits of transformers at
+that position tell such a tie from a mistake.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Parting:
     """The first position at which two answers differ.
 
     Attributes:
-        position: of the answer, 0-based.
-        tokens: the two tokens as text; logits: theirs, in float32.
-        step: between two neighbouring numbers of bfloat16 at the larger of these logits.
+        position: in the answer, 0-based.
+        tokens: the two tokens as text; logits: in float32.
+        step: distance of neighbouring bfloat16 numbers at the larger logit.
     """
 
     position: int
@@ -36,7 +36,7 @@ class Parting:
 
     @property
     def steps(self) -> float:
-        """The distance of the logits, in steps of bfloat16."""
+        """Distance of the logits in bfloat16 steps."""
         return abs(self.logits[0] - self.logits[1]) / self.step
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ def differences(bench: Bench, plain_of: Mapping[str, str | None]) -> list[Differ
     """Return each difference of a run once, over all rounds.
 
     Args:
-        plain_of: by method, the plain vLLM whose outputs it should have; None: there is none.
+        plain_of: by method, the plain vLLM to compare with; None: there is none.
             Turns after a difference have other prompts and are not compared.
     """
     found: list[Difference] = []
@@ -85,7 +85,7 @@ def differences(bench: Bench, plain_of: Mapping[str, str | None]) -> list[Differ
 
 
 def page(target: Path, found: Sequence[Difference]) -> tuple[str, list[dict[str, object]]]:
-    """Explain all differences: in Markdown, and as JSON's types."""
+    """Explain all differences, in Markdown and as JSON types."""
     partings = explain(target, [each[3:] for each in found])
     facts: list[dict[str, object]] = [
         {
@@ -93,7 +93,7 @@ def page(target: Path, found: Sequence[Difference]) -> tuple[str, list[dict[str,
             "set": each.set,
             "question": each.question,
             "steps": parting and round(parting.steps, 3),
-            "says": str(parting or "one answer ends where the other goes on"),
+            "says": str(parting or "one answer ends where the other continues"),
         }
         for each, parting in zip(found, partings)
     ]
@@ -104,7 +104,7 @@ def page(target: Path, found: Sequence[Difference]) -> tuple[str, list[dict[str,
 
 
 def bfloat16_step(value: float) -> float:
-    """Return the distance of bfloat16's numbers, of 8 significant bits, around `value`."""
+    """Return the distance of neighbouring bfloat16 numbers (8 significant bits) at `value`."""
     return 2.0 ** (math.frexp(value)[1] - 8)
 
 

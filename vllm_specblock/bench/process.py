@@ -1,4 +1,4 @@
-"""The engine of one method in a process of its own, stopped while another one answers.
+"""The engine of one method in its own process, stopped while another one answers.
 
 Each engine has a guard, a shell that kills the engine's process group if this process ends without
 releasing it: a stopped process would not notice.
@@ -22,7 +22,7 @@ from vllm_specblock.bench.config import BenchError
 # -P: in a clone of the repository, vLLM would take triton_kernels/ for a package of that name.
 COMMAND = (sys.executable, "-P", "-m", "vllm_specblock.engine.offline.answering")
 GRACE = 10.0
-"""Seconds for an engine to end by itself."""
+"""Seconds that an engine has to exit."""
 
 _GUARD = 'read let_go || kill -s KILL -- "-$1"'
 """In this form each shell's `kill` takes a process group."""
@@ -55,22 +55,22 @@ def job_of(
 
 
 class EngineFailed(BenchError):
-    """An engine did not start, or ended while it was needed; the message says why."""
+    """An engine did not start, or exited too early; the message says why."""
 
 
 class EngineProcess:
     """An engine that is stopped between its answers.
 
     Args:
-        name: of its method.
-        arguments: of vLLM's `LLM`.
+        name: the method's name.
+        arguments: arguments of vLLM's `LLM`.
         env: added to this process's environment; None removes a variable.
         log: file for its output.
-        command: of the process, which speaks as `vllm_specblock/engine/offline/answering.py`.
-        wait: until it can answer. Else call `wait()`, such as when other engines were started.
+        command: starts the process; its protocol is `engine/offline/answering.py`'s.
+        wait: wait until it can answer. Else call `wait()` after starting other engines.
 
     Attributes:
-        facts: the engine's own, once it can answer.
+        facts: the facts that the engine reports when it is ready.
 
     Raises:
         EngineFailed: it did not start.
@@ -96,7 +96,7 @@ class EngineProcess:
                 stderr=errors,
                 text=True,
                 env={key: value for key, value in environment.items() if value is not None},
-                start_new_session=True,  # a group of its own, which Ctrl-C does not reach
+                start_new_session=True,  # its own group, which Ctrl-C does not reach
             )
         self.guard = start_guard(self.process)
         self.send(arguments)
@@ -117,10 +117,10 @@ class EngineProcess:
         self.pause()
 
     def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """Return its answer to a job without `stream`; it runs for that time only.
+        """Return its answer to a job without `stream`; it runs only meanwhile.
 
         Raises:
-            EngineFailed: it ended, or could not answer.
+            EngineFailed: it exited, or could not answer.
         """
         self.resume()
         self.send(job)
@@ -129,13 +129,13 @@ class EngineProcess:
         return answer
 
     def stream(self, job: Mapping[str, Any], said: Callable[[list[int]], object]) -> None:
-        """Hear its answer to a job of one prompt; it answers while it runs.
+        """Stream its answer to a job of one prompt; it answers only while it runs.
 
         Args:
-            said: gets the new tokens of each step.
+            said: called with the new tokens of each step.
 
         Raises:
-            EngineFailed: it ended, or could not answer.
+            EngineFailed: it exited, or could not answer.
         """
         self.send({**job, "stream": True})
         while "said" in (answer := self.receive()):
@@ -166,7 +166,7 @@ class EngineProcess:
         return answer
 
     def _end(self) -> str:
-        """Return how it ended, with its last line of output."""
+        """Return how it exited, with its last line of output."""
         try:
             code = self.process.wait(GRACE)
         except subprocess.TimeoutExpired:
@@ -182,7 +182,7 @@ class EngineProcess:
 
 
 def end_all(engines: Iterable[EngineProcess]) -> None:
-    """End them and the processes that they started; engines that have ended are skipped."""
+    """End the engines and their child processes, except those that have exited."""
     pipes = [(engine, engine.guard.stdin) for engine in engines]
     engines = [engine for engine, pipe in pipes if pipe is not None and not pipe.closed]
     for engine in engines:

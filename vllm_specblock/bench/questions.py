@@ -17,7 +17,7 @@ from vllm_specblock.train.data.chat_tokens import ChatTokens
 
 @dataclass(frozen=True)
 class Question:
-    """A chat's user turns; every one but the first comes after an answer."""
+    """A chat's user turns; an answer precedes each but the first."""
 
     id: str
     turns: tuple[str, ...]
@@ -81,7 +81,7 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def spread(questions: list[Question], count: int | None) -> list[Question]:
-    """Return `count` of them, evenly spread from the first on; None: all."""
+    """Return `count` questions, evenly spread; None: all."""
     if count is None or count >= len(questions):
         return questions
     return [questions[index * len(questions) // count] for index in range(count)]
@@ -105,7 +105,7 @@ class Reader:
     """Makes prompts, as token ids.
 
     Args:
-        raw: without the chat template: an answer continues the text, and so does the next turn.
+        raw: no chat template: answers and turns continue one text.
 
     Raises:
         BenchError: there is no chat template.
@@ -114,7 +114,7 @@ class Reader:
     def __init__(self, tokens: ChatTokens, raw: bool) -> None:
         if not raw and not tokens.chat:
             raise BenchError(
-                "The target has no chat template: with --raw, questions are text to go on with."
+                "The target has no chat template: use --raw to continue the questions as text."
             )
         self.tokens, self.raw = tokens, raw
 
@@ -137,7 +137,7 @@ class Reader:
             raise BenchError(f"Question {question.id} cannot be asked: {error}.") from None
 
     def needed(self, sets: Sets, max_new_tokens: int) -> int:
-        """Return the tokens of the longest chat; an answer may take more tokens when it is read."""
+        """Return the tokens of the longest chat; an answer may grow when it is encoded again."""
         most = 0
         for question in (each for questions in sets.values() for each in questions):
             before = len(question.turns) - 1

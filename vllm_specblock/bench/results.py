@@ -48,7 +48,7 @@ def figures_of(bench: Bench) -> tuple[list[Figures], str]:
 
 
 def plain_of(bench: Bench) -> dict[str, str | None]:
-    """Return, by method, the plain vLLM whose outputs it should have; None: there is none."""
+    """Return, by method, the plain vLLM to compare with; None: there is none."""
     engines = bench.store.head["engines"]
 
     def arithmetic(name: str) -> tuple[Any, Any] | None:
@@ -61,7 +61,7 @@ def plain_of(bench: Bench) -> dict[str, str | None]:
 
 
 def facts_of(bench: Bench) -> dict[str, Any]:
-    """Return what was measured and how, in JSON's types."""
+    """Return what was measured and how, as JSON types."""
     config, head = bench.config, bench.store.head
     engines = {name: head["engines"][name] for name in bench.methods if name in head["engines"]}
     ways: dict[str, list[str]] = {}

@@ -37,9 +37,9 @@ class Bench:
     Attributes:
         methods: by name, plain vLLM first.
         common: arguments of all engines.
-        command: of an engine's process.
-        warm_up_tokens: per question, at every temperature, before an engine's first turn.
-        failures: by method, why it gave no more answers in this call.
+        command: starts an engine's process.
+        warm_up_tokens: per question and temperature, before an engine's first turn.
+        failures: by method, why it stopped answering in this call.
     """
 
     config: BenchConfig
@@ -76,10 +76,10 @@ def describe_machine() -> dict[str, Any]:
 
 
 def prepare(config: BenchConfig, fresh: bool = False) -> Bench:
-    """Check everything that is known before an engine is made.
+    """Check all inputs before the first engine starts.
 
     Raises:
-        BenchError, CheckpointError, TrainError: one sentence says what does not fit.
+        BenchError, CheckpointError, TrainError: one sentence names the wrong input.
     """
     methods, sets = resolve(config), read_sets(config)
     groups([*methods.values()], config.at_once)
@@ -105,7 +105,7 @@ def prepare(config: BenchConfig, fresh: bool = False) -> Bench:
 
 
 def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
-    """Let the engines answer everything that is missing.
+    """Run the engines on all missing units.
 
     Raises:
         EngineFailed: plain vLLM gave no answer to compare with.
@@ -125,14 +125,14 @@ def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory that new processes may take."""
+    """Return the bytes of host memory available to new processes."""
     import psutil
 
     return int(psutil.virtual_memory().available)
 
 
 def check_memory(left: list[int], alive: int) -> None:
-    """Check the memory before another engine is made, and add what is left of it to `left`.
+    """Check the free memory before another engine starts, and append it to `left`.
 
     Raises:
         BenchError: one more engine of the largest size so far would make the machine swap.
@@ -213,7 +213,7 @@ def _start(bench: Bench, method: Method, unit: Unit) -> EngineProcess:
 
 
 def _answer(bench: Bench, engine: EngineProcess, unit: Unit) -> Answer:
-    """Return what the store keeps of an engine's answers to a unit."""
+    """Return an engine's answers to a unit, as the store keeps them."""
     config, found = bench.config, Counter[str]()
     ids: list[list[list[int]]] = [[] for _ in unit.questions]
     for turn in range(unit.turns):

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Unit:
-    """What every engine answers before the next unit: all turns of a batch of questions."""
+    """All turns of a batch of questions: each engine answers them before the next unit."""
 
     round: int
     temperature: float
@@ -55,7 +55,7 @@ def _batches(questions: Sequence[Question], size: int) -> Iterator[tuple[Questio
 
 
 def groups(methods: Sequence[Method], at_once: int | None) -> list[list[Method]]:
-    """Return lists of methods whose engines run together, plain vLLM in every one.
+    """Return lists of methods whose engines run together, each with plain vLLM.
 
     Raises:
         BenchError: plain vLLM leaves no room for another.
@@ -73,6 +73,6 @@ def groups(methods: Sequence[Method], at_once: int | None) -> list[list[Method]]
 
 
 def rotated(those: Sequence[T], by: int) -> list[T]:
-    """Return the sequence with another first item each time, so that the order is fair."""
+    """Return the sequence rotated by one more item each time, so that the order is fair."""
     start = by % len(those) if those else 0
     return [*those[start:], *those[:start]]

@@ -66,12 +66,11 @@ class Store:
 
     Args:
         folder: created, or resumed.
-        settings: what all results have in common; JSON's types only.
+        settings: shared by all results; JSON types only.
         fresh: delete the results in the folder.
 
     Raises:
-        BenchError: the folder has results of other settings, another revision of the code or other
-            versions of its dependencies.
+        BenchError: the folder's results have other settings, code or dependencies.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], fresh: bool = False) -> None:
@@ -118,7 +117,7 @@ class Store:
             return
         whole = path.read_bytes()
         kept = whole[: whole.rfind(b"\n") + 1]
-        if len(kept) < len(whole):  # a kill left a part of a line
+        if len(kept) < len(whole):  # incomplete line of a killed run
             os.truncate(path, len(kept))
         for line in kept.splitlines():
             raw = json.loads(line)
@@ -130,12 +129,12 @@ class Store:
         self._of_unit.setdefault(record.unit, []).append(record)
 
     def note_engine(self, name: str, facts: dict[str, Any]) -> None:
-        """Keep the facts of an engine."""
+        """Store the facts of an engine."""
         self.head["engines"][name] = facts
         write_json(self.folder / RUN, self.head)
 
     def add(self, unit: Unit, answers: dict[str, Answer]) -> None:
-        """Keep the answers to a unit; they are on the disk when this returns."""
+        """Write the answers to a unit to disk."""
         record = Record(unit.key(), unit.round, unit.temperature, unit.set, answers)
         raw = {**vars(record), "answers": {name: vars(each) for name, each in answers.items()}}
         with (self.folder / UNITS).open("a", encoding="utf-8") as file:
@@ -145,7 +144,7 @@ class Store:
         self._take(record)
 
     def missing(self, unit: Unit, methods: Iterable[str], plain: Iterable[str]) -> list[str]:
-        """Return those of `methods` that have not answered `unit` in turns with all of `plain`."""
+        """Return the `methods` that have not answered `unit` in turns with all of `plain`."""
         done: set[str] = set()
         for record in self._of_unit.get(unit.key(), []):
             if record.answers.keys() >= {*plain}:
@@ -154,7 +153,7 @@ class Store:
 
 
 def _circumstances(head: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what has to be equal, and what has to be where both have it."""
+    """Return what must be equal, and what must be equal if both have it."""
     settings = dict(head["settings"])
     named = {f"{key}: {name}": each for key in _GROWING for name, each in settings.pop(key).items()}
     versions = head["provenance"]["versions"]

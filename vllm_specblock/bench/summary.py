@@ -1,4 +1,4 @@
-"""From answers and their cost to the figures of the table [SpecBlock, §4.1]."""
+"""Figures of the table, from answers and their cost [SpecBlock, §4.1]."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ class Figures:
     """One method on one set at one temperature. None: not known.
 
     Attributes:
-        speedup: Spd: speed of a token over that of the fastest plain vLLM, by wall time; the median
-            over units.
-        speedup_spread: from the lowest to the highest round's median. None with one round, and for
-            the fastest plain vLLM, which is 1.
+        speedup: Spd: speed over the fastest plain vLLM by wall time, median over units.
+        speedup_spread: lowest and highest round's median. None with one round, and for the fastest
+            plain vLLM, which is 1.
         speedup_cpu: the same by CPU seconds.
         throughput: Φ, tokens/s of wall time.
         tau: τ, tokens emitted per decode step: `engine/metrics/acceptance.py`.
         draft_ms: T_D, milliseconds of the drafters' forwards per step without prompts.
         draft_share: the same time as a share of all wall time.
         tokens: generated, in all units.
-        outputs: answers to questions; different: those that differ from plain vLLM's with the same
-            model runner.
+        outputs: answers; different: answers unlike plain vLLM's with the same model runner.
     """
 
     method: str
@@ -53,8 +51,7 @@ class Figures:
 
 
 def fastest(records: Sequence[Record], plain: Sequence[str]) -> str:
-    """Return the plain vLLM with the least wall time per token, by the median of ratios between
-    engines that took turns.
+    """Return the plain vLLM with the least wall time per token (median ratio of turns).
 
     Raises:
         BenchError: nothing was answered.
@@ -77,7 +74,7 @@ def summarise(
 
     Args:
         base: the plain vLLM whose speed is 1.
-        plain_of: by method, the plain vLLM whose outputs it should have; None: there is none.
+        plain_of: by method, the plain vLLM to compare with; None: there is none.
     """
     found = []
     for temperature in temperatures:
@@ -146,7 +143,7 @@ def _mean(cells: Sequence[Figures], records: Sequence[Record], base: str) -> Fig
 def _speedup(
     records: Iterable[Record], method: str, base: str, cost: Literal["wall", "cpu"] = "wall"
 ) -> float | None:
-    """Return the median cost of a token with `base` over `method`, of records that have both."""
+    """Return the median cost of a token with `base` over `method`, where records have both."""
 
     def per_token(answer: Answer) -> float:
         return float(getattr(answer, cost)) / answer.tokens

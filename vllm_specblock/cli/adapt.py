@@ -17,7 +17,7 @@ DELIVERED = "delivered"
 """Name of the unadapted drafter."""
 
 adapt = typer.Typer(
-    help="Adaptation while serving: train from a folder, look at versions.", no_args_is_help=True
+    help="Adaptation while serving: train from a folder, list versions.", no_args_is_help=True
 )
 
 Out = Annotated[Path, typer.Argument(help="Folder of versions.")]
@@ -41,7 +41,7 @@ def run(
     memory: Annotated[float, typer.Option(help="MiB for recorded rows.")] = 512,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
-    seconds: Annotated[float, typer.Option(min=0, help="Least time between two versions.")] = 30,
+    seconds: Annotated[float, typer.Option(min=0, help="Minimum time between two versions.")] = 30,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     once: Annotated[bool, typer.Option(help="Exit when the folder is empty.")] = False,
 ) -> None:

@@ -14,18 +14,18 @@ def chat(
         str, typer.Argument(help="A folder or a hub id, or a server's address: http://HOST:PORT.")
     ],
     model: Annotated[
-        str | None, typer.Option(help="Its drafter, a folder or a hub id. Default: n-gram lookup.")
+        str | None, typer.Option(help="Drafter, a folder or a hub id. Default: n-gram lookup.")
     ] = None,
     speculative_config: SpeculativeConfig = None,
     plain: Annotated[bool, typer.Option(help="Answer without drafts as well.")] = True,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    dtype: Annotated[str, typer.Option(help="Of the target's arithmetic, as in vLLM.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Dtype of the target, as in vLLM.")] = "auto",
     eager: Annotated[bool, typer.Option("--eager", help="Compile neither engine.")] = False,
 ) -> None:
     """Chat with vLLM and with vLLM with draft trees, side by side.
 
-    Accepted draft tokens are tinted; tokens/s and τ stand beneath. A server answers twice, without
+    Accepted draft tokens are tinted; tokens/s and τ are below. A server answers twice, without
     and with drafts; it reports τ with --per-request-spec-decode-metrics summary. Prompts may also
     come from a pipe, one a line.
     """

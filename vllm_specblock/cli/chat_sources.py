@@ -1,4 +1,4 @@
-"""What answers in `specblock chat`: two engines, or a server."""
+"""Sources of answers in `specblock chat`: two engines, or a server."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def prompt_line(console: Console) -> str | None:
 
 
 class EngineSource:
-    """Engines in processes of their own, which take turns."""
+    """Engines in separate processes that take turns."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class ServerSource:
                         answer.reported_tau = metrics["mean_acceptance_length"]
 
     def tree(self, console: Console, answer: Answer) -> None:
-        console.print("A server does not tell its trees: give the target's folder and --model.")
+        console.print("A server does not report its trees: give the target's folder and --model.")
 
     def _decode(self, ids: list[int]) -> str:
         asked = {"model": self.model, "tokens": ids}

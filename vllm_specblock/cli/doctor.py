@@ -1,4 +1,4 @@
-"""`specblock doctor`: what keeps an engine from drafting, or would."""
+"""`specblock doctor`: checks for problems that prevent drafting."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def evaluate(
     temperature: Annotated[
         list[float] | None,
         typer.Option(
-            min=0, help="Of the target's texts; 0 is greedy. Repeatable. Default: 0 and 1."
+            min=0, help="Temperature of the texts; 0 is greedy. Repeatable. Default: 0 and 1."
         ),
     ] = None,
     nodes: Annotated[
@@ -50,7 +50,7 @@ def evaluate(
         bool, typer.Option("--uniform", help="Also trees of one width, without the rank head.")
     ] = False,
     calibrate_drafts: Annotated[
-        bool, typer.Option(help="Correct scores by what is accepted, as serving does.")
+        bool, typer.Option(help="Calibrate scores by accepted tokens, as in serving.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Of the sampled texts.")] = 0,
     device: Device = "cpu",
@@ -59,7 +59,7 @@ def evaluate(
         Path | None, typer.Option("--json", help="File to write all figures to.")
     ] = None,
 ) -> None:
-    """Draft along the target's own texts, and print how far the drafter reaches.
+    """Draft along the target's own texts, and print τ and α.
 
     τ is the mean of tokens committed per step, α the share of right first choices given that all
     before were right, β the factor on the drafter's logits. Drafting is that of serving, one text

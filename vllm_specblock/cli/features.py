@@ -21,7 +21,7 @@ def features(
     layer_ids: LayerIds = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        typer.Option(help="Of the target's arithmetic and of the features."),
+        typer.Option(help="Dtype of the target and of the features."),
     ] = "auto",
     shard_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of one file: what a killed run can lose.")
@@ -31,7 +31,7 @@ def features(
         json_option("""More of vLLM's LLM arguments, such as '{"tensor_parallel_size": 2}'."""),
     ] = None,
 ) -> None:
-    """Run the target over training data once, and keep what a drafter learns from.
+    """Run the target over training data once, and store the features that drafters train on.
 
     Each token takes four vectors of the target's width: 32 KiB for an 8B model in bf16. A killed
     run resumes with the same options.

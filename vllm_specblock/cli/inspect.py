@@ -1,4 +1,4 @@
-"""`specblock inspect`: what a drafter directory holds, or the draft tree after a prompt."""
+"""`specblock inspect`: contents of a drafter directory, or the draft tree after a prompt."""
 
 from __future__ import annotations
 

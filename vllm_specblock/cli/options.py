@@ -62,9 +62,7 @@ NewTokens = Annotated[
     int, typer.Option(min=1, help="Tokens that the target generates after each prompt.")
 ]
 OutDir = Annotated[Path, typer.Option(help="Directory to write the drafter to.")]
-Precision = Annotated[
-    Literal["fp32", "bf16"], typer.Option(help="Arithmetic of target and drafter.")
-]
+Precision = Annotated[Literal["fp32", "bf16"], typer.Option(help="Dtype of target and drafter.")]
 PromptTokens = Annotated[
     int, typer.Option(min=1, help="Length of the prompt that is cut from a text without one.")
 ]

@@ -1,1 +1,1 @@
-"""The trees of two drafters become the one that is verified: by choosing, or by joining."""
+"""Combination of two drafters' trees: routing or merging."""

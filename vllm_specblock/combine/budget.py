@@ -1,4 +1,4 @@
-"""How many nodes each of two drafters drafts, for a tree of N nodes to be verified."""
+"""Draft nodes of each of two drafters, for a verified tree of N nodes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Literal
 def shares(
     num_nodes: int, policy: Literal["route", "merge"], budget: Literal["split", "joint"]
 ) -> tuple[int, int]:
-    """(N₁, N₂), nodes that the first and the second drafter draft.
+    """Return (N₁, N₂), the nodes that the first and the second drafter draft.
 
-    A routed tree is one drafter's alone, and a joint budget goes to the better nodes: either
-    drafter may need all N. Split, each drafter drafts half of them, the first one more if N is odd.
+    With routing or a joint budget, either drafter may need all N. A split budget gives each drafter
+    half of them, the first one more if N is odd.
 
     Args:
         num_nodes: N, nodes of the verified tree.

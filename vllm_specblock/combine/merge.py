@@ -20,16 +20,16 @@ def merge(
     num_nodes: int,
     max_depth: int | None = None,
 ) -> tuple[DraftTree, torch.Tensor]:
-    """The best nodes of both trees as one tree, in the order of every `DraftTree`.
+    """Return one tree of the best nodes of both trees.
 
-    "disjoint" is the paper's: the subtrees share the root only. "trie" joins what both drafters
-    say, equal texts being one node: the better score stands, and the children of both hang from
-    it. That accepts what "disjoint" accepts, for fewer nodes.
+    "disjoint", as in the paper: the subtrees share the root only. "trie": equal texts are one
+    node with the better score and the children of both. It accepts the same tokens with fewer
+    nodes.
 
     Args:
         first, second: R trees; their numbers of node slots may differ.
         num_nodes: N, nodes of the merged tree; the best of both are kept.
-        max_depth: no path is longer, if known: fewer steps to find ancestors and equal texts.
+        max_depth: longest path, if known; saves steps when finding ancestors and equal texts.
 
     Returns:
         the trees, and [R] bool: `agreement` of the two drafters.

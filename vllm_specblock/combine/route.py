@@ -1,4 +1,4 @@
-"""Routing: the tree of the surer drafter is verified (dual-draft routing paper, §4 and §5)."""
+"""Routing: verify the tree of the more confident drafter (dual-draft routing paper, §4 and §5)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ How = Literal["mean", "sum"]
 
 
 def confidence(tree: DraftTree, how: How) -> torch.Tensor:
-    """How sure a drafter is of its tree.
+    """Return a drafter's confidence in its tree.
 
     "mean" is the paper's μ, the mean of exp(logprob) over the nodes. "sum" is their sum, the
     number of tokens that the drafter expects to be accepted.
@@ -28,7 +28,7 @@ def confidence(tree: DraftTree, how: How) -> torch.Tensor:
 def route(
     first: DraftTree, second: DraftTree, how: How
 ) -> tuple[DraftTree, torch.Tensor, torch.Tensor]:
-    """The surer drafter's tree, request by request; drafter 1 where both are equally sure.
+    """Return the more confident drafter's tree per request; drafter 1 if both are equal.
 
     Args:
         first, second: R trees of N node slots each.
@@ -38,14 +38,14 @@ def route(
         the trees, [R] bool: drafter 2 was chosen, and `agreement`.
     """
     surer = confidence(second, how) > confidence(first, how)
-    # Sizes, too: what is very unsure rounds to 0, but is more than nothing.
+    # Also compare sizes: a very low confidence rounds to 0, but beats an empty tree.
     chosen = (second.size > 0) & (surer | (first.size == 0))
     trees = first.where(chosen, replace(second, origin=2 * second.origins()))
     return trees, chosen, agreement(first, second)
 
 
 def agreement(first: DraftTree, second: DraftTree) -> torch.Tensor:
-    """[R] bool: both drafters drafted something, and their best first tokens are the same.
+    """Return [R] bool: both trees have nodes, and their best first tokens are equal.
 
     Node 1, the best node of a tree, is a child of the root.
     """

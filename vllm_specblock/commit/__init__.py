@@ -1,1 +1,1 @@
-"""Which rows and slots move where once a path is accepted: index arithmetic only."""
+"""Commit of accepted paths: KV entries and the rows that drafters read."""

@@ -16,16 +16,15 @@ from vllm_specblock.triton_kernels.op import op
 def committed_sources(
     rows: AcceptedRows,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Batch rows of the accepted nodes, before and after they are brought together.
+    """Return batch rows of the accepted nodes, before and after they are compacted.
 
-    Position j of the path belongs right behind position j − 1. A parent's index is below its
-    child's, so path[j] ≥ j: every node moves down or stays, and the row it moves to holds either
-    itself, a rejected node, or a node that moves down too. Reading all rows before writing any is
-    therefore enough.
+    A parent's index is below its child's, so path[j] ≥ j: each node moves down or stays. Its new
+    row holds itself, a rejected node, or a node that also moves down. Reading all rows before
+    writing any is therefore enough.
 
     Returns:
         source, target: [R, D] int64, batch rows of position 1 … D.
-        moves: [R, D] bool, False for what is in place already and beyond the path.
+        moves: [R, D] bool, False for nodes already in place and beyond the path.
     """
     position = torch.arange(1, rows.path.shape[1], device=rows.path.device)
     root = (rows.query_start + rows.base - 1)[:, None]
@@ -35,13 +34,13 @@ def committed_sources(
 
 @op(committed_tokens_triton)
 def committed_tokens(step: StepRows, num_rows: int) -> CommittedRows:
-    """Return what drafters read of a step's committed rows; `num_rows`: rows of the batch."""
+    """Return a step's committed rows for the drafters; `num_rows`: rows of the batch."""
     request, base, local = step.request, step.base, step.local
     start = step.query_start[request]
     beyond = local - base[request] + 1  # position on the path, ≤ 0 up to the root
     on_path = step.path[request, beyond.clamp(min=0)]
     source = start + torch.where(beyond > 0, base[request] - 1 + on_path, local)
-    # Beyond the accepted path, and where no node was verified, stands an older one.
+    # Entries beyond the accepted path, and without a verified node, are stale.
     source = source.clamp(max=num_rows - 1)
     real = beyond <= step.accepted[request]
     place = (start + local).clamp(max=num_rows - 1)

@@ -1,4 +1,4 @@
-"""Bringing an accepted path together in the target's paged caches."""
+"""Compaction of accepted paths in the target's paged caches."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from vllm_specblock.triton_kernels.op import op
 def move_path(
     kv_caches: KVCacheSet, slot_mapping: torch.Tensor, rows: AcceptedRows, num_rows: int
 ) -> None:
-    """Move the keys and values of accepted nodes right behind the root's, in every layer.
+    """Move the keys and values of accepted nodes behind the root's, in every layer.
 
     Args:
-        slot_mapping: [≥ num_rows] int64, where each row of the batch lies; negative: nowhere.
-        num_rows: rows of the batch. A path's unused positions would lead beyond it: they stay on
-            its last row.
+        slot_mapping: [≥ num_rows] int64, slot of each batch row; negative: none.
+        num_rows: rows of the batch; a path's unused positions are clamped to the last one.
     """
     source, target, moves = committed_sources(rows)
     source, target = (slot_mapping[row.clamp(max=num_rows - 1)] for row in (source, target))

@@ -25,7 +25,7 @@ def store_kv_vllm(
     value_scale: torch.Tensor | None = None,
     packing: Packing | None = None,
 ) -> None:
-    """Launch vLLM's own kernel; arguments as `store_kv` has them."""
+    """Launch vLLM's own kernel; arguments as in `store_kv`."""
     if not len(kv_index):
         return
     dtype, scales = "auto", (_one(kv_cache.device),) * 2  # not read
@@ -59,17 +59,15 @@ def store_kv(
     Args:
         kv_cache: [blocks, kv heads, block size, 2D], a view whose entries are consecutive in
             memory from block to block (key first, then value).
-        kv_index: [T] int64, block · block size + offset; negative for padding. In torch, padding
-            goes to entry 0, in vLLM's null block, which is never read: no branch depends on
-            the data. The kernel stores it nowhere.
-        key, value: [T, kv heads, D]; numbers of a row are consecutive.
-        key_scale, value_scale: [] fp32 each, what a stored number is to be multiplied by; given
-            for a float8_e4m3fn cache only, where what is out of range becomes the largest number.
-        packing: how the cache is packed, on a CPU; padding is then stored nowhere.
+        kv_index: [T] int64, block · block size + offset; negative: padding. The torch form writes
+            padding to entry 0, in vLLM's null block, which is never read; the kernel skips it.
+        key, value: [T, kv heads, D]; rows are contiguous.
+        key_scale, value_scale: [] fp32 each, factors of the stored numbers; only for a
+            float8_e4m3fn cache, where out-of-range numbers saturate.
+        packing: how the cache is packed, on a CPU; padding is then skipped.
 
     Raises:
-        RuntimeError: the entries of `kv_cache` are not consecutive in memory. The kernel does
-            not mind.
+        RuntimeError: the entries of `kv_cache` are not consecutive in memory (torch form only).
     """
     if packing is not None:
         from vllm_specblock.triton_kernels.attention.cpu_packing import store_packed
@@ -86,5 +84,5 @@ def store_kv(
 
 
 def _to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The bytes of x / scale; torch's own conversion gives NaN beyond the range."""
+    """Return the bytes of x / scale, saturated: torch's own conversion overflows to NaN."""
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)

@@ -1,1 +1,1 @@
-"""What only a CPU needs: its attention, compiled loops, and replacements of vLLM's kernels."""
+"""CPU support: attention, compiled loops, replacements of vLLM's kernels."""

@@ -1,7 +1,7 @@
 """Tree attention on a CPU, over the cache as vLLM's own kernel packs it.
 
-Requests without drafts go to vLLM's kernel and get its bits. Trees, and drafts in a chain, go to a
-kernel of ours that reads the same cache in place.
+Requests without drafts run vLLM's kernel, bit for bit. Trees and chains of drafts run our kernel,
+which reads the same cache in place.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
 
 PACKED = ("amx", "vec")
-"""vLLM's names of the packings that `cpu_packing.py` knows, of the eight there are."""
+"""vLLM's names of the packings that `cpu_packing.py` supports."""
 
 
 @dataclass
 class PackedCache:
-    """One layer's cache, and its packing twice: as ours and as vLLM's kernel take it."""
+    """One layer's cache, and its packing for our kernel and for vLLM's."""
 
     packing: Packing
     isa: str
@@ -51,11 +51,11 @@ class PackedCache:
 def packed_cache(kv_cache: Tensor, cache_dtype: str) -> PackedCache | None:
     """Return how a layer's cache [blocks, kv heads, block size, 2D] is packed.
 
-    None: it is not, since vLLM's kernel or ours does not support the head size or the processor,
+    None: not packed, since vLLM's kernel or ours does not support the head size or the processor,
     or numba is missing.
 
     Raises:
-        NotImplementedError: a cache of 8 bits that is not: only vLLM's kernel rounds as vLLM does.
+        NotImplementedError: an unpacked 8-bit cache: only vLLM's kernel rounds as vLLM does.
     """
     from vllm.v1.attention.backends import cpu_attn
 
@@ -66,7 +66,7 @@ def packed_cache(kv_cache: Tensor, cache_dtype: str) -> PackedCache | None:
     packing = None
     if (fp8 or cache_dtype == "auto") and block_size % 32 == 0 and head_dim in sizes:
         isa = cpu_attn._get_attn_isa(kv_cache.dtype, block_size, head_dim, cache_dtype)
-        if fp8 and isa == "amx":  # which ours cannot read in 8 bits
+        if fp8 and isa == "amx":  # which our kernel cannot read in 8 bits
             isa = "vec"
         entries = kv_cache.view(torch.float8_e4m3fn) if fp8 else kv_cache
         packing = packing_on_cpu(entries, isa == "amx") if isa in PACKED else None
@@ -78,7 +78,7 @@ def packed_cache(kv_cache: Tensor, cache_dtype: str) -> PackedCache | None:
             )
         return None
     if isa == "amx":
-        torch.cpu._init_amx()  # asks the kernel for the tile registers; vLLM's kernel does not
+        torch.cpu._init_amx()  # requests the tile registers from Linux; vLLM's kernel does not
     strides = kv_cache.stride(0), packing.head_stride, width, 1
     whole = kv_cache.as_strided(kv_cache.shape, strides)
     halves = whole.view(blocks, kv_heads, 2 * block_size, head_dim).chunk(2, dim=2)
@@ -87,11 +87,10 @@ def packed_cache(kv_cache: Tensor, cache_dtype: str) -> PackedCache | None:
 
 @dataclass
 class PackedMetadata(TreeAttentionMetadata):
-    """TreeAttentionMetadata, and vLLM's own of the rows that see all up to theirs.
+    """TreeAttentionMetadata, and vLLM's own for causal rows.
 
     Attributes:
-        plain: requests with a tree have length 0, for which the kernel skips them; None: all have
-            one.
+        plain: requests with a tree have length 0, so the kernel skips them; None: all have one.
     """
 
     plain: CPUAttentionMetadata | None = None
@@ -102,7 +101,7 @@ class PackedMetadataBuilder(TreeAttentionMetadataBuilder):
 
     @cached_property
     def plain(self) -> CPUAttentionMetadataBuilder | None:
-        """vLLM's own builder; None: the caches are not packed. Not before caches are bound."""
+        """vLLM's own builder; None: the caches are not packed. Call after caches are bound."""
         from vllm.v1.attention.backends import cpu_attn
 
         config = self.vllm_config
@@ -160,7 +159,7 @@ class PackedAttentionImpl(TreeAttentionImpl):
     """Tree attention of one layer over a packed cache.
 
     Attributes:
-        plain: vLLM's own implementation, for rows that see all up to their own.
+        plain: vLLM's own implementation, for causal rows.
     """
 
     plain: CPUAttentionBackendImpl | None = None
@@ -245,7 +244,7 @@ class PackedAttentionImpl(TreeAttentionImpl):
             causal_elsewhere=metadata.plain is not None,
             key_scale=key_scale,
             value_scale=value_scale,
-            # Cast in every step: weights may be updated in place.
+            # Cast in every step, since weights may be updated in place.
             sinks=None if self.sinks is None else self.sinks.float(),
         )
         if metadata.plain is not None:

@@ -1,7 +1,6 @@
-"""The bookkeeping of Model Runner V2 around a step, as compiled loops; see `kernels.py`.
+"""Compiled loops for Model Runner V2's bookkeeping around a step; see `kernels.py`.
 
-A step launches a dozen of these on a handful of numbers each: torch calls would cost more than the
-arithmetic.
+A step runs a dozen of these on a few numbers each; torch calls would cost more.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def post_update(
     idx_mapping, num_computed_tokens, last_sampled_tokens, output_bin_counts, sampled_tokens,
     num_sampled, num_rejected, query_start_loc, all_token_ids, total_len,
 ):  # fmt: skip
-    """Counts may be None, and so may the rows: nothing was computed."""
+    """Counts and rows may be None: nothing was computed."""
     for request in range(len(idx_mapping)):
         at, count = idx_mapping[request], num_sampled[request]
         if at < 0:
@@ -142,7 +141,7 @@ def apply_write(output, write_indices, write_starts, write_contents, write_cu_le
 
 @njit
 def slot_mapping(slots, idx_mapping, query_start_loc, positions, table, block_size):
-    """Fill `slots` [T] int64: where each row's keys go; −1 for rows of no request.
+    """Fill `slots` [T] int64, the cache slot of each row; −1 for padding.
 
     Args:
         idx_mapping: [R] integers; negative: no request.

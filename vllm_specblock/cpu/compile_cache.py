@@ -1,7 +1,7 @@
 """vLLM's cache of compiled models on a CPU.
 
-vLLM stores the compiled model, and cannot load it on a CPU: it calls `finalize_loading` on what it
-loads, which Inductor's plain function lacks. Each start then compiles for a minute.
+vLLM stores the compiled model, but cannot load it on a CPU: it calls `finalize_loading`, which
+Inductor's plain function lacks. Each start would then compile for a minute.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_specblock.engine.patches import Function, replaces
 
 
 def install() -> None:
-    """Give loaded functions a `finalize_loading` that does nothing. Idempotent."""
+    """Add a no-op `finalize_loading` to loaded functions. Idempotent."""
 
     @replaces(torch.compiler, "load_compiled_function")
     def load_compiled_function(original: Function, *args: Any, **kwargs: Any) -> Any:

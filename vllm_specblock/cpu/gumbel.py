@@ -1,10 +1,10 @@
-"""Sampling: the largest logit of a row, at T > 0 with vLLM's Gumbel noise added to it.
+"""Gumbel sampling: the largest logit of a row, plus vLLM's noise at T > 0.
 
-The noise of a token takes a hash and two logarithms, and only a handful of tokens can win. The loop
-hashes every token, bounds its noise by the hash's leading bits, and computes the noise of those
-whose bound reaches the best score so far. The tokens are the same as with all noise.
+The noise of a token takes a hash and two logarithms, but only a few tokens can win. The loop
+bounds each token's noise by the leading bits of its hash, and computes it only if the bound
+exceeds the best score so far. The sampled tokens are the same.
 
-Of a tree only the rows on its accepted path are drawn (`drawn_along`), or processed and drawn
+In a tree, only rows on the accepted path are drawn (`drawn_along`), or processed and drawn
 (`sample_by_depth`).
 """
 
@@ -31,9 +31,9 @@ _CHUNK = 1024  # tokens whose scores stay in the first cache
 _U, _F = np.uint32, np.float32
 _FAST = {"nnan", "nsz", "contract"}
 _LN2 = 0.6931471805599453
-# An fp32's bits, read as a number, lie no higher than its log2 · 2^23 (127 · 2^23 added).
+# The bits of an fp32 x, as an integer, are at most 2^23 · (log2(x) + 127).
 _BITS_TO_NATS, _MOST_NOISE = _LN2 / (1 << 23), (127 + 31) * _LN2
-# What rounding may take from a bound, in nats, and a thousandth of it per unit of the score.
+# Rounding error of a bound in nats, plus a thousandth of it per unit of the score.
 _SLACK = 1e-3
 
 _trees: tuple[Array, ...] | None = None  # token, first row, slot, parent of `drawn_along`
@@ -65,7 +65,7 @@ def sample_by_depth(
     req_idx: Tensor,
     parent: Tensor,
 ) -> Tensor:
-    """Sample the roots, then the nodes whose token their parent drew, one depth at a time.
+    """Sample the roots, then level by level the nodes whose token their parent drew.
 
     Args:
         sample: rows [n] int64 -> their tokens [n] int64.
@@ -87,7 +87,7 @@ def sample_by_depth(
 def _drawn_children(
     draft: Array, first_row: Array, owner: Array, parent: Array, drawn: Array
 ) -> Array:
-    """Rows [n] int64 that have no draw yet, and whose parent drew them; as in `_draw`."""
+    """Return rows [n] int64 without a draw whose parent drew their token; as in `_draw`."""
     rows, count = np.empty(len(drawn), np.int64), 0
     for request in range(len(owner)):
         first = first_row[request]
@@ -106,9 +106,9 @@ def gumbel_sample(
     expanded_idx_mapping: Tensor, seeds: Tensor, pos: Tensor, temp: Tensor, vocab_size: int,
     IS_DRAFTING: bool, APPLY_TEMPERATURE: bool, USE_FP64: bool,
 ) -> None:  # fmt: skip
-    """vLLM takes the best of its blocks afterwards: the first block holds the row's best."""
+    """vLLM reduces over blocks afterwards; the first block gets the row's best."""
     if logits_cache is not None or USE_FP64:
-        raise NotImplementedError("Cached draft logits and fp64 noise are not there on a CPU.")
+        raise NotImplementedError("Cached draft logits and fp64 noise are unsupported on a CPU.")
     if logits.dtype not in (torch.float32, torch.bfloat16) or logits.stride(1) != 1:
         logits = logits.float().contiguous()
     rows, stride = len(logits), logits.stride(0)
@@ -138,7 +138,7 @@ def _mix(state: np.uint32, key: np.uint32) -> np.uint32:
 
 @njit
 def _hash(state: np.uint32, token: np.uint32) -> np.uint32:
-    """32 random bits of a token."""
+    """Return 32 random bits for a token."""
     bits = _U(_mix(state, token) ^ _U(16))
     bits = _U(_U(bits ^ _U(bits >> _U(16))) * _U(0x85EBCA6B))
     bits = _U(_U(bits ^ _U(bits >> _U(13))) * _U(0xC2B2AE35))
@@ -147,7 +147,7 @@ def _hash(state: np.uint32, token: np.uint32) -> np.uint32:
 
 @njit
 def noise_of(bits: np.uint32) -> np.float32:
-    """vLLM's fp32 noise, step by step as its kernel has it."""
+    """Return vLLM's fp32 noise, computed step by step as in its kernel."""
     low = _F(_F(bits & _U(0xFFFF)) + _F(0.5)) * _F(2.0**-32)
     uniform = _F(_F(bits >> _U(16)) * _F(2.0**-16) + low)
     if uniform < _F(0.25):
@@ -162,7 +162,7 @@ def noise_of(bits: np.uint32) -> np.float32:
 
 @njit
 def state_of(seed: int, position: int) -> np.uint32:
-    """The hash's state before a token is mixed in."""
+    """Return the hash state before a token is mixed in."""
     state = _mix(_U(0), _U(seed))
     state = _mix(state, _U(seed >> 32))
     return _mix(state, _U(position))
@@ -170,8 +170,8 @@ def state_of(seed: int, position: int) -> np.uint32:
 
 @njit(fastmath=_FAST)
 def _load(flat: Array, start: int, count: int, scores: Array) -> None:
-    """fp32 scores; bfloat16 comes as int16."""
-    part = flat[start : start + count]  # a sum as index may be negative, which takes a gather
+    """Return fp32 scores; bfloat16 is passed as int16."""
+    part = flat[start : start + count]  # a sum may be negative, so it would compile to a gather
     if flat.itemsize == 2:
         bits = scores.view(np.int32)
         for i in range(count):
@@ -183,7 +183,7 @@ def _load(flat: Array, start: int, count: int, scores: Array) -> None:
 
 @njit
 def _any_above(scores: Array, count: int, floor: np.float32) -> np.bool:
-    """Whether any score exceeds `floor`; a count compiles to wide instructions."""
+    """Return whether any score exceeds `floor`; counting vectorises."""
     above = np.int32(0)
     for i in range(count):
         above += np.int32(scores[i] > floor)
@@ -202,7 +202,7 @@ def _bound(scores: Array, count: int, state: np.uint32, start: int, bound: Array
 
 @njit
 def _below(best: np.float32) -> np.float32:
-    """Return what a bound has to exceed for its token to win."""
+    """Return the value that a bound must exceed for its token to win."""
     return best - _F(_SLACK) * (_F(1) + _F(1e-3) * abs(best)) if best > -np.inf else best
 
 
@@ -224,7 +224,7 @@ def _draw(
     token: Array,  # [rows, blocks] int64, of which column 0 is written
     score: Array,  # [rows, blocks] fp32, as well
 ) -> None:
-    """Draw the roots, and the nodes whose token their parent drew: the first of the best tokens."""
+    """Draw the roots and the nodes whose token their parent drew; ties go to the lowest id."""
     scores, bound = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.float32)
     token[:, 0] = -1
     for request in range(len(owner)):
@@ -235,7 +235,7 @@ def _draw(
                 if node > parent.shape[1]:
                     break
                 above = parent[owner[request], node - 1]
-                # −1, not drawn, is no draft's token.
+                # −1 (not drawn) matches no draft.
                 if draft[row] < 0 or above < 0 or token[first + above, 0] != draft[row]:
                     continue
             at = req_idx[row]

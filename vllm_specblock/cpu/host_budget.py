@@ -1,4 +1,4 @@
-"""Adaptive verification on a CPU: costs come from the steps themselves."""
+"""Adaptive verification on a CPU: costs are measured in the steps themselves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class HostBudgetManager(TreeBudgetManager):
-    """TreeBudgetManager for a CPU: budgets come from the very trees to be verified, not from those
-    a step earlier.
+    """TreeBudgetManager for a CPU: budgets are computed from the trees to be verified, not
+    from those of the previous step.
     """
 
     _unknown = 0.0
@@ -58,7 +58,7 @@ def install() -> None:
 
         return compile_or_warm_up_model
 
-    from vllm.v1.worker.cpu_worker import CPUWorker  # replaces copies to a device, process-wide
+    from vllm.v1.worker.cpu_worker import CPUWorker  # process-wide: replaces copies to a device
 
     patch(CPUWorker, "compile_or_warm_up_model", measuring)
     budget.install(HostBudgetManager)

@@ -1,4 +1,4 @@
-"""What Model Runner V2 needs on a CPU beyond Triton's interpreter (`triton_interpreter.py`)."""
+"""Installation of the CPU replacements for Model Runner V2."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Replace slow or impossible kernels and let CUSTOM attention be chosen; idempotent."""
+    """Replace slow or unsupported kernels and allow CUSTOM attention. Idempotent."""
     if "cpu kernels" in PATCHES:
         return
     from vllm.triton_utils.dispatcher import register_kernels
@@ -45,10 +45,10 @@ def install() -> None:
     with _hidden("llvmlite"):
         register_kernels(found)
     PATCHES["cpu kernels"] = register_kernels
-    # Its kernels loop over a program's rows in a way that the interpreter cannot.
+    # The interpreter does not support the loop over rows in its kernels.
     topk_topp_sampler.HAS_TRITON = False
     patch(topk_topp_sampler, "apply_top_k_top_p_pytorch", lambda original: apply_top_k_top_p)
-    # These three hand arrays of raw pointers to their kernels.
+    # These three pass arrays of raw pointers to their kernels.
     patch(BlockTables, "gather_block_tables", lambda original: _gather_block_tables)
     patch(BlockTables, "compute_slot_mappings", lambda original: _compute_slot_mappings)
     patch(FusedStagedWriter, "apply", lambda original: _apply_staged_writes)
@@ -64,10 +64,10 @@ def install() -> None:
 
 @contextmanager
 def _hidden(package: str) -> Iterator[None]:
-    """Keep a package out of `sys.modules` within this context.
+    """Hide a package from `sys.modules` within this context.
 
     vLLM searches every module for copies of a kernel, and fails on the library handle of Numba's
-    llvmlite, which has any attribute, `__dict__` too.
+    llvmlite, which resolves any attribute name.
     """
     found = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
     for name in found:

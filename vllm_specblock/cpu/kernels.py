@@ -1,9 +1,9 @@
 """Replacements of Model Runner V2's kernels on a CPU.
 
-Triton's interpreter would run them at 10 to 100 times the cost of a whole step of a small model. A
-replacement takes those of its kernel's arguments that it reads, by the kernel's names without
-`_ptr`, and writes what the kernel writes. All tensors are in host memory: `.tolist()` is free.
-Runs with and without SpecBlock use the same replacements, so exactness does not depend on them.
+In Triton's interpreter they would cost 10 to 100 steps of a small model. A replacement declares the
+kernel arguments that it reads, without the suffix `_ptr`, and writes what the kernel writes. All
+tensors are in host memory, so `.tolist()` is free. Runs with and without SpecBlock use the same
+replacements, so exactness does not depend on them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from vllm_specblock.triton_kernels.optional_numba import njit
 Function = Callable[..., Any]
 
 REPLACED: dict[str, tuple[Function, bool]] = {}
-"""Kernel → its replacement, and whether that takes arrays."""
+"""Kernel → its replacement, and whether it takes numpy arrays."""
 
 
 def replaces_kernel(path: str, compiled: bool = False) -> Callable[[Function], Function]:
     """Decorate the replacement of a kernel.
 
     Args:
-        path: of the kernel, in `vllm.v1.worker.gpu`.
-        compiled: Numba compiles the function, and it takes arrays in place of tensors.
+        path: the kernel, in `vllm.v1.worker.gpu`.
+        compiled: compile the function with Numba; it takes numpy arrays.
     """
 
     def decorate(function: Function) -> Function:
@@ -40,7 +40,7 @@ def replaces_kernel(path: str, compiled: bool = False) -> Callable[[Function], F
 
 
 def overrides() -> dict[str, Function]:
-    """Return what takes the arguments of each kernel, for vLLM's `register_kernels`."""
+    """Return functions with the kernels' arguments, for vLLM's `register_kernels`."""
     return {path: _launcher(path, *replacement) for path, replacement in REPLACED.items()}
 
 

@@ -1,4 +1,4 @@
-"""Compiled loops that run in place of our Triton kernels on a CPU."""
+"""Compiled loops that replace our Triton kernels on a CPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """LoRA on a CPU: tokens without an adapter.
 
-vLLM marks them by −1, which its CPU kernels read as an index: beside a request with an adapter they
-would get the one in the last slot, with trees or without.
+vLLM marks them by −1, which its CPU kernels use as an index: in a batch with adapters, such tokens
+would get the last one, with or without trees.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Give tokens without an adapter none. Idempotent."""
+    """Skip tokens without an adapter. Idempotent."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 

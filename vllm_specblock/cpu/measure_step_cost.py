@@ -1,4 +1,4 @@
-"""Step costs of a few batch sizes, measured at start-up: what the controller begins with."""
+"""Step costs of a few batch sizes, measured at start-up for the controller."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _MOST_ROWS = 512
 
 
 def padded(rows: np.ndarray) -> np.ndarray:
-    """[n] rows → [n], the next number of rows that steps are run with.
+    """Return the padded number of rows for each batch size, [n].
 
-    Up to 16 all are, then multiples of 16, 32 and 64. A processor's products take 16 rows at a
-    time, or more, and prepare every new number of rows anew, which takes as long as a step.
+    Above 16 rows these are multiples of 16, 32 and 64: CPU matrix products process 16 rows or more
+    at a time, and set up each new number of rows, which takes as long as a step.
     """
     multiple = np.where(rows <= 16, 1, np.where(rows <= 128, 16, np.where(rows <= 256, 32, 64)))
     return -(-rows // multiple) * multiple
 
 
 def sizes(num_nodes: int, max_requests: int, max_tokens: int) -> list[tuple[int, int]]:
-    """Steps to measure, (rows, requests), by rising rows; from one row to trees of all requests."""
+    """Return steps to measure as (rows, requests), from one row to trees of all requests."""
     each = num_nodes + 1
     most = min(max_tokens, _MOST_ROWS, max_requests * each)
     rows = {1, 2, 4, 8, 16, *padded(np.arange(17, most + 1)).tolist()}  # a host array
@@ -36,10 +36,10 @@ def sizes(num_nodes: int, max_requests: int, max_tokens: int) -> list[tuple[int,
 
 
 def measure_steps(runner: GPUModelRunner) -> None:
-    """Set what steps of a runner take, by dummy steps with logits for every row.
+    """Measure step costs of a runner by dummy steps with logits for every row.
 
-    Sizes take turns, so that a machine that is slow for a while is slow for all of them, and the
-    least time of the rounds counts.
+    Sizes take turns, so that a slow phase of the machine affects all of them; the fastest round
+    counts.
 
     Args:
         runner: ready to run, with a HostBudgetManager.
@@ -54,7 +54,7 @@ def measure_steps(runner: GPUModelRunner) -> None:
         for rows, requests in wanted:
             if turn and clock() - began > _SECONDS:
                 break
-            for _ in range(1 if turn else 2):  # a new number of rows has products to prepare
+            for _ in range(1 if turn else 2):  # warm-up: a new number of rows has set-up costs
                 start = clock()
                 # It has as many requests as there can be, or one of a whole tree.
                 uniform = requests < min(rows, runner.max_num_reqs)

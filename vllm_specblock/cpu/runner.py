@@ -1,7 +1,7 @@
-"""Model Runner V2 on a CPU, for engines that ask for us.
+"""Model Runner V2 on a CPU, for engines that use SpecBlock.
 
-That runner needs Triton, and vLLM decides when it is imported whether Triton is there. `prepare`
-changes that once an engine asks for us; other engines keep their runner.
+That runner needs Triton, and vLLM checks for Triton when it is imported. `prepare` enables it for
+the first engine that uses SpecBlock; other engines keep their runner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
 def register() -> None:
-    """Patch what decides on the runner; nothing of it is loaded."""
+    """Patch vLLM's choice of the runner, without loading one."""
     if choose not in WHEN_ASKED:
         WHEN_ASKED.append(choose)
     from vllm import envs
@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
 
 
 def choose(parallel: ParallelConfig) -> None:
-    """Prepare this process for an engine that asks for us, and its workers by their class.
+    """Prepare this process, and by their class the workers, for an engine that uses SpecBlock.
 
     Raises:
         OptionError: the process has loaded the runner without Triton.

@@ -1,4 +1,4 @@
-"""What vLLM does to logits, in torch; see `kernels.py`."""
+"""Replacements of vLLM's logits processing in torch; see `kernels.py`."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def find_markers(
     req_ids, thinking_token_budget, all_token_ids, total_len, cached_last_start, cached_last_end,
     cached_scan_pos, reasoning_start_token_ids, natural_reasoning_end_token_ids, MAX_LEN,
 ):  # fmt: skip
-    """Find the last markers. The kernel may miss the earlier of the two: only the order counts."""
+    """Find the last markers; the kernel may miss the earlier one, since only their order counts."""
     starts, ends = reasoning_start_token_ids.tolist(), natural_reasoning_end_token_ids.tolist()
     for at in req_ids.tolist():
         if thinking_token_budget[at] < 0:

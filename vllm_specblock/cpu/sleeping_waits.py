@@ -1,8 +1,8 @@
-"""Waiting processes sleep on a CPU, so that the model has the cores.
+"""Sleeping instead of polling in vLLM's message queues on a CPU.
 
 API, engine core and worker exchange one message per step in shared memory. vLLM's readers poll for
-a second after the last one, which takes a core from the worker. Every message also notifies, and a
-sleeping reader wakes in some 50 µs.
+a second after each, which takes a core from the worker. Messages also notify sleeping readers,
+which wake up in some 50 µs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ yet, which vLLM's second of polling hides."""
 
 
 def install() -> None:
-    """Let readers sleep at once, and every notification reach them. Idempotent."""
+    """Let readers sleep immediately, and deliver every notification. Idempotent."""
 
     @replaces(SpinCondition, "__init__")
     def without_polling(original: Function, self: SpinCondition, *args: Any, **more: Any) -> None:

@@ -1,7 +1,7 @@
 """Top-k and top-p on a CPU: a histogram instead of a sort of the whole vocabulary.
 
-vLLM sorts every row, 49,152 logits in four milliseconds. Here probabilities are counted by their
-power of two, and only what may be kept is sorted. A row's result depends on that row alone.
+vLLM sorts every row: 4 ms for 49,152 logits. Here probabilities are counted by their power of two,
+and only candidates to keep are sorted. Rows are independent.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def apply_top_k_top_p(
     p: Tensor | None,
     allow_cpu_sync: bool = False,
 ) -> Tensor:
-    """As vLLM's `apply_top_k_top_p_pytorch`, in place.
+    """Apply top-k and top-p in place, as vLLM's `apply_top_k_top_p_pytorch`.
 
-    Of tokens about to be cut off that are equally likely, those with the higher ids stay, as in a
-    stable sort. Sums are taken in fp64, from the likeliest token down.
+    Among equally likely tokens at the cut, those with higher ids stay, as in a stable sort. Sums
+    are in fp64, from the likeliest token down.
 
     Args:
         logits: [rows, V].
@@ -55,7 +55,7 @@ def _keep(scores: Array, chance: Array, k: Array, p: Array) -> None:
         most, share = min(max(k[row], 1), size), p[row]
         if most == size and share >= 1:
             continue
-        # By the exponent of an fp32; bucket 0 holds what is too small to have one.
+        # By fp32 exponent; bucket 0 holds zero and subnormal numbers.
         bits = chance[row].view(np.int32)
         number[:], mass[:] = 0, 0
         for i in range(size):
@@ -67,7 +67,7 @@ def _keep(scores: Array, chance: Array, k: Array, p: Array) -> None:
             low = bucket
             total += mass[bucket]
             counted += number[bucket]
-            # All of the top k share what top-p takes its part of.
+            # top-p applies to the mass of the top k.
             if counted >= most or (most == size and total >= share * whole):
                 break
         found = 0
@@ -75,12 +75,12 @@ def _keep(scores: Array, chance: Array, k: Array, p: Array) -> None:
             if (bits[i] >> 23) >= low:
                 index[found] = i
                 found += 1
-        # Of equals the higher id first.
+        # Among equals the higher id first.
         order = np.argsort(-scores[row][index[:found]], kind="mergesort")
         kept = found
         if most < size:
             kept = min(kept, most)
-            # vLLM keeps all that are as likely as the k-th.
+            # vLLM keeps all tokens that are as likely as the k-th.
             edge = scores[row, index[order[most - 1]]]
             while kept < found and scores[row, index[order[kept]]] == edge:
                 kept += 1

@@ -1,4 +1,4 @@
-"""Compile the loops that requests need, or read them from disk."""
+"""Compilation of the loops that requests need, or loading from disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_specblock.cpu.top_k_top_p import apply_top_k_top_p
 
 
 def compile_loops(dtype: torch.dtype) -> None:
-    """Draw a token with and without top-p; `dtype` is the target's, processed logits are fp32."""
+    """Draw a token with and without top-p; `dtype`: the target's (processed logits are fp32)."""
     one, token = torch.zeros(1, dtype=torch.int64), torch.empty(1, 1, dtype=torch.int64)
     for each in {dtype, torch.float32}:
         logits, heat = torch.zeros(1, 2, dtype=each), torch.ones(1)

@@ -21,11 +21,11 @@ class DrafterOptions(Options):
     """Keys of one kind of drafter."""
 
     read_elsewhere: ClassVar[frozenset[str]] = frozenset()
-    """Keys that such a drafter may have, but that are no part of these options."""
+    """Keys of this kind that other code parses."""
 
     @classmethod
     def defaults_for(cls, num_nodes: int) -> dict[str, Any]:
-        """Defaults that are others in trees of so many nodes."""
+        """Return the defaults that depend on the number of nodes."""
         return {}
 
 

@@ -342,8 +342,8 @@ HOOKS: tuple[Hook, ...] = (
     *_on(_RUNNER, "the speculator",
         "~ from vllm.v1.worker.gpu.spec_decode import init_speculator",
         "~ self.speculator.propose(",
-        # Ours is an "eagle3" to vLLM: the target hands out inner states, and a request is given
-        # no cached block whose last row in a drafter's cache is of another text.
+        # vLLM treats our method as "eagle3": the target returns hidden states of inner layers, and
+        # a cached block is dropped if its last drafter row depends on the next token.
         '~ if self.speculative_config.method in ("eagle3",'
         " || self.use_aux_hidden_state_outputs = requires_aux_hidden_states("),
     *_on(_GPU + "spec_decode/speculator.py", "the speculator",
@@ -414,7 +414,7 @@ HOOKS: tuple[Hook, ...] = (
         "AdaptiveVerificationManager: req_states num_speculative_steps cost_tables _batch_budget"
         " _max_total_logits _confidence_probs _stale_confidences _stale_idx num_bonus_tokens"
         " query_start_loc _cu_num_logits",
-        # By its name in its own module, whichever class that is by then.
+        # Looked up by name: another plugin may have replaced the class.
         "maybe_create_adaptive_verification_manager"
         " ~ return AdaptiveVerificationManager(req_states,",
         # As `reallocated` has it.
@@ -578,10 +578,9 @@ def window_reach(tables: BlockTables) -> Sequence[int]:
 
 
 def rows_left_over(tables: BlockTables, num_reqs: int) -> int:
-    """Return the rows that the step before has filled; `num_reqs` are filled now.
+    """Return how many rows the previous step filled; this step fills `num_reqs`.
 
-    From 0.33 on vLLM clears what a larger batch has left, and counts it on here in its dummy
-    batches.
+    vLLM ≥ 0.33 clears the rows between.
     """
     before: int = getattr(tables, "_num_dirty_rows", 0)
     tables._num_dirty_rows = num_reqs

@@ -1,4 +1,4 @@
-"""What depends on the device that the model runs on."""
+"""Device-dependent parts of an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Device:
-    """A GPU. A leaf room registers other devices in `DEVICES`.
+    """A GPU; other devices register in `DEVICES`.
 
     Attributes:
         on_host: tensors are in host memory. The rows of a step are then not padded, drafters can
@@ -26,7 +26,7 @@ class Device:
         """Prepare for an engine of ours, before its drafters are loaded."""
 
     def clock(self) -> Clock:
-        """Return what times its steps."""
+        """Return the clock of its steps."""
         from vllm_specblock.engine.adaptive.clocks import DeviceClock
 
         return DeviceClock()
@@ -44,7 +44,7 @@ class Device:
 
 
 DEVICES: dict[str, Device] = {"cuda": Device()}
-"""Type of a torch device → what depends on it."""
+"""Type of a torch device → its `Device`."""
 
 
 def device_of(device: torch.device) -> Device:

@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel engine, which have to agree before they change anything."""
+"""Agreement between the ranks of a tensor-parallel engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Ranks:
     """A group of processes; all make the same calls in the same order, and wait for each other.
 
     Args:
-        group: that moves tensors in host memory.
+        group: a group for tensors in host memory.
 
     Attributes:
         first: whether this process is the group's first.
@@ -25,7 +25,7 @@ class Ranks:
         self.first = distributed.get_rank(group) == 0
 
     def alike(self, number: int) -> bool:
-        """Whether all ranks say the same number, |number| < 2^63."""
+        """Return whether all ranks pass the same number, |number| < 2^63."""
         both = torch.tensor([number, -number], device="cpu")
         distributed.all_reduce(both, distributed.ReduceOp.MIN, self._group)
         low: int
@@ -34,7 +34,7 @@ class Ranks:
         return low == -high
 
     def from_first(self, numbers: Sequence[int]) -> list[int]:
-        """Return the first rank's numbers; the other ranks give as many."""
+        """Return the first rank's numbers; all ranks pass equally many."""
         said = torch.tensor(numbers, device="cpu")
         distributed.broadcast(said, distributed.get_global_rank(self._group, 0), self._group)
         return list(said.tolist())  # a host tensor

@@ -21,7 +21,7 @@ ADAPT = "adapt"
 
 
 WARM_UP = ("_warmup_", "_v2_mixed_warmup_")
-"""How the names of vLLM's warm-up requests begin."""
+"""Prefix of vLLM's warm-up request ids."""
 
 
 class StepObserver:

@@ -29,8 +29,10 @@ class LogitsAdapters:
         self.mappings = {id(each.punica_wrapper): each.punica_wrapper for each in wrapped}.values()
 
     def map_rows(self, batch: InputBatch) -> None:
-        """Give each row of logits the adapter of its token, in every step: vLLM leaves its mapping
-        as it is where the same requests come in the same order."""
+        """Give each row of logits the adapter of its token, in every step.
+
+        vLLM keeps the old mapping if the same requests come in the same order.
+        """
         rows = batch.logits_indices
         for mapping in self.mappings:
             mapping._sampler_indices[: len(rows)] = mapping._token_lora_indices[rows]
@@ -38,9 +40,9 @@ class LogitsAdapters:
 
 
 def embed_without_adapters(model: VllmModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function from [n] token ids to [n, H] of the target's checkpoint.
+    """Return the target's embedding without adapters, [n] token ids → [n, H].
 
-    Drafters were trained on it, and what they embed is no row of vLLM's batch.
+    Drafters were trained on it, and their tokens are no rows of vLLM's batch.
     """
     view: Any = model
     names = [
@@ -54,7 +56,7 @@ def embed_without_adapters(model: VllmModel) -> Callable[[torch.Tensor], torch.T
 
 
 def _with(module: nn.Module, path: list[str], leaf: nn.Module) -> nn.Module:
-    """Return a copy of `module` with another leaf, which shares all else."""
+    """Return a copy of `module` with the leaf at `path` replaced; the rest is shared."""
     if not path:
         return leaf
     name, *rest = path

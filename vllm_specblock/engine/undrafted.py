@@ -11,7 +11,7 @@ KEY = "specblock_draft"
 
 
 def wants_drafts(params: SamplingParams | None) -> bool:
-    """Whether a request accepts drafts; vLLM verifies none with `logprob_token_ids`."""
+    """Return whether a request accepts drafts; vLLM verifies none with `logprob_token_ids`."""
     if params is None:
         return True
     return not params.logprob_token_ids and (params.extra_args or {}).get(KEY, 1) != 0

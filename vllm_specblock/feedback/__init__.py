@@ -1,1 +1,1 @@
-"""Online estimators: everything that learns from verification results."""
+"""Online estimators that learn from verification results."""

@@ -1,8 +1,8 @@
 """Acceptance estimator: the probability of reaching a node, by its draft score.
 
-A score is the probability that the drafter expects. Drafters are wrong in a way that depends on how
-sure they are and on whether the target samples, so verdicts are counted by score and kind. The
-estimates of a tree's nodes add up to the tokens that it can be expected to have accepted.
+A score is the drafter's own probability. Its error depends on the score and on whether the target
+samples, so verdicts are counted by score and kind. The estimates of a tree's nodes add up to its
+expected accepted tokens.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ BINS_PER_NAT, NUM_BINS = 4, 32
 
 KINDS = 2  # see `kinds`
 PRIOR = 4.0
-"""Nodes that each bin counts before any was seen, reached as their scores say."""
+"""Prior nodes of each bin, reached as often as their scores say."""
 
 
 class AcceptanceEstimator:
-    """Learns, on the device and without reading it, how often nodes of a score are reached.
+    """Estimates how often nodes of a score are reached; the host reads no value.
 
-    All shapes are fixed, and the state is changed in place.
+    Shapes are fixed, and the state is updated in place.
 
     Attributes:
-        judged: [2, 32] fp32, by kind and bin, nodes that the target ran on.
-        reached: [2, 32] fp32, those of them on the accepted path.
+        judged: [2, 32] fp32, verified nodes by kind and bin.
+        reached: [2, 32] fp32, those on the accepted path.
         believed: [32] fp32, the score of each bin.
 
     Args:
@@ -42,7 +42,7 @@ class AcceptanceEstimator:
         self.reached = torch.zeros(KINDS, NUM_BINS, device=device)
         bins = torch.arange(NUM_BINS, device=device)
         self.believed = (-(bins + 0.5) / BINS_PER_NAT).exp()
-        self._later = bins[:, None] <= bins  # [j, k]: bin k is j or a less sure one
+        self._later = bins[:, None] <= bins  # [j, k]: bin k is j or less confident
 
     def forget(self) -> None:
         """Reset everything learned."""
@@ -63,18 +63,18 @@ class AcceptanceEstimator:
             kind: [R] int64.
             logprob: [R, N] fp32, cumulative draft log-scores in nats, −inf where there is no node.
             reached: [R, N] bool, nodes on the accepted path.
-            judged: [R, N] bool, nodes that the target ran on; others were not missed.
+            judged: [R, N] bool, verified nodes; the others do not count.
         """
         counts = judged & logprob.isfinite()
         cell = (kind[:, None] * NUM_BINS + _place(logprob).long()).flatten()
         keep = torch.where(counts.any(), self.decay, 1.0)
         for total, values in (self.judged, counts), (self.reached, reached & counts):
-            # Whole numbers add up to the same in any order, decayed ones would not.
+            # Integers add up to the same in any order, decayed numbers would not.
             new = torch.zeros_like(total).view(-1).index_add_(0, cell, values.float().flatten())
             total.mul_(keep).add_(new.view_as(total))
 
     def rates(self) -> torch.Tensor:
-        """Return how often nodes of each bin are reached, [2, 32] fp32, falling with the score.
+        """Return how often nodes of each bin are reached, [2, 32] fp32, monotone in the score.
 
         Isotonic regression, by its min-max formula, keeps the expected number of tokens. Cutting
         peaks off would lose the tokens of a chain that scores less than its siblings.
@@ -91,7 +91,7 @@ class AcceptanceEstimator:
         return torch.where(self._later, best_from, float("inf")).amin(1)
 
     def survival(self, kind: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
-        """Return the probability that each node is on the accepted path; it never rises.
+        """Return the probability that each node is on the accepted path, monotone in the score.
 
         Args:
             kind: [R] int64.
@@ -100,7 +100,7 @@ class AcceptanceEstimator:
         Returns:
             [R, N] fp32; 0 where there is no node.
         """
-        place = (_place(logprob) - 0.5).clamp(0, NUM_BINS - 1)  # between the bins' middles
+        place = (_place(logprob) - 0.5).clamp(0, NUM_BINS - 1)  # between bin centres
         below = place.long()
         above = (below + 1).clamp(max=NUM_BINS - 1)
         rates, kind = self.rates(), kind[:, None]
@@ -126,7 +126,7 @@ class AcceptanceEstimator:
             score: [S, N] fp32, by slot.
             temperature: [R] fp32.
             req_idx: [R] integers.
-            steps: [≥ R, N] fp32, written to in its first R rows.
+            steps: [≥ R, N] fp32; the first R rows are written.
         """
         seen = temperature, self.judged, self.reached, self.believed, PRIOR, BINS_PER_NAT
         if self.judged.is_cuda:
@@ -138,10 +138,10 @@ class AcceptanceEstimator:
 
 
 def kinds(temperature: torch.Tensor) -> torch.Tensor:
-    """[R] fp32 → [R] int64: 0 for requests at temperature 0, 1 for those that sample."""
+    """Return [R] int64: 0 for requests at temperature 0, 1 for those that sample."""
     return (temperature > 0).long()
 
 
 def _place(logprob: torch.Tensor) -> torch.Tensor:
-    """[...] fp32 → [...] fp32 in 0 … 32, in bins: 0 is the surest."""
+    """Return bin coordinates [...] fp32 in 0 … 32; 0 is the most confident."""
     return (-BINS_PER_NAT * logprob).clamp(0, NUM_BINS - 1e-3)

@@ -1,9 +1,9 @@
 """Online calibration of draft scores (temperature scaling).
 
-Trees are grown and cut by the probability that the target comes by a node. Drafters learn the
-target's whole distribution, but a greedy target always takes the likeliest token. Scores that are
-too flat spend nodes on siblings, scores that are too sharp on a chain that ends early. So logits
-are multiplied by an exponent β, the inverse of a temperature, before they become scores.
+Trees grow by the estimated probability of reaching a node. Drafters learn the target's whole
+distribution, but a greedy target always takes the likeliest token. Scores that are too flat waste
+nodes on siblings, scores that are too sharp on a chain that ends early. So draft logits are scaled
+by β, an inverse temperature.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from vllm_specblock.triton_kernels.feedback.calibrate_drafts import (
 )
 
 GREEDY, SAMPLING = 1.5, 1.0
-"""Where β starts: for requests at temperature 0, and times the temperature for the others."""
+"""Initial β for requests at temperature 0, and β times the temperature for the others."""
 
 RANGE = (0.25, 4.0)
-"""β, or β times the temperature, stays within."""
+"""Bounds of β, or of β times the temperature."""
 
 PRIOR, MEMORY = 20.0, 500.0
-"""Trees that count before any was seen, and trees that later ones are averaged over."""
+"""Prior trees, and trees of the moving average."""
 
 OWN_PRIOR, OWN_MEMORY = 10.0, 50.0
 """The same for one request."""
 
 OWN_RANGE = 4.0
-"""Largest factor between β of a request and that of all requests, either way."""
+"""Largest factor between β of one request and of all requests, in either direction."""
 
 
 class DraftCalibration:
-    """β of one drafter, for every request by its sampling temperature.
+    """β of one drafter for each request, by its sampling temperature.
 
-    A target at temperature t samples its distribution to the power of 1/t, so β is c/t, and never
-    more than a greedy target's. Both c and the greedy target's β are learned by stochastic
-    approximation on log β, so that a tree's scores add up to its accepted tokens. A tree's error is
-    in tokens, over the tokens that it was expected to yield. The output does not depend on β.
+    A target at temperature t samples its distribution to the power of 1/t, so β is c/t, at most a
+    greedy target's. Stochastic approximation on log β learns c and the greedy β, so that a tree's
+    scores add up to its accepted tokens. The error of a tree is relative to its expected tokens.
+    The output does not depend on β.
 
-    The same errors teach each request a factor of its own. It matters where two drafters are
-    compared by their scores: one that was right on earlier texts may know nothing of this one.
+    Each request also learns its own factor. This matters if two drafters are compared by their
+    scores: one may be accurate on earlier texts, but not on this one.
 
-    All shapes are fixed, the state is changed in place, and no value is read on the host.
+    Shapes are fixed, the state is updated in place, and the host reads no value.
 
     Attributes:
         log: [2] fp32, log β at temperature 0, log c.
-        trees: [2] fp32, trees that each was learned from, `MEMORY` at most.
-        own: [S] fp32, log of the factor of the request in each of S slots.
-        own_trees: [S] fp32, trees that it was learned from, `OWN_MEMORY` at most.
+        trees: [2] fp32, trees behind each, at most `MEMORY`.
+        own: [S] fp32, log of each request's own factor, by slot.
+        own_trees: [S] fp32, trees behind it, at most `OWN_MEMORY`.
 
     Args:
-        num_slots: S; 0: requests are not told apart.
+        num_slots: S; 0: no factors per request.
     """
 
     def __init__(self, device: torch.device | str, num_slots: int = 0) -> None:
@@ -76,16 +76,16 @@ class DraftCalibration:
             state.zero_()
 
     def begin(self, req_idx: int) -> None:
-        """Reset what was learned of the request in a slot."""
+        """Reset the factor of a slot for a new request."""
         for state in (self.own, self.own_trees):
             state[req_idx : req_idx + 1].zero_()
 
     def of(self, temperature: torch.Tensor, req_idx: torch.Tensor | None = None) -> torch.Tensor:
-        """β of requests, [R] fp32.
+        """Return β of requests, [R] fp32.
 
         Args:
             temperature: [R] fp32; 0: greedy.
-            req_idx: [R] integers; None: requests of which nothing is known.
+            req_idx: [R] integers; None: new requests.
         """
         if not len(self.own):
             req_idx = None
@@ -108,7 +108,7 @@ class DraftCalibration:
         return self.of(temperature, req_idx)
 
     def rates(self) -> LearnRates:
-        """Return how fast and how far the kernel learns."""
+        """Return the kernel's learning rates and bounds."""
         own = math.log(OWN_RANGE), OWN_PRIOR, OWN_MEMORY
         return LearnRates(*self._limits, PRIOR, MEMORY, *own)
 
@@ -124,10 +124,10 @@ class DraftCalibration:
 
         Args (each [R]):
             temperature: fp32.
-            expected: fp32, the sum of exp(logprob) over the nodes that the target ran on.
-            accepted: integers, how many of these nodes were accepted.
-            live: bool; values of the others are ignored.
-            req_idx: integers, the request of each tree; None: only all requests' factor learns.
+            expected: fp32, the sum of exp(logprob) over verified nodes.
+            accepted: integers, accepted nodes.
+            live: bool; other values are ignored.
+            req_idx: integers, the request of each tree; None: update only the shared factor.
         """
         greedy, sampling = self.log.exp().unbind()
         is_greedy = greedy * temperature <= sampling  # it is `greedy` that `of` gives

@@ -1,9 +1,9 @@
-"""Controller: whether to draft, which drafter to ask, and how many nodes to verify.
+"""Controller: whether to draft, which drafter to run, and how many nodes to verify.
 
-One law decides: take what yields the most tokens per time. λ is the best yield that is known, in
-tokens per relative cost (`step_cost.py`). Verifying n nodes pays while the expected tokens less
-λ times their cost rise. Drafting pays while its yield is above that of plain steps. The way that
-is not taken is tried now and then, to know its yield.
+It maximises tokens per time. λ is the best known yield, in tokens per relative cost
+(`step_cost.py`). Verifying n nodes pays while the expected tokens minus λ times their cost rise.
+Drafting pays while its yield exceeds that of plain steps. The other choice is tried now and then
+to measure its yield.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 from vllm_specblock.feedback.step_cost import NOISE, StepCost
 
 TREES = 256
-"""Trees that the expected yield is averaged over."""
+"""Trees of the average for the expected yield."""
 
 LOSS = 2.0
-"""Plain steps' worth of yield that drafting may lose before it pauses."""
+"""Loss, in plain steps, after which drafting pauses."""
 
 LONGEST, TRIAL = 224, 4
-"""Steps after which the other way is tried, where that pays for itself; steps of a trial of
-drafting, at least."""
+"""Steps after which the other choice is tried, if affordable; minimum steps of a drafting
+trial."""
 
 SHARE = 0.006
-"""Share of a pause's time that trying to draft may cost."""
+"""Share of a pause's time that trials may cost."""
 
 HORIZON = 64
 """Steps in which drafting has to win back the time to read prompts and missed rows."""
@@ -36,13 +36,13 @@ _GAIN = 1.5  # of drafting, while nothing is known
 
 
 class Step(NamedTuple):
-    """What a step of decoding requests was.
+    """Measurements of a step of decoding requests.
 
     Attributes:
-        rows: of the target; trees: it verified trees; drafted: it made new ones.
-        tokens: committed, of all requests; None: not known.
+        rows: rows of the target; trees: it verified trees; drafted: it drafted new ones.
+        tokens: committed tokens of all requests; None: unknown.
         seconds: of the step; draft_seconds: of drafting in it.
-        asked: a drafter with weights drafted; read: rows that it had missed before.
+        asked: a drafter with weights drafted; read: missed rows that it read first.
     """
 
     requests: int
@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 
 class _Yield:
-    """Survival of the last trees, and by how much it was wrong."""
+    """Survival of the last trees, and its measured error."""
 
     def __init__(self, num_nodes: int) -> None:
         self.survival = np.zeros((TREES, num_nodes))
@@ -70,7 +70,7 @@ class _Yield:
             self.count += 1
 
     def keep(self, count: int) -> None:
-        """Forget all but the last trees, and half of the verdicts: drafters learn meanwhile."""
+        """Keep the last trees and half of the verdicts: drafters may adapt."""
         count = min(count, self.count, TREES)
         self.survival[:count] = self.survival[np.arange(self.count - count, self.count) % TREES]
         self.count = count
@@ -84,11 +84,11 @@ class _Yield:
 
     @property
     def correction(self) -> float:
-        """Accepted tokens over expected ones."""
+        """Return accepted over expected tokens."""
         return min(max(self.accepted / self.expected, 0.2), 1.5)
 
     def tokens(self) -> np.ndarray:
-        """[n + 1] accepted tokens of a request, by nodes of all trees together, best first."""
+        """Return [n + 1] accepted tokens per request for the best 0 … n nodes of all trees."""
         known = self.survival[: min(self.count, TREES)]
         best = np.sort(known, axis=None)[::-1]
         found = np.concatenate(([0.0], np.cumsum(best)))
@@ -96,24 +96,24 @@ class _Yield:
 
 
 class Controller:
-    """Decides in every step, from what earlier steps took and yielded.
+    """Decides in every step from the costs and yields of earlier steps.
 
     | state | next | when |
     | --- | --- | --- |
-    | drafting | two steps without | every LONGEST steps, or 2 TRIAL while the gain is uncertain |
-    | drafting | paused | the yield was below that of plain steps, by LOSS steps in sum |
+    | drafting | two plain steps | every LONGEST steps, or 2 TRIAL while the gain is uncertain |
+    | drafting | paused | it lost LOSS steps in total against plain steps |
     | paused | drafting | another batch size or kind of sampling has a gain |
-    | paused | trying | of this kind of sampling nothing is known |
+    | paused | trying | this kind of sampling is new |
     | paused | trying | the pause has paid for TRIAL steps, or after LONGEST; later if the last \
 trial cost more than its share |
     | trying | drafting | it ends with a gain |
     | trying | paused | it ends without |
 
-    On a GPU, survival is that of an earlier step, and times come when the GPU has got there. Ranks
-    of a tensor-parallel engine keep the costs measured at start: they have to decide alike.
+    On a GPU, survival and times arrive some steps late. Tensor-parallel ranks keep the costs
+    measured at start-up, since all must decide alike.
 
     Args:
-        num_nodes: N, most nodes of a tree.
+        num_nodes: N, maximum nodes of a tree.
     """
 
     def __init__(self, num_nodes: int) -> None:
@@ -129,7 +129,7 @@ trial cost more than its share |
         self._since, self._trial = 0, 0  # steps since a trial; of one, to come
 
     def observe(self, step: Step, sampling: bool = False) -> None:
-        """Learn from a step that decoded the same requests as the next one."""
+        """Learn from a step with the same requests as the next one."""
         drafting = step.draft_seconds if step.drafted else 0.0
         if step.trees or not step.drafted:  # else it took longer than a plain one
             self.cost.observe(step.rows, step.requests, step.trees, step.seconds - drafting)
@@ -172,10 +172,10 @@ trial cost more than its share |
             survival: [R, N], descending in each row; 0 where there is no node.
             rows: of the step without nodes.
             most: nodes, at most; None: all.
-            padded: [n] rows → [n] rows that such steps are run with.
+            padded: [n] rows → [n] padded rows.
         """
         known = self._yields[sampling]
-        known.add(survival[survival[:, 0] < 1])  # 1: nothing is known yet
+        known.add(survival[survival[:, 0] < 1])  # 1: unknown
         self._steps += 1
         now_and_then, kind = self._steps % (2 * TRIAL) == 0, _kind(requests, sampling)
         if now_and_then or known.count < 16 or kind != self._kind or self._rate is None:
@@ -186,17 +186,17 @@ trial cost more than its share |
         value = known.correction * tokens - self._rate * self.cost.verify(sizes, requests)
         nodes = int(value.argmax())
         if now_and_then and self.cost.doubt(rows + 2 * nodes + 2, requests) > NOISE:
-            nodes = 2 * nodes + 2  # to learn what they cost
+            nodes = 2 * nodes + 2  # to learn their cost
         nodes = min(int(padded(np.array([rows + nodes]))[0]) - rows, len(best))
         self._expected, self._rows = float(tokens[nodes]), rows + nodes
         return nodes
 
     def asks(self, gained: float, requests: int, behind: int) -> bool:
-        """Whether a drafter with weights is worth asking beside one without.
+        """Return whether running a drafter with weights pays, beside one without.
 
         Args:
-            gained: tokens that its nodes are expected to bring in the next step.
-            behind: rows that it has missed.
+            gained: tokens that its nodes are expected to add in the next step.
+            behind: rows that it missed.
         """
         extra = self.cost.draft(requests) - self.cost.draft(requests, False)
         rate = self._rate or _GAIN * requests / self.cost.plain(requests)
@@ -207,12 +207,12 @@ trial cost more than its share |
         """Decide whether this step drafts; the next one is plain if not.
 
         Args:
-            behind: rows that the drafters have missed.
+            behind: rows that the drafters missed.
         """
         before, self._kind = self._kind, _kind(requests, sampling)
         self._since += 1
         if self._trial:
-            self._paid -= self._extra(requests)  # by what is known of it now
+            self._paid -= self._extra(requests)  # by current estimates
         if self._trial > 1:
             self._trial -= 1
         elif self._trial or (self.paused and self._kind != before):
@@ -229,7 +229,7 @@ trial cost more than its share |
             if self._lost > LOSS:
                 self.paused, self._lost, self._paid, self._since = True, 0.0, 0.0, 0
             elif doubt and self._since >= wait:
-                self._trial = 2  # one that drafts at its end is not plain: the second is timed
+                self._trial = 2  # the first still drafts at its end; the second is timed
         return self.paused == (self._trial > 0)
 
     def _try(self, requests: int, sampling: bool, behind: int) -> None:
@@ -245,12 +245,12 @@ trial cost more than its share |
         known.keep(self._trial * requests)  # of an earlier trial
 
     def _extra(self, requests: int) -> float:
-        """What a step that drafts costs more than a plain one."""
+        """Return the additional cost of a step that drafts."""
         plain = self.cost.plain(requests)
         trees = float(self.cost.verify(requests, requests)) - plain
         return max(self.cost.draft(requests) + trees, 0.01 * plain)
 
 
 def _kind(requests: int, sampling: bool) -> tuple[int, int]:
-    """1, 2, 3–4, 5–8, … requests are one class each, of either kind of sampling."""
+    """Return the class: 1, 2, 3–4, 5–8, … requests, by kind of sampling."""
     return (requests - 1).bit_length(), int(sampling)

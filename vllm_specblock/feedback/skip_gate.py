@@ -1,6 +1,6 @@
-"""Skip gate: what a drafter is expected to add where a lookup already gives a tree.
+"""Skip gate: the tokens that a drafter is expected to add to n-gram lookup.
 
-How often the lookup is right is seen in every step, whichever drafter drafted.
+Every step shows how often the lookup is right, with or without the drafter.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ import torch
 from vllm_specblock.tree import DraftTree
 
 BUCKETS = 9
-"""By how sure the lookup is of the next token: not at all (it has no tree), then in eighths."""
+"""Bins of the lookup's confidence in the next token: none (no tree), then eighths."""
 
 _IMAGINED = 4.0
-"""Steps that count before any was seen: the lookup was right as often as it says, and a drafter
-gained a token where it was wrong."""
+"""Prior steps: the lookup is as accurate as its confidence, and the drafter gains a token if it
+is wrong."""
 
 
 def first_token(tree: DraftTree) -> torch.Tensor:
-    """Return how sure R trees are to have the next token, [R] fp32, 0 … 1."""
+    """Return the confidence of R trees to contain the next token, [R] fp32, 0 … 1."""
     return torch.where(tree.depth == 1, tree.logprob.exp(), 0.0).sum(1).clamp(max=1.0)
 
 
 class DrafterGate:
-    """Estimates Σ (1 − p) G: p is how often the lookup has the next token, G what a drafter's nodes
-    bring where it has not. In numpy, for devices whose memory is the host's.
+    """Estimates Σ (1 − p) G; p: the lookup has the next token, G: the drafter's gain if not.
+
+    In numpy, for host memory only.
 
     Args:
         decay: weight of a step one step later. The default forgets half in 350 steps.
@@ -50,7 +51,7 @@ class DrafterGate:
 
         Args:
             sure: [R], as given to `expects`.
-            asked: [R] bool, the drafter drafted.
+            asked: [R] bool, the drafter ran.
             right: [R] bool, the first accepted token was the lookup's.
             accepted: [R] integers, draft tokens accepted.
         """

@@ -1,8 +1,8 @@
-"""Step cost: how long steps and drafts take relative to each other, learned as they run.
+"""Step cost: relative times of steps and drafts, learned online.
 
-A machine that is slow for a while is slow for all steps, and no decision depends on that. So only
-ratios are learned: of a step to the step before, and of drafting to its own step. A Kalman filter
-divides the error of a ratio among the costs behind it, by how uncertain each is.
+A slow phase of the machine slows all steps and must not affect decisions. So only ratios are
+learned: of a step to the previous one, and of drafting to its step. A Kalman filter divides the
+error of a ratio among its costs, by their uncertainty.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NamedTuple
 import numpy as np
 
 SPREAD, SURE = 0.5, 0.1
-"""Standard deviation of start-up figures, in nats: on a CPU, and on a GPU, where nothing else runs.
-Figures of similar sizes err alike."""
+"""Standard deviation of start-up costs in nats, on a CPU and on a GPU (no other load). Errors of
+similar sizes are correlated."""
 
 NOISE = 0.15
-"""Standard deviation of a measured ratio, in nats, until the errors show it. An error of more than
-two of its own standard deviations counts as two: one outlier must not decide."""
+"""Initial standard deviation of a measured ratio, in nats. Errors are clipped at two standard
+deviations, so that one outlier does not decide."""
 
 FORGET = 2e-5
-"""Share of what is known that each ratio makes outdated."""
+"""Decay of the information per ratio."""
 
-_LOOKUP = 0.1  # time of a lookup over that of a drafter with weights, until it is seen
+_LOOKUP = 0.1  # initial time of a lookup over that of a drafter with weights
 
 
 class _Step(NamedTuple):
@@ -35,10 +35,10 @@ class _Step(NamedTuple):
 
 
 class _Curve:
-    """Costs at rising points, which never fall; linear between them and beyond.
+    """Monotone costs at increasing points, linear in between and beyond.
 
     Attributes:
-        logs: of the costs, before falls are levelled; a view.
+        logs: logs of the costs before they are made monotone; a view.
     """
 
     def __init__(self, points: np.ndarray, logs: np.ndarray, first: int) -> None:
@@ -77,8 +77,8 @@ class StepCost:
     costs were measured.
 
     Attributes:
-        per_request: what a request costs beside its rows.
-        read: what drafters take to read a row that they have missed.
+        per_request: cost of a request beside its rows.
+        read: drafters' cost to read a missed row.
     """
 
     def __init__(self) -> None:
@@ -92,13 +92,13 @@ class StepCost:
         per_request: float = 0.0,
         noisy: bool = True,
     ) -> None:
-        """Begin anew with measured times.
+        """Restart from measured times.
 
         Args:
             verify: rows of a step → seconds, or any unit; two sizes at least.
             draft: requests → time to draft for them, in the same unit.
             per_request: time of a request beside its rows.
-            noisy: other work may have been in these times.
+            noisy: the times may include other work.
         """
         rows = np.array(sorted(verify), dtype=float)
         counts = np.array([n for n in sorted(draft) if n & (n - 1) == 0 or n == max(draft)], float)
@@ -110,26 +110,26 @@ class StepCost:
         self._logs = logs = np.log(found / times[0])
         self._verify, self._draft = _Curve(rows, logs, 0), _Curve(counts, logs, len(rows))
         self._lookup = _Curve(counts, logs, len(rows) + len(counts))
-        self._covariance: np.ndarray | None = None  # until a step was seen
+        self._covariance: np.ndarray | None = None  # until the first step
         self._spread = SPREAD if noisy else SURE
         self._noise = [NOISE**2, NOISE**2]  # variance of ratios of steps, and of drafts to steps
         self._last, self._seconds = _Step(int(rows[0]), 0, True), float(times[0])
         self.per_request, self.read = per_request / times[0], 0.0
 
     def verify(self, rows: np.ndarray | float, requests: int) -> np.ndarray:
-        """[n] rows of a step that verifies trees → [n] relative costs."""
+        """Return relative costs [n] of steps that verify trees, by rows [n]."""
         return self._verify(rows) + self.per_request * requests
 
     def plain(self, requests: int) -> float:
-        """Relative cost of a step without drafts."""
+        """Return the relative cost of a step without drafts."""
         return float(self.verify(requests, requests)) * math.exp(min(self._logs[-1], 0.0))
 
     def draft(self, requests: int, asked: bool = True) -> float:
-        """Relative cost to draft; asked: by a drafter with weights, if there is one."""
+        """Return the relative cost of drafting; asked: with a drafter with weights, if any."""
         return float((self._draft if asked else self._lookup)(requests))
 
     def of(self, seconds: float) -> float:
-        """Relative cost of something that took so long just now."""
+        """Return the relative cost of a time measured now."""
         return seconds / self._seconds * self._cost(self._last)
 
     def doubt(self, rows: int, requests: int) -> float:
@@ -140,7 +140,7 @@ class StepCost:
         return math.sqrt(max(float(gradient @ self._covariance @ gradient), 0.0))
 
     def observe(self, rows: int, requests: int, trees: bool, seconds: float) -> None:
-        """Learn from a step, less its drafting; trees: it verified drafts."""
+        """Learn from a step without its drafting; trees: it verified drafts."""
         step, last, seconds = _Step(rows, requests, trees), self._last, max(seconds, 1e-9)
         if self._covariance is None:
             self._initial = self._prior()
@@ -155,7 +155,7 @@ class StepCost:
         self._last, self._seconds = step, seconds
 
     def observe_draft(self, requests: int, asked: bool, seconds: float, read: int) -> None:
-        """Learn from a proposal in the last step; read: rows that its drafters had missed."""
+        """Learn from a proposal in the last step; read: missed rows that its drafters read."""
         cost, expected = self.of(seconds), self.draft(requests, asked)
         if read > 4 * requests:  # mostly that
             extra = max(cost - expected, 0.0) / read
@@ -180,7 +180,7 @@ class StepCost:
         return found
 
     def _prior(self) -> np.ndarray:
-        """Return the covariance of start-up figures: it halves in 0.7 doublings of a size."""
+        """Return the covariance of start-up costs; it halves per 0.7 doublings of a size."""
         found = np.zeros((len(self._logs), len(self._logs)))
         for curve in self._verify, self._draft, self._lookup:
             here = slice(curve.first, curve.first + len(curve.points))
@@ -205,14 +205,14 @@ class StepCost:
 
 
 def _variance(noise: float, error: float, expected: float) -> float:
-    """Return a variance of noise that follows errors of this expected variance."""
+    """Return the noise variance, updated by an error of this expected variance."""
     return max(noise + 0.02 * (min(error**2, 4 * expected) - expected), 1e-4)
 
 
 def _plausible(sizes: np.ndarray, measured: list[float]) -> np.ndarray:
-    """Measured times, less what other work took meanwhile: they can only be too long.
+    """Return measured times without time lost to other work: they can only be too long.
 
-    None is longer than that of a larger size, nor than as many of smaller ones as fit.
+    No time exceeds that of a larger size, or that of enough smaller ones.
     """
     each = np.minimum.accumulate(np.array(measured) / sizes)
     return np.minimum.accumulate((each * sizes)[::-1])[::-1]
@@ -221,14 +221,14 @@ def _plausible(sizes: np.ndarray, measured: list[float]) -> np.ndarray:
 def cost_per_request(
     alone: Mapping[int, tuple[float, int]], trees: Mapping[int, tuple[float, int]]
 ) -> float:
-    """What a request adds to a step beside its rows: its context is read once for all of them.
+    """Return the cost of a request beside its rows: its context is read once for all of them.
 
     Args:
-        alone: rows → (time, requests) of a step of as many requests as can be.
-        trees: rows → (time, requests) of a step in which few requests have them all.
+        alone: rows → (time, requests) of a step with as many requests as possible.
+        trees: rows → (time, requests) of a step with few requests.
 
     Returns:
-        The median over the steps that both have, in the unit of the times; 0 where none has.
+        The median over common steps, in the unit of the times; 0 if there are none.
     """
     found = []
     for rows in alone.keys() & trees.keys():

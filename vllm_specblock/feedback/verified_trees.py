@@ -1,4 +1,4 @@
-"""Verified trees: the verification results that every estimator learns from."""
+"""Verification results for the estimators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_specblock.triton_kernels.verify.verification_result import Verificatio
 
 
 class VerifiedTrees(VerificationResult):
-    """A `VerificationResult`, and what torch needs of it; kernels work that out themselves."""
+    """A `VerificationResult` with derived tensors for the torch forms of kernels."""
 
     @cached_property
     def temperature(self) -> torch.Tensor:
@@ -24,7 +24,7 @@ class VerifiedTrees(VerificationResult):
 
     @cached_property
     def live(self) -> torch.Tensor:
-        """[R] bool, the target ran on a tree of ours."""
+        """[R] bool, the target verified a tree of ours."""
         return (self.num_run > 0) & (self.authors[:, 0] > 0)
 
     @cached_property
@@ -34,7 +34,7 @@ class VerifiedTrees(VerificationResult):
 
     @cached_property
     def judged(self) -> torch.Tensor:
-        """[R, N] bool, nodes of ours that the target ran on."""
+        """[R, N] bool, our verified nodes."""
         node = torch.arange(self.origin.shape[1], device=self.origin.device)
         return (node < self.num_run[:, None]) & (self.authors > 0)
 
@@ -44,7 +44,7 @@ class VerifiedTrees(VerificationResult):
         return on_path(self.path, self.accepted, self.origin.shape[1])
 
     def of_drafter(self, drafter: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the expected and the accepted tokens of a drafter's (0 or 1) own nodes.
+        """Return the expected and accepted tokens of a drafter's (0 or 1) nodes.
 
         Nodes of both drafters count for both.
 

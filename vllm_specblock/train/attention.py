@@ -1,13 +1,12 @@
 """Training attention mask: all rows of a batch of windows in one pass per block.
 
-The two classes here are the `attend` callables of `SpecBlockModel.forward`. A position sees what it
-sees at inference (paper, Appendix A.2): every entry of its document's earlier rows' block 1, the
-path to its own block, and its own block up to itself. A block >= 2 never sees another row's
-block >= 2.
+The two classes are the `attend` callables of `SpecBlockModel.forward`. A position sees the same as
+at inference (paper, Appendix A.2): block 1 of its document's earlier rows, the path to its own
+block, and its own block up to itself. A block >= 2 never sees another row's block >= 2.
 
-Each class has the mask as a predicate over index tensors (`sees`). Flex attention compiles it into
-its kernel. Without a GPU (`sdpa`) the batch is cut into pieces that do not see each other: block 1
-into documents, each causal, and a later block into a few starts at a time.
+The mask is a predicate over index tensors (`sees`), which flex attention compiles into its kernel.
+Without a GPU (`sdpa`) the batch is cut into independent pieces: block 1 into causal documents, a
+later block into a few starts at a time.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from vllm_specblock.train.data.batch import Batch
 Kernel = Literal["sdpa", "flex"]
 
 _STARTS = 32
-"""Most starts of a later block that `sdpa` takes at once, over one range of keys: more compute
-masked scores, fewer make more calls."""
+"""Maximum starts of a later block per `sdpa` call: more compute masked scores, fewer need more
+calls."""
 
 
 class TrainingAttention(ABC):
-    """`attend` of one block; keeps each layer's keys and values, with their gradients, for the
-    blocks that follow."""
+    """`attend` of one block; keeps each layer's keys and values, with gradients, for later
+    blocks."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -44,7 +43,7 @@ class TrainingAttention(ABC):
 
     @abstractmethod
     def sees(self, window: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether query entries see key entries; index tensors of shapes that broadcast."""
+        """Return whether query entries see key entries; the index tensors broadcast."""
 
     def _flex(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend over a window's entries: query [B, n, nh, D], key and value [B, m, nkv, D]."""
@@ -78,7 +77,7 @@ class FirstBlock(TrainingAttention):
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Entries of each document, window by window; the padding of a window is one more."""
+        """Return the entries of each document, by window; padding counts as one more."""
         rows, lengths = self.begin.shape[1] - 1, []
         for begins, inside in zip(self.begin.tolist(), (self.batch.tokens >= 0).sum(1).tolist()):
             end = min(inside, rows)
@@ -93,7 +92,7 @@ class FirstBlock(TrainingAttention):
         self.kept.setdefault(layer, (k, v))  # once: activation checkpointing calls twice
         if self.kernel == "flex":
             return self._flex(q, k, v).reshape(query.shape)
-        # Split, not sliced: the gradient of a slice is a tensor as large as the whole.
+        # Split, not sliced: the gradient of a slice has the size of the whole tensor.
         documents = zip(*(x.flatten(0, 1).split(self.lengths) for x in (q, k, v)))
         return torch.cat([sdpa(*document) for document in documents]).view(query.shape)
 
@@ -118,7 +117,7 @@ class NextBlock(TrainingAttention):
             self.reach = before.reach  # positions of the row's own block 1 on the path
         self.own = self.block_size + self._lead  # entries of one start: its path, then itself
         self.prefix = (self.first.begin.shape[1] - 1) * self.block_size  # block 1's entries
-        # Per start, as tensors: cuts that change from batch to batch recompile nothing.
+        # Per start, as tensors, so that new cuts need no recompilation.
         self.low = self.first.begin.gather(1, self.row)
         self.high = (self.row * self.block_size + self.reach).clamp(max=self.prefix)
         starts = torch.arange(self.row.shape[1], device=self.row.device)
@@ -180,7 +179,7 @@ class NextBlock(TrainingAttention):
         return torch.cat(mixed)
 
     def _groups(self) -> list[_Group]:
-        """All windows' starts, in their order."""
+        """Yield groups of all windows' starts, in order."""
         ends = list(accumulate(self.first.lengths))  # over all windows
         groups = []
         for window, (lows, highs) in enumerate(zip(self.low.tolist(), self.high.tolist())):
@@ -204,8 +203,7 @@ class NextBlock(TrainingAttention):
         return groups
 
     def _mask_of(self, window: int, starts: range, seen: range) -> Tensor:
-        """What some starts' entries see of the prefix entries `seen` and the starts' own, [n, m]
-        bool."""
+        """Return the mask of some starts over prefix entries `seen` and their own, [n, m] bool."""
         device = self.row.device
         query = torch.arange(starts.start * self.block_size, starts.stop * self.block_size)
         own = torch.arange(starts.start * self.own, starts.stop * self.own) + self.prefix

@@ -1,4 +1,4 @@
-"""Every option of the trainer and of `specblock data`, its default and its error."""
+"""Options of the trainer and of `specblock data`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 class TrainError(ValueError):
-    """Training cannot start or go on; the message is one sentence that says why."""
+    """Training cannot start or continue; the message is one sentence with the reason."""
 
 
 class RunConfig(BaseModel):
@@ -101,11 +101,11 @@ class RunConfig(BaseModel):
         return self
 
     def num_steps(self, windows: int) -> int:
-        """Updates in all, for data of so many windows."""
+        """Return the number of updates for data of this many windows."""
         return self.steps or math.ceil(self.epochs * windows / self.batch)
 
     def must_match(self) -> dict[str, Any]:
-        """The options that a resumed run shares with the run it continues."""
+        """Return the options that a resumed run must share."""
         return self.model_dump(mode="json", exclude=_FREE)
 
 
@@ -115,7 +115,7 @@ class TrainConfig(RunConfig):
     init: Path | None = Field(
         default=None, description="Drafter to start from; default: fresh weights for the target."
     )
-    # What a fresh drafter is like; with `init` the checkpoint says all of this.
+    # Shape of a new drafter; with `init` the checkpoint determines it.
     block_size: int = Field(default=4, ge=1, description="K, draft positions of one block.")
     num_layers: int = Field(default=2, ge=1, description="Decoder layers of the drafter.")
     intermediate_size: int | None = Field(
@@ -177,12 +177,11 @@ _FREE = {
     "log_every",
     "minutes",
 }
-"""Options that may change when a run is resumed: they say where things are, or how the same
-numbers are computed."""
+"""Options that may change when a run resumes: locations, and equivalent ways to compute."""
 
 
 class DataOptions(BaseModel):
-    """What training shards are made for, from and how."""
+    """Options of `specblock data`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -232,9 +231,9 @@ class DataOptions(BaseModel):
     )
 
     def must_match(self) -> dict[str, Any]:
-        """The options that a restarted run shares with the run it continues."""
+        """Return the options that a restarted run must share."""
         free = {"target", "input", "out", "draft_vocab_size", "engine"}
-        # A hub id is no path; a folder stays the same one from wherever it is named.
+        # Resolve folders, but not hub ids.
         target = self.target.resolve() if self.target.exists() else self.target
         return {"target": str(target), **self.model_dump(mode="json", exclude=free)}
 
@@ -247,12 +246,12 @@ def parse(**options: Any) -> TrainConfig: ...
 @overload
 def parse(model: type[_Model], /, **options: Any) -> _Model: ...
 def parse(model: type[BaseModel] = TrainConfig, /, **options: Any) -> BaseModel:
-    """A `model` from keyword options, or a `TrainError` naming the first wrong one."""
+    """Return a `model` of keyword options; raise `TrainError` on the first wrong one."""
     try:
         return model(**options)
     except ValidationError as error:
         errors = error.errors()
-        # A misspelt option often leaves another one missing: name the cause.
+        # A misspelt option often leaves another one missing: report the misspelt one.
         first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
         name = ".".join(str(part) for part in first["loc"]) or "options"
         if first["type"] == "extra_forbidden":
@@ -270,7 +269,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """The options in a YAML file.
 
     Raises:
-        TrainError: there is no such file, or it is no mapping of options to values.
+        TrainError: the file is missing, or no mapping of options to values.
     """
     import yaml
 

@@ -1,4 +1,4 @@
-"""Ranks of a training run (torchrun sets how many) and means over the rows of all of them."""
+"""Ranks of a training run (under torchrun), and means over the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vllm_specblock.train.config import TrainError
 
 
 def world() -> tuple[int, int]:
-    """(rank, number of ranks) of this process; (0, 1) outside torch.distributed."""
+    """Return (rank, number of ranks); (0, 1) outside torch.distributed."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
-    """Add up `value` in place; every rank has to call this."""
+    """Sum `value` over the ranks in place; every rank must call this."""
     if world()[1] > 1:
         dist.all_reduce(value)
     return value
@@ -42,7 +42,7 @@ def ranks(device: str) -> Iterator[torch.device]:
     if usable.type == "cuda":
         torch.cuda.set_device(usable)
     if many:
-        # The others wait while the first rank replays: longer than the default allows.
+        # The other ranks wait while the first one replays, longer than the default.
         backend = "nccl" if usable.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     try:
@@ -56,7 +56,7 @@ def ranks(device: str) -> Iterator[torch.device]:
 
 
 def usable_device(name: str) -> torch.device:
-    """The torch device called `name`; raises `TrainError` where this machine has none such."""
+    """Return the torch device `name`; raises `TrainError` if this machine has no such device."""
     try:
         return torch.zeros(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -67,10 +67,9 @@ def usable_device(name: str) -> torch.device:
 class BatchCounts:
     """Means over the rows of one update, of all ranks and of its `rounds` micro-batches.
 
-    Which rows count depends on the drafter's choices (eq. 5): the divisor is known only after the
-    forward of the last micro-batch. Hence two passes: all micro-batches of a rank are counted,
-    without a gradient, then learned. That is exact and costs one more forward; a batch of one
-    round needs no counting.
+    Which rows count depends on the drafter's choices (eq. 5), so the divisor is known only after
+    the last micro-batch. Hence two passes: count all micro-batches without a gradient, then train.
+    A batch of one round needs no counting.
     """
 
     def __init__(self, rounds: int = 1) -> None:
@@ -79,26 +78,28 @@ class BatchCounts:
         self._next = 0
 
     def start(self) -> None:
-        """Begin a forward: its means come in the same order as in every other one."""
+        """Start a forward; all forwards compute their means in the same order."""
         self._next = 0
 
     def finish(self) -> None:
-        """End the counting; every rank has to call this."""
+        """End the counting; every rank must call this."""
         for total in self.totals:
             sum_over_ranks(total)
         self._counted = True
 
     def mean(self, total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
-        """This micro-batch's share of means over all rows: averaged over the ranks and rounds, it
-        is the mean that one rank would compute in one round. Of no use before `finish`.
+        """Return this micro-batch's share of means over all rows.
+
+        Averaged over ranks and rounds, it is the mean that one rank would compute in one round.
+        Valid after `finish`.
 
         Args:
             total: [...] fp32 with gradient, sums over this rank's rows.
-            count: [...] these rows, in any dtype.
-            floor: every divisor is at least this share of the largest of them.
+            count: [...] number of these rows, any dtype.
+            floor: minimum of the divisors, as a share of the largest.
 
         Returns:
-            [...] fp32; 0 where no row was counted.
+            [...] fp32; 0 if no row was counted.
         """
         number, self._next = self._next, self._next + 1
         if self.rounds == 1:

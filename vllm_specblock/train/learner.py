@@ -1,4 +1,4 @@
-"""Learner: a drafter with its objective, as one module whose `forward` is the loss of one batch."""
+"""Learner: a drafter and its training loss in one module."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vllm_specblock.train.target.features import TargetOutputs, Teacher
 from vllm_specblock.tree import DraftTree
 
 IGNORE_INDEX = -1
-"""Label of a token that is not learned: the drafter cannot name it, or it lies in the prompt, in
-another document or past the text's end."""
+"""Label of an ignored token: outside the draft vocabulary, in the prompt, in another document or
+past the text's end."""
 
 
 def draft_labels(t2d: Tensor, batch: Batch) -> Tensor:
@@ -30,11 +30,11 @@ def draft_labels(t2d: Tensor, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Input of every learner for one batch.
+    """Input of the learners for one batch.
 
     embed: target ids [...] int64 -> the target's own embeddings [..., Ht].
     step: updates done before this one.
-    seed: of this batch's random choices; equal on every rank, and for every learner.
+    seed: seeds this batch's random choices; equal for all ranks and learners.
     counts: the learner's rows of the whole batch.
     """
 
@@ -46,7 +46,7 @@ class TrainBatch:
     counts: BatchCounts = field(default_factory=BatchCounts)
 
     def mean(self, total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
-        """This batch's share of means over all ranks and micro-batches, see `BatchCounts.mean`."""
+        """Return this batch's share of global means, see `BatchCounts.mean`."""
         return self.counts.mean(total, count, floor)
 
 
@@ -82,20 +82,18 @@ class EvalSequence:
 
     @classmethod
     def of(cls, teacher: Teacher, batch: Batch, prompt: int) -> EvalSequence:
-        """The text of a batch of one window."""
+        """Return the text of a batch of one window."""
         outputs = teacher.teach(batch)
         return cls(batch.tokens[0], prompt, outputs.hidden[0], outputs.last[0], teacher.embed)
 
 
 Draft = Callable[[int], DraftTree]
-"""draft(root) -> the tree (R = 1) that serving would propose when tokens[0 .. root] of the sequence
-are committed: rows of `hidden` and `last` from `root` on are not known yet. Called with ascending
-roots."""
+"""draft(root) -> the tree (R = 1) that serving would propose after committing tokens[0 .. root];
+rows of `hidden` and `last` from `root` on are unknown. Called with ascending roots."""
 
 
 class Learner(nn.Module, ABC):
-    """A drafter that learns. Its parameters are optimised; frozen pieces of the target come with
-    each `TrainBatch`."""
+    """A drafter in training; frozen parts of the target come with each `TrainBatch`."""
 
     @abstractmethod
     def forward(self, train_batch: TrainBatch) -> LossOutput:
@@ -107,4 +105,4 @@ class Learner(nn.Module, ABC):
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write what an engine loads, bf16; files that exist are replaced whole."""
+        """Write the checkpoint for an engine in bf16, replacing files atomically."""

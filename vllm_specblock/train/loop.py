@@ -1,7 +1,7 @@
-"""The training loop: one pass over the frozen target's features, one or several learners.
+"""Training loop of one or several learners.
 
-Several learners see the same data in the same order and share the target's forward; `specblock
-train` has one. The state on disk survives a kill at any point.
+Several learners share data, order and the target's forward; `specblock train` has one. The state on
+disk survives a kill at any point.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from vllm_specblock.train.train_state import TrainState, describe, read_state
 STATE_DIR = "training"
 BEST_DIR = "best"
 JUDGED_DEPTH = 8
-"""Tokens that a step along a text must have before it, the same for every learner."""
+"""Minimum tokens before a step along a text, equal for every learner."""
 
 _LOST_IN_A_ROW = 20
-"""Updates without a finite gradient after which a run is given up: its weights are broken."""
+"""Consecutive updates without a finite gradient after which a run is aborted."""
 
 
 class Trainer:
     """One run. `step` counts the updates done.
 
     Args:
-        learners: by name, on `device`, float32. One alone is written to `config.out` itself,
-            several to a folder each.
+        learners: by name, on `device`, float32. A single one is written to `config.out`, several
+            to a folder each.
         windows: training text.
-        sequences: the held-out texts, to draft along; only the first rank needs them.
+        sequences: held-out texts to draft along; only the first rank needs them.
         facts: written beside each checkpoint.
     """
 
@@ -82,7 +82,7 @@ class Trainer:
         self._began = time.monotonic()
 
     def run(self, progress: bool = True) -> None:
-        """Train to the end, saving on the way."""
+        """Train to the end, with checkpoints."""
         config = self.config
         hidden = not progress or self.rank != 0
         with tqdm(total=self.steps, initial=self.step, unit="step", disable=hidden) as bar:
@@ -108,7 +108,7 @@ class Trainer:
                     self.save()
 
     def _out_of_time(self) -> bool:
-        """Whether to stop now, decided by the first rank."""
+        """Return whether to stop now, decided by the first rank."""
         if self.config.minutes is None:
             return False
         late = torch.tensor(float(self._this_call() > 60 * self.config.minutes))
@@ -129,12 +129,12 @@ class Trainer:
                 if rounds > 1:
                     for name, train_state in self.train_states.items():
                         train_state.count(train_batch, counts[name])
-                    # p* takes more memory than time, and is computed again.
+                    # Recompute p* to save memory.
                     train_batch = _with_probs(train_batch, torch.empty(0))
                 train_batches.append(train_batch)
         for count in counts.values():
             count.finish()
-        # A new context: autocast would reuse the weights that it cast without a gradient.
+        # A new context, or autocast would reuse weights cast without a gradient.
         with self._arithmetic():
             for turn, train_batch in enumerate(train_batches, start=1):
                 if rounds > 1:
@@ -154,7 +154,7 @@ class Trainer:
         self.step += 1
 
     def _train_batch(self, turn: int) -> TrainBatch:
-        """Micro-batch number `turn` of this rank's share of the next update."""
+        """Return micro-batch `turn` of this rank for the next update."""
         config = self.config
         batch = self.windows.batch(self.step, config.batch, config.seed)
         first = (turn * self.ranks + self.rank) * self.micro
@@ -164,7 +164,7 @@ class Trainer:
             self.teacher.teach(mine),
             self.teacher.embed,
             self.step,
-            seed=config.seed * 1_000_003 + self.step,  # one cut for the whole batch
+            seed=config.seed * 1_000_003 + self.step,  # the same cuts for the whole batch
         )
 
     def _arithmetic(self) -> torch.autocast:
@@ -204,7 +204,7 @@ class Trainer:
         return self.config.out if len(self.train_states) == 1 else self.config.out / name
 
     def save(self) -> None:
-        """Write the drafters, then the state; a kill leaves the last whole one."""
+        """Write the drafters, then the state; after a kill, the previous one is intact."""
         self.keep()
         learners = {name: train_state.state() for name, train_state in self.train_states.items()}
         if self.rank != 0:
@@ -223,7 +223,7 @@ class Trainer:
         replace(self._state_file, lambda aside: torch.save(state, aside))
 
     def keep(self) -> None:
-        """Write the drafters as they are."""
+        """Write the current drafters."""
         for name, train_state in self.train_states.items():
             learner = train_state.whole()
             if self.rank == 0:
@@ -235,8 +235,8 @@ class Trainer:
         model_card.write(folder, self.facts | {"step": self.step, "seconds": self._elapsed()}, tau)
 
     def restore(self) -> None:
-        """Resume from the state in `config.out`, if there is one; raises `TrainError` where it
-        belongs to another run, or only some ranks see it."""
+        """Resume from the state in `config.out`, if any; raises `TrainError` for another run's, or
+        if only some ranks see it."""
         path = self._state_file
         found = torch.tensor(float(path.exists()), device=self.device)
         if float(sum_over_ranks(found)) not in (0.0, self.ranks):
@@ -263,7 +263,7 @@ class Trainer:
                 shutil.rmtree(self.folder(name) / BEST_DIR, ignore_errors=True)
 
     def _elapsed(self) -> float:
-        """Seconds of training, those before a resume included."""
+        """Return the seconds of training, including those before a resume."""
         return self.seconds + self._this_call()
 
     def _this_call(self) -> float:

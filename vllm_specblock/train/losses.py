@@ -1,8 +1,8 @@
-"""The losses of one block: eq. 6 and the rank loss, both under the valid-prefix mask of eq. 5.
+"""Losses of one block: eq. 6 and the rank loss, under the valid-prefix mask of eq. 5.
 
-The mask is a list of the rows that are still on their path, so the LM head runs only where a loss
-is counted: about half of all positions. The logits of a few rows at a time are turned into
-gradients and discarded: a batch's never lie in memory together.
+The mask is a list of rows still on their path, so the LM head runs only where a loss is counted:
+about half of all positions. Logits are turned into gradients and discarded a few rows at a time, to
+save memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BlockLoss:
 
     draft: [K] fp32 nats, cross-entropy over each position's `num_positions` [K] counted rows.
     rank: [] fp32, rank loss over all counted positions; 0 without it.
-    on_path: [T, K] bool, the mask m of eq. 5: everything before was right.
+    on_path: [T, K] bool, the mask m of eq. 5: all earlier positions were right.
     hit: [T, K] bool, on the path and the drafter's first choice is the label.
     """
 
@@ -51,16 +51,16 @@ def block_loss(
     valid_prefix: bool = True,
     rejected_only: bool = False,
 ) -> BlockLoss:
-    """Losses of one block at T rows.
+    """Return the losses of one block at T rows.
 
     Args:
         hidden: [T, K, H], the block's last-layer states before the final norm.
-        label: [T, K] int64 draft ids of the tokens y*, or `IGNORE_INDEX`. A path ends before an
-            outside label: the position itself is not counted either.
+        label: [T, K] int64 draft ids of the tokens y*, or `IGNORE_INDEX`, before which the path
+            ends.
         target_probs: [P, Vd] fp32, p* over the draft vocabulary after each of P text positions.
-        target_row: [T, K] int64, which row of `target_probs` is p* at each position.
+        target_row: [T, K] int64, row of `target_probs` with p* at each position.
         start: [T] bool, m at position 1.
-        rank: whether to compute the rank loss, whose gradient stays in the rank head.
+        rank: compute the rank loss, whose gradient stays in the rank head.
         valid_prefix: False (ablation of Table 2): count rows after a wrong choice, too.
         rejected_only: count only the wrong choice of each path (Online Speculative Decoding).
     """
@@ -141,7 +141,7 @@ ROWS, GPU_ROWS = 256, 4096
 """Rows at a time: 8 MB of float32 logits at a draft vocabulary of 8192; 512 MB at 32,000."""
 
 Look = Callable[[slice, Tensor], None]
-"""look(rows, logits [n, Vd] fp32): reads the logits of some rows before they are discarded."""
+"""look(rows, logits [n, Vd] fp32): called with the logits of some rows before they are freed."""
 
 
 def head_loss(
@@ -153,7 +153,7 @@ def head_loss(
     Returns:
         its sum [] fp32, and each row's [n] fp32, without a gradient.
     """
-    apply: Any = _HeadLoss.apply  # torch does not type it
+    apply: Any = _HeadLoss.apply  # untyped in torch
     return apply(normed, head, target_probs, target_row, look, torch.is_grad_enabled())
 
 

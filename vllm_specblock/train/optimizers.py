@@ -1,4 +1,4 @@
-"""Optimisers and learning rate of a drafter: AdamW as in the paper, or Muon beside it."""
+"""Optimisers and learning rate of a drafter: AdamW as in the paper, or with Muon."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from vllm_specblock.train.config import RunConfig, TrainError
 BETAS = (0.9, 0.999)
 _MOMENTUM = 0.95
 _NOT_HIDDEN = ("head", "embed", "queries")
-"""In the names of weights whose rows or columns stand for tokens, classes or positions."""
+"""Name parts of weights with rows or columns for tokens, classes or positions."""
 
 Named = tuple[str, nn.Parameter]
 
 
 def make_optimizers(weights: Sequence[Named], config: RunConfig) -> list[torch.optim.Optimizer]:
-    """Return optimisers that share out all `weights` that learn.
+    """Return optimisers for all trainable `weights`.
 
-    AdamW alone, or Muon for the matrices between hidden states beside it: norms, embeddings and
-    heads (whose rows are tokens or classes) stay AdamW's. Muon's updates are scaled to AdamW's
-    usual size, so one learning rate serves both.
+    AdamW for all, or Muon for matrices between hidden states and AdamW for norms, embeddings and
+    heads. Muon's updates are scaled to AdamW's usual size, so both use one learning rate.
 
     Raises:
         TrainError: Muon with sharded weights: it needs whole matrices.
@@ -52,11 +51,11 @@ def make_optimizers(weights: Sequence[Named], config: RunConfig) -> list[torch.o
 
 
 def slow_arithmetic(config: RunConfig, device: torch.device) -> str | None:
-    """A warning where a run would multiply in bfloat16 on a processor without it; else None."""
+    """Return a warning if bfloat16 products would run on a processor without them, else None."""
     if device.type != "cpu" or PackedLinear.packs():
         return None
     changes = ["precision fp32"] if config.precision == "bf16" else []
-    if config.optimizer == "muon":  # its own products are in bfloat16 at any precision
+    if config.optimizer == "muon":  # Muon's products are in bfloat16 at any precision
         changes.append("optimizer adamw")
     if not changes:
         return None
@@ -67,7 +66,7 @@ def slow_arithmetic(config: RunConfig, device: torch.device) -> str | None:
 
 
 def learning_rate(config: RunConfig, step: int, steps: int) -> float:
-    """Rate of update `step` (0-based) of `steps`: linear warm-up, then a cosine to 0."""
+    """Return the rate of update `step` (0-based) of `steps`: linear warm-up, then a cosine to 0."""
     warmup = math.ceil(config.warmup * steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -76,5 +75,5 @@ def learning_rate(config: RunConfig, step: int, steps: int) -> float:
 
 
 def _is_hidden(name: str, weight: nn.Parameter) -> bool:
-    """Whether a weight is a matrix between hidden states."""
+    """Return whether a weight is a matrix between hidden states."""
     return weight.dim() == 2 and not any(word in name for word in _NOT_HIDDEN)

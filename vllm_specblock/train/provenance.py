@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: what was run, of which revision, with which versions."""
+"""Provenance of a checkpoint: command, revisions and versions."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def provenance() -> dict[str, Any]:
 
 
 def _command() -> str:
-    """As it was called; `python -m vllm_specblock`, torchrun's way, is `specblock`."""
+    """Return the command line; `python -m vllm_specblock` (torchrun) becomes `specblock`."""
     name = Path(sys.argv[0]).name
     return shlex.join(["specblock" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what a drafter's numbers depend on."""
+    """Return the installed versions that a drafter's numbers depend on."""
     found = {}
     for package in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""`specblock train`: from options to a trained SpecBlock drafter."""
+"""`specblock train`: training of a SpecBlock drafter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from vllm_specblock.train.target.features import (
 from vllm_specblock.train.target.target_info import check_target, describe_target
 
 PROMPT_SHARE = 4
-"""The prompt of a held-out text without one is its first 1 / PROMPT_SHARE."""
+"""A held-out text without a prompt uses its first 1 / PROMPT_SHARE."""
 
 
 def train(
@@ -66,7 +66,7 @@ def train(
 def _train_on(
     device: torch.device, config: TrainConfig, resume: bool, progress: bool, dry_run: bool
 ) -> None:
-    """`train` among ranks that have joined. A function of its own: no trainer outlives `ranks`."""
+    """Run `train` on joined ranks; a separate function, so that no trainer outlives `ranks`."""
     trainer = build(config, device)
     if dry_run:
         trainer.keep()
@@ -79,7 +79,7 @@ def _train_on(
 
 
 def build(config: TrainConfig, device: torch.device) -> Trainer:
-    """A trainer of one drafter, before the first update."""
+    """Return a trainer of one drafter, before the first update."""
     run_context = prepare(config, device, shortest=config.block_size + 2)
     drafter = new_drafter(config, run_context)
     teacher = make_teacher(config, run_context, drafter.t2d, device)
@@ -98,7 +98,7 @@ class RunContext:
     """Target and data of a run.
 
     texts: all of them; `windows` has the first ones, `held_out` the others, cut to a window.
-    counts: [V] int64, how often each target id is to be predicted.
+    counts: [V] int64, how often each target id is a label.
     facts: written beside each checkpoint.
     """
 
@@ -141,7 +141,7 @@ def prepare(config: RunConfig, device: torch.device, shortest: int) -> RunContex
 def make_teacher(
     config: RunConfig, run_context: RunContext, t2d: Tensor, device: torch.device
 ) -> Teacher:
-    """The frozen target, or its features on disk. t2d [V] bool: the draft vocabulary."""
+    """Return the frozen target, or its features on disk. t2d [V] bool: the draft vocabulary."""
     draft_ids, layer_ids = t2d.nonzero()[:, 0].to(device), run_context.target.layer_ids
     assert layer_ids is not None  # `describe_target` sets them
     if config.features is None:
@@ -162,7 +162,7 @@ def make_teacher(
 def sequences_of(
     run_context: RunContext, teacher: Teacher, device: torch.device
 ) -> list[EvalSequence]:
-    """The held-out texts as sequences to draft along, on the first rank; none on the others."""
+    """Return the held-out texts as sequences to draft along, on the first rank only."""
     if world()[0] != 0:
         return []
     first = len(run_context.windows.texts)
@@ -178,20 +178,20 @@ def sequences_of(
 
 
 def prompt_of(text: Text) -> int:
-    """Tokens of a text's prompt: those before the target's first, or a share of the text."""
+    """Return the number of prompt tokens: those before the target's first, or a share."""
     first = int(text.loss_mask.byte().argmax())
     return first if first else max(1, len(text.tokens) // PROMPT_SHARE)
 
 
 def recipe(config: TrainConfig, device: torch.device) -> Recipe:
-    """The options of the objective. Flex attention has no backward pass on a CPU."""
+    """Return the options of the objective. Flex attention has no backward pass on a CPU."""
     names = {field.name for field in dataclasses.fields(Recipe)}
     kernel: Kernel = "flex" if device.type == "cuda" else "sdpa"
     return Recipe(**config.model_dump(include=names), kernel=kernel)
 
 
 def new_drafter(config: TrainConfig, run_context: RunContext) -> SpecBlockModel:
-    """The drafter to start from: `config.init`, or fresh weights."""
+    """Return the drafter to start from: `config.init`, or new weights."""
     try:
         if config.init is None:
             return untrained.init(
@@ -213,14 +213,14 @@ def new_drafter(config: TrainConfig, run_context: RunContext) -> SpecBlockModel:
 
 
 def folded_head(target: Path, t2d: Tensor) -> Tensor:
-    """The target's LM head over the draft vocabulary, with its final norm: [Vd, Ht] fp32."""
+    """Return the target's LM head over the draft vocabulary times its final norm: [Vd, Ht] fp32."""
     rows = target_rows.head_rows(target, t2d.nonzero()[:, 0])
     return rows.float() * target_rows.final_norm(target).float()
 
 
 @torch.no_grad()
 def start_from_head(drafter: SpecBlockModel, target: Path) -> None:
-    """Start from the target's LM head: the drafter's last state then learns to be the target's."""
+    """Initialise the LM head from the target's, so that the last state learns to match it."""
     head = folded_head(target, drafter.t2d)
     if head.shape == drafter.lm_head.weight.shape:
         drafter.lm_head.weight.copy_(head)

@@ -41,7 +41,7 @@ class Recipe:
 
     loss_floor: N_k of eq. 6 counts as at least this share of block 1's rows. With 0, while paths
         are still short, the noise of a few rows drowns the first position.
-    rejected_only: see `block_loss`; for updates while serving, as OSD makes them.
+    rejected_only: see `block_loss`; for updates while serving, as in OSD.
     """
 
     num_blocks: int = 2
@@ -75,7 +75,7 @@ class SpecBlockLearner(Learner):
     def forward(self, train_batch: TrainBatch) -> LossOutput:
         recipe, block = self.recipe, self.drafter.config.block_size
         draws = torch.Generator().manual_seed(train_batch.seed)
-        # Where later blocks start in this batch: one position 1..K per boundary.
+        # Start of later blocks in this batch: one position 1..K per boundary.
         starts = torch.randint(1, block + 1, (recipe.num_blocks - 1,), generator=draws).tolist()
         unroll = Unroll(self.drafter, train_batch, recipe)
         blocks = unroll.blocks(starts)
@@ -85,7 +85,7 @@ class SpecBlockLearner(Learner):
         return SpecBlockDraft(self.drafter, sequence, self.shape)
 
     def save(self, directory: Path) -> None:
-        # Not deepcopy of the module: that would take the checkpointed forwards along.
+        # No deepcopy of the module: it would copy checkpointed forwards.
         drafter = SpecBlockModel(self.drafter.config)
         drafter.load_state_dict(self.drafter.state_dict())
         drafter_files.save(drafter.to(torch.bfloat16), directory)
@@ -94,7 +94,7 @@ class SpecBlockLearner(Learner):
 def outcome(
     blocks: list[BlockLoss], num_blocks: int, loss_floor: float, counts: BatchCounts
 ) -> LossOutput:
-    """Eq. 7 from the sums of up to `num_blocks` blocks: those that were not reached count 0."""
+    """Return eq. 7 from the sums of up to `num_blocks` blocks; unreached blocks count 0."""
     absent = num_blocks - len(blocks)
 
     def grid(rows: list[Tensor]) -> Tensor:
@@ -115,7 +115,7 @@ def outcome(
 
 
 class Unroll:
-    """Drafts blocks 1..M of a batch of windows as training does."""
+    """Drafts blocks 1..M of a batch of windows for training."""
 
     def __init__(self, drafter: SpecBlockModel, train_batch: TrainBatch, recipe: Recipe) -> None:
         self.drafter, self.config, self.recipe = drafter, drafter.config, recipe
@@ -133,7 +133,7 @@ class Unroll:
             self.batch, self.config.block_size, self.recipe.kernel
         )
         condition = self.drafter.condition(self.target_outputs.hidden[:, :-1].flatten(0, 1))
-        # The target drew a row's root itself: serving drafts from no other row.
+        # Roots are tokens that the target generated, as in serving.
         live = self.batch.at(self.batch.loss_mask, row, row + 1, False)
         offset, blocks = 0, []
         for restart_position in [*restart_positions, None]:
@@ -154,7 +154,7 @@ class Unroll:
     def _reached(
         self, block: BlockLoss, row: Tensor, offset: int, live: Tensor, restart_position: int
     ) -> Tensor:
-        """Rows whose path may continue from position `restart_position`, [B, R] bool."""
+        """Return the rows whose path may continue from `restart_position`, [B, R] bool."""
         if self.recipe.valid_prefix and not self.recipe.mask_restart:
             return block.on_path[:, restart_position - 1].view_as(row)
         named = (

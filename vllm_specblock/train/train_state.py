@@ -1,5 +1,4 @@
-"""Train state of one learner, replicated (DDP) or sharded (FSDP2), and its log; a run's state on
-disk."""
+"""Training state of a learner, replicated (DDP) or sharded (FSDP2), its log, and its file."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from vllm_specblock.train.optimizers import make_optimizers
 
 
 class TrainState:
-    """A learner with its optimisers and its log, spread over the ranks."""
+    """A learner with its optimisers and log, distributed over the ranks."""
 
     def __init__(self, learner: Learner, config: RunConfig) -> None:
         self.learner = self._whole = learner
@@ -35,24 +34,24 @@ class TrainState:
             self._whole = copy.deepcopy(learner)
             fully_shard(learner)  # in place
         elif many:
-            # The rank head rests at first, and a block may be out of every row's reach.
+            # The rank head is unused at first, and no row may reach a block.
             self._module = DistributedDataParallel(learner, find_unused_parameters=True)
         named = list(learner.named_parameters())  # after sharding
         self._parameters = [parameter for _, parameter in named]
         self.optimizers = make_optimizers(named, config)
         self.metrics_log = MetricsLog()
         self.best_tau = 0.0
-        self.lost = 0  # updates in a row whose gradient was not finite
+        self.lost = 0  # consecutive updates without a finite gradient
 
     @torch.no_grad()
     def count(self, train_batch: TrainBatch, counts: BatchCounts) -> None:
-        """Add the rows of one micro-batch to those of the batch."""
+        """Count the rows of one micro-batch."""
         counts.start()
         self._exchange(False)
         self._module(replace(train_batch, counts=counts))
 
     def learn(self, train_batch: TrainBatch, counts: BatchCounts, more_to_come: bool) -> None:
-        """Add up the gradients of one micro-batch; `counts`: of the whole batch."""
+        """Accumulate the gradients of one micro-batch; `counts`: of the whole batch."""
         counts.start()
         self._exchange(not more_to_come)
         outcome = self._module(replace(train_batch, counts=counts))
@@ -60,14 +59,14 @@ class TrainState:
         self.metrics_log.add(outcome)
 
     def _exchange(self, gradients: bool) -> None:
-        """Whether ranks exchange gradients after the next forward and backward."""
+        """Set whether ranks exchange gradients after the next backward pass."""
         if isinstance(self._module, DistributedDataParallel):
             self._module.require_backward_grad_sync = gradients
         elif isinstance(self._module, FSDPModule):
             self._module.set_requires_gradient_sync(gradients)
 
     def step(self, rate: float, clip: float) -> None:
-        """Update the weights, unless the gradient is not finite: then count that."""
+        """Update the weights; skip and count updates without a finite gradient."""
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         finite = bool(norm.isfinite())
@@ -80,13 +79,13 @@ class TrainState:
             optimizer.zero_grad()
 
     def whole(self) -> Learner:
-        """The learner with whole weights, current on rank 0; every rank has to call this."""
+        """Return the learner with whole weights, current on rank 0; every rank must call this."""
         if self._whole is not self.learner:
             self._whole.load_state_dict(_gathered(self.learner.state_dict()))
         return self._whole
 
     def state(self) -> dict[str, Any]:
-        """Whole state on the CPU, for any number of ranks; every rank has to call this.
+        """Return the whole state on the CPU, for any number of ranks; every rank must call this.
 
         Not torch.distributed.checkpoint: a parameter has no moments before its first update.
         """
@@ -104,7 +103,7 @@ class TrainState:
         }
 
     def load_state(self, state: dict[str, Any], device: torch.device) -> None:
-        """Load what `state` returned, on every rank of any number of ranks."""
+        """Load a `state` on every rank, for any number of ranks."""
         model = self.learner.state_dict()
         self.learner.load_state_dict(
             {name: _spread_like(model[name], value) for name, value in state["model"].items()}
@@ -130,7 +129,7 @@ def _gathered(tensors: dict[Any, Tensor]) -> dict[Any, Tensor]:
 
 
 def _spread_like(example: Tensor, value: Tensor) -> Tensor:
-    """`value` sharded as `example` is, unless it is of another shape, such as a count of steps."""
+    """Shard `value` like `example`, unless the shapes differ, as for a step count."""
     if not isinstance(example, DTensor) or example.shape != value.shape:
         return value
     return distribute_tensor(value.to(example.device), example.device_mesh, example.placements)

@@ -33,9 +33,9 @@ def init(
     seed: int = 0,
     **choices: Any,
 ) -> SpecBlockModel:
-    """An untrained float32 drafter on the CPU whose decoder layers are built like the target's.
+    """Return an untrained float32 drafter on the CPU, with decoder layers like the target's.
 
-    Its width is the target's, because it reads the target's own embedding.
+    Its width is the target's, since it uses the target's embedding.
 
     Args:
         target_dir: Hugging Face directory of a Llama- or Qwen3-like target; only its
@@ -98,15 +98,15 @@ def _draw_weights(drafter: SpecBlockModel, generator: torch.Generator) -> None:
         if weight.dim() == 1:
             weight.fill_(1.0)  # a norm
         elif name.startswith("shift_proj."):
-            # [I, 0]: the shift starts as no shift at all.
+            # [I, 0]: no shift initially.
             torch.nn.init.eye_(weight)
         else:
-            # Inputs are normed; scaling by the fan-in keeps outputs at unit size at any width.
+            # Inputs are normalised; scaling by the fan-in keeps outputs at unit size.
             weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
 
 
 def most_frequent(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The draft vocabulary of the `size` most frequent target ids; ties go to the lower id.
+    """Return the draft vocabulary of the `size` most frequent ids; ties go to the lower id.
 
     Args:
         counts: [V] int64, how often each target id is to be predicted.

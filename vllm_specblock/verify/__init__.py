@@ -1,1 +1,1 @@
-"""From what the target said at every node to the accepted path."""
+"""Verification of draft trees: masks, accepted paths, recurrent layers."""

@@ -1,11 +1,10 @@
 """Accepted path: one draw of the target at every node, then a walk from the root.
 
-Draw z from the target at every node; start at the root and move to the child whose token is z;
-the first z without such a child is the bonus token. For trees that are a function of the past,
-as ours are, this has the distribution of the papers' accept / reject-and-renormalise rule: a child
-c is entered with probability p(c), the next c' with (1 − p(c)) · p(c') / (1 − p(c)) = p(c'), and
-what is left over is what the residual would be. And it needs the target's sampler only, so that the
-output is what the target samples by itself.
+From the root, move to the child whose token is the draw z; the first z without such a child is the
+bonus token. Our trees are a function of the past, so this has the distribution of the papers'
+accept / reject-and-renormalise rule: a child c is entered with probability p(c), the next c' with
+(1 − p(c)) · p(c') / (1 − p(c)) = p(c'), and the rest is the residual. It needs only the target's
+sampler, so the output is the target's own.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ def accept_path(
 ) -> AcceptedPaths:
     """Follow the draws through R trees at once, without a loop over depth or nodes.
 
-    A node matches when its token is what its parent drew, and is reached when all its
-    ancestors match. The path ends at the deepest reached node, the first of equals: with
-    duplicate siblings a greedy descent could take the twin that leads nowhere.
+    A node matches if its parent drew its token, and is reached if all its ancestors match. The
+    path ends at the first of the deepest reached nodes: with duplicate siblings, a greedy descent
+    could enter one without matching children.
 
     Args:
         token: [R, N] int64.
@@ -57,8 +56,8 @@ def accept_path(
         ancestors: [R, N+1, W] int64.
         live: [R, N] bool, nodes that the target ran on and that may be accepted.
         sampled: [R, N+1] int64, z of the root and of every node.
-        max_depth: D; nodes below it are not accepted. A drafter drafts none, but drafts that are
-            not a drafter's (a scheduler's placeholders, dummy batches) lie on one long chain.
+        max_depth: D; deeper nodes are not accepted. Only placeholder drafts (the scheduler's, dummy
+            batches) have any, on one long chain.
     """
     num_nodes = token.shape[1]
     wanted = sampled.gather(1, parent.clamp(min=0).long())
@@ -75,7 +74,7 @@ def accept_path(
         ancestors.gather(1, end[..., None].expand(-1, 1, ancestors.shape[-1]))[:, 0],
         num_nodes + 1,
     )
-    # Nodes of one path differ in depth. The others go to a column that is cut off.
+    # Nodes of one path differ in depth; other nodes go to a column that is cut off.
     column = torch.where(on_path, depth, max_depth + 1)
     path = token.new_zeros(len(token), max_depth + 2)
     path = path.scatter_(1, column, node.expand_as(column))[:, : max_depth + 1]
@@ -93,17 +92,17 @@ def accept_path_rows(
     path: torch.Tensor,
     accepted: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`accept_path` over trees and verdicts that are kept by request slot (S).
+    """Run `accept_path` on trees that are stored by request slot (S).
 
     Args:
         parent: [S, N] int32.
         depth: [S, N+1] int64.
         ancestors: [S, N+1, W] int64.
-        path, accepted: [S, D+1] int64 and [S] int32, written to for the slots of the batch.
+        path, accepted: [S, D+1] int64 and [S] int32, written for the slots of the batch.
 
     Returns:
         output: [R, D+1] int64, as in `AcceptedPaths`.
-        num_sampled: [R] int32, how many tokens of it count.
+        num_sampled: [R] int32, number of valid tokens in it.
     """
     req_idx = rows.req_idx
     node = torch.arange(parent.shape[1] + 1, device=parent.device)

@@ -10,7 +10,7 @@ of its ancestors j and itself: attention with a tree mask and a decay. u solves 
 system, since parents come before children. The state after any path is S_0 and one product over it.
 
 Shapes: R requests, L rows of a request (committed ones, then the tree's nodes), H heads, C
-channels, W the width of a convolution. A shorter request has padding, which others do not see.
+channels, W the width of a convolution. Shorter requests are padded; other rows do not see padding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 class Paths:
-    """Which rows each row goes on from.
+    """The parent and the ancestors of each row.
 
     Args:
         base: [R] int64, committed rows, the root included; they form a chain.
@@ -49,7 +49,7 @@ class Paths:
         self._windows: dict[int, Tensor] = {}
 
     def window(self, width: int) -> Tensor:
-        """[R, L, W] rows that a convolution of this width reads, the row itself last.
+        """Return [R, L, W], the rows that a convolution of this width reads, the row itself last.
 
         W − 1 rows of history come before row 0: row i is number W − 1 + i.
         """
@@ -68,7 +68,7 @@ class Paths:
 def convolve(
     history: Tensor, x: Tensor, paths: Paths, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """[R, L, C], the causal convolution along each row's own path.
+    """Return [R, L, C], the causal convolution along each row's own path.
 
     Args:
         history: [R, W − 1, C], inputs before row 0, the newest last.
@@ -85,14 +85,14 @@ def convolve(
 
 
 def newest(history: Tensor, x: Tensor, paths: Paths, last: Tensor) -> Tensor:
-    """[R, W − 1, C], the history after the paths that end in rows `last` [R] int64."""
+    """Return [R, W − 1, C], the history after the paths that end in rows `last` [R] int64."""
     width = history.shape[1] + 1
     taken = paths.window(width)[torch.arange(len(last), device=last.device), last, 1:]
     return torch.cat([history, x], 1).gather(1, taken[..., None].expand(-1, -1, x.shape[2]))
 
 
 class Recurrence(NamedTuple):
-    """What a layer computes of each row before its recurrence, in fp32.
+    """Inputs of a layer's recurrence, in fp32.
 
     Attributes:
         query, key: [R, L, H, K].
@@ -109,17 +109,17 @@ class Recurrence(NamedTuple):
 
 
 def scan(rows: Recurrence, paths: Paths, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs of all rows, from the state before row 0.
+    """Return the outputs of all rows, from the state before row 0.
 
     Args:
         state: [R, H, K, V].
 
     Returns:
-        [R, L, H, V], outputs; [R, L, H, V], what each row writes, u.
+        [R, L, H, V], outputs; [R, L, H, V], u, written by each row.
     """
     query, key, value = (x.transpose(1, 2) for x in rows[:3])  # [R, H, L, ·]
     total = path_decay(rows, paths).transpose(1, 2)  # [R, H, L], G
-    # Masked before exp: of rows that do not see each other the difference may be large.
+    # Mask before exp: the difference of unrelated rows may overflow.
     gap = (total[..., None] - total[..., None, :]).masked_fill(~paths.seen[:, None], -torch.inf)
     fade, start = gap.exp(), total.exp()[..., None]
     written = value
@@ -133,15 +133,15 @@ def scan(rows: Recurrence, paths: Paths, state: Tensor) -> tuple[Tensor, Tensor]
 
 
 def path_decay(rows: Recurrence, paths: Paths) -> Tensor:
-    """[R, L, H], G: log a summed over a row and its ancestors."""
+    """Return G [R, L, H]: log a summed over a row and its ancestors."""
     return paths.seen.to(rows.log_decay.dtype) @ rows.log_decay
 
 
 def advance(rows: Recurrence, written: Tensor, paths: Paths, last: Tensor, state: Tensor) -> Tensor:
-    """[R, H, K, V], the state after the paths that end in rows `last` [R] int64.
+    """Return [R, H, K, V], the state after the paths that end in rows `last` [R] int64.
 
     Args:
-        written: [R, L, H, V], of `scan`.
+        written: [R, L, H, V], u from `scan`.
         state: [R, H, K, V] before row 0.
     """
     which = torch.arange(len(last), device=last.device)

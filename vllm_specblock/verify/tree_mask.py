@@ -24,8 +24,8 @@ class TreeMask:
         tree_start: [R] int32.
         position: [T] int64, the model's positions, which follow a node's depth.
         node_position: [T] int64, the same for roots and nodes alone, one after the other.
-        adaptive: how many of a batch's rows are whose is decided on the device; the host knows
-            their sum and the most that one request can have.
+        adaptive: the device decides how many rows each request has; the host knows only their sum
+            and the maximum per request.
         num_trees: number of requests with drafts, which come before those without; None: not
             known.
     """
@@ -49,11 +49,10 @@ class TreeMask:
         self.node_position = torch.zeros(max_rows, dtype=torch.int64, device=device)
 
     def fill(self, rows: BatchRows, depth: torch.Tensor, ancestors: torch.Tensor) -> None:
-        """Take in a batch.
+        """Fill the tensors for a batch.
 
-        A root or node sees everything before the root and, from the root on, its ancestors.
-        All other rows are causal. The rule also fits a request without drafts, whose last row
-        is a root that sees itself: no branch on the kind of batch.
+        A root or node sees everything before the root, its ancestors and itself. Other rows are
+        causal. A request without drafts needs no branch: its last row is a root.
 
         Args:
             depth: [S, N+1] int64, 0 for the root, by slot.

@@ -49,7 +49,7 @@ def test_better_is_by_more_than_chance():
     # One text takes the spread of the others, not none: √(0.01 / 3 + 0.01) / 2 is 0.058.
     others = [0.1, 0.2, 0.3]
     assert is_sure([others, [-0.08]]) and not is_sure([others, [-0.09]])
-    # Parts weigh the same whatever they hold.
+    # Parts of any size weigh the same.
     assert not is_sure([[0.1, 0.11] * 4, [-0.2, -0.21]])
 
 

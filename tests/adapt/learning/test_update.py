@@ -51,7 +51,7 @@ def test_each_action_changes_its_own_parameters(train_batch):
 
 
 def test_no_decay_and_three_times_the_rate_for_heads(train_batch):
-    """Adam's first step is the rate, whatever the gradient, and no weight shrinks by itself."""
+    """Adam's first step is the rate for any gradient, and weights do not decay."""
     for action, rate in ((Action.FULL, 1e-3), (Action.HEADS, 3e-3)):
         updater = Updater(small_drafter(), AdaptationConfig(lr=1e-3))
         before = updater.drafter.lm_head.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""Slabs against plain lists: whatever comes and goes, a record is what was said."""
+"""Slabs against plain lists: a record matches its request's text."""
 
 from __future__ import annotations
 

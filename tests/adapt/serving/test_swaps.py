@@ -1,4 +1,4 @@
-"""Two ranks, whatever either has seen and when: the same version from the same step on."""
+"""Two ranks swap to the same version at the same step, even if they see it at different times."""
 
 from __future__ import annotations
 

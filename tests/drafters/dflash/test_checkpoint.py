@@ -147,7 +147,7 @@ def test_a_config_that_cannot_be_drafted_with(case):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"num_hidden_layers": 1}, "has no use for"),
+        ({"num_hidden_layers": 1}, "does not use"),
         ({"num_hidden_layers": 3}, "lacks layers.2"),
         ({"intermediate_size": 40}, "asks for ["),
     ],

@@ -156,7 +156,7 @@ def test_every_block2_start(variant):
     case = variant.case
     cache, hidden = variant.prompt()
     slots = case["block2.start_slots"].long()
-    base = torch.full_like(slots, cache.rows)  # block 1's, whatever the slot
+    base = torch.full_like(slots, cache.rows)  # block 1's for every slot
     tokens = variant.embed(case["block2.start_tokens"])
     attend = cache.grow().starts(torch.zeros_like(slots), slots)
     hidden = variant.drafter(hidden[-1, slots], tokens, base, attend)

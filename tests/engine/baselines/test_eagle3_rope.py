@@ -81,7 +81,7 @@ def speculators(kind: str, rope: dict) -> dict:
         "draft_vocab_size": 40,
         "speculators_config": {
             "proposal_methods": [{"speculative_tokens": 3}],
-            "verifier": {"name_or_path": "nobody"},
+            "verifier": {"name_or_path": "org/target"},
         },
         "transformer_layer_config": SIZES | {"model_type": kind} | rope,
     }

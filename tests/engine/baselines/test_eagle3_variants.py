@@ -1,4 +1,4 @@
-"""Our EAGLE-3 head computes what vLLM's own `eagle3` computes, whatever a checkpoint varies.
+"""Our EAGLE-3 drafter matches vLLM's own `eagle3` for every checkpoint variant.
 
 Heads are random, so that nearly every draft is wrong and each step is another text to compare.
 """

@@ -13,7 +13,7 @@ RAW = {
     "transformer_layer_config": {"model_type": "llama"},
     "speculators_config": {
         "proposal_methods": [{"speculative_tokens": 5}],
-        "verifier": {"name_or_path": "somebody/target"},
+        "verifier": {"name_or_path": "org/target"},
     },
 }
 
@@ -35,7 +35,7 @@ def test_ours_is_kept_where_it_is_asked_for(given, method, tokens, tmp_path):
     model, tokenizer, found = arg_utils.maybe_override_with_speculators(
         model=str(tmp_path), tokenizer=None, trust_remote_code=False, vllm_speculative_config=given
     )
-    assert model == tokenizer == "somebody/target"
+    assert model == tokenizer == "org/target"
     assert found["model"] == str(tmp_path)
     assert (found["method"], found.get("num_speculative_tokens")) == (method, tokens)
 
@@ -53,7 +53,7 @@ def test_dashes_are_underscores(tmp_path):
 
 def test_other_models_are_left_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    given = {"method": "specblock", "model": "somebody/drafter"}
+    given = {"method": "specblock", "model": "org/drafter"}
     found = arg_utils.maybe_override_with_speculators(
         model=str(tmp_path), tokenizer=None, trust_remote_code=False, vllm_speculative_config=given
     )

@@ -1,4 +1,4 @@
-"""Whoever asks for something that cannot be reads one sentence before any weight is loaded."""
+"""Unsupported options fail with one sentence before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -139,11 +139,11 @@ def test_wrong_surroundings(changes, parts):
 def test_a_cache_of_8_bits_that_this_machine_cannot_have(monkeypatch):
     args, target = EngineArgs(model=str(TARGET), kv_cache_dtype="fp8"), SimpleNamespace()
     target.get_head_size = lambda: 40
-    with pytest.raises(OptionError, match=r"multiples of 32 \(here 40 and 32\): take 'auto'\.$"):
+    with pytest.raises(OptionError, match=r"multiples of 32 \(here 40 and 32\): use 'auto'\.$"):
         validate.check_cache(args, target)
     gpu = SimpleNamespace(is_cpu=lambda: False)
     monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", gpu)
-    with pytest.raises(OptionError, match=r"only on a CPU.*take 'auto'\.$"):
+    with pytest.raises(OptionError, match=r"only on a CPU.*use 'auto'\.$"):
         validate.check_cache(args, target)
 
 

@@ -1,4 +1,4 @@
-"""Counts against a slow oracle, and their way from the model's process to whoever asks."""
+"""Counters against a slow oracle, and their export from the model's process."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from vllm_specblock.engine.offline.answering import Answering
 
 
 def test_steps_add_up_to_the_answer(plain):
-    # vLLM's counters are the last engine's: whoever makes one throws those of the others away.
+    # vLLM's counters are the last engine's: a new engine discards those of the others.
     tree = make_engine({"num_speculative_tokens": 24})
     engine = Answering.__new__(Answering)
     engine.llm, engine.stopwatch = tree.llm, None

@@ -1,4 +1,4 @@
-"""Whatever heads draft, and however their trees are combined: the tokens are vLLM's own.
+"""All drafters and combinations: the tokens are vLLM's own.
 
 Every combination runs the whole matrix of sampling parameters and prefix hits; one also a crowded
 engine with preemption and chunked prefill.

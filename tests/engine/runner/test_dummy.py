@@ -1,4 +1,4 @@
-"""Batches of nobody: the heads run on them, and nothing of a request changes."""
+"""Dummy batches: the drafters run on them, and no request's state changes."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def run(engine, monkeypatch, count: int) -> tuple[list[list[int]], list[tuple]]:
 
 
 def look_at_fillers(engine, monkeypatch) -> None:
-    """Those who fill up a batch have nothing to attend to, which would be time for nobody."""
+    """Rows that pad a batch attend to nothing, which would waste time."""
     manager = engine.speculator.graphs
     original = manager.run_fullgraph
 

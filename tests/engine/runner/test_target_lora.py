@@ -85,7 +85,7 @@ def test_a_row_of_logits_has_the_adapter_of_its_token():
 
 
 def test_drafters_embed_without_adapters(ours):
-    """Whatever adapter vLLM has mapped to the first tokens of its batch; as many as one asks."""
+    """For any adapter of the batch's first tokens, and for any number of ids."""
     model = ours.runner.model
     embed = embed_without_adapters(model)
     (layer,) = (x for x in model.modules() if isinstance(x, VocabParallelEmbeddingWithLoRA))

@@ -147,7 +147,7 @@ def make_batch(
 ) -> Batch:
     """A batch of the given requests, `tail` padding tokens at its end, blocks in random order.
 
-    Whatever no request owns is NaN in the cache, so that reading it cannot go unnoticed.
+    Cache entries that no request owns are NaN, so that reading them cannot go unnoticed.
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = torch.Generator().manual_seed(seed)  # trees do not depend on the cache's geometry

@@ -101,7 +101,7 @@ def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
         "seed": 0,
         # Of every engine of a run until its end, see `_ALIVE`: dozens of them share the memory.
         "kv_cache_memory_bytes": 128 << 20,
-        # vLLM asks for so much of a GPU to be free, whatever it takes: many engines share it here.
+        # vLLM requires this share of a GPU to be free; here many engines share one.
         "gpu_memory_utilization": 0.3,
         "distributed_executor_backend": "uni",
         "disable_log_stats": False,

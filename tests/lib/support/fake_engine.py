@@ -4,7 +4,7 @@ engine.
 What it does is said by keys of `speculative_config`, which the real one would refuse:
 
     refuses    a sentence: it does not start
-    dies_at    ends with this job, as somebody would who was killed
+    dies_at    ends with this job, as if killed
     seconds    per token, instead of 1
     sleep      seconds that it really takes for a job
     shift      added to every token

@@ -1,7 +1,7 @@
 """A CUDA graph's stand-in on a CPU: what ran under it runs again, on the same memory.
 
 Like a graph it knows nothing but addresses: a replay sees new values only where they were
-written into the tensors of the capture, and whatever Python computed stays what it was. It
+written into the tensors of the capture, and values that Python computed stay the same. It
 refuses what a capture refuses: reads of device values, shapes that depend on them, and tensors
 made from host values. It cannot tell a copy from host memory that is gone at the replay.
 """

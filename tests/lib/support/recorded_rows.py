@@ -1,4 +1,4 @@
-"""Made-up steps for what is recorded of them; whatever may not be looked at is far outside."""
+"""Made-up steps to record; values that must not be read are far out of range."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAR = 2**40
 def some_slabs(
     seed: int, slabs: int, rows: int, hidden: int, slots: int, dtype: torch.dtype
 ) -> SlabTensors:
-    """Slabs full of noise; most of them somebody's, and most slots somebody's."""
+    """Slabs full of noise; most of them and most slots are in use."""
     draw = torch.Generator().manual_seed(seed)
     made = SlabTensors.empty(slabs, rows, hidden, slots, dtype)
     for each in (made.states, made.last):
@@ -38,7 +38,7 @@ def some_step(
     fillers: int = 1,
     spread: bool = False,
 ) -> StepToRecord:
-    """A step of `requests` of the slots and `fillers` rows of the last one, which is nobody's.
+    """A step of `requests` of the slots and `fillers` rows of the last one, which is unused.
 
     Positions are near those of the slabs; padding is in every request's rows.
     """

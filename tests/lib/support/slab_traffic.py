@@ -26,7 +26,7 @@ STOP = 7
 
 @dataclass
 class Plain:
-    """One request as whoever reads it sees it.
+    """One request as a reader sees it.
 
     `rows` are (position, token after it); None: not recorded.
     """
@@ -101,7 +101,7 @@ class Engine:
         del self.running[slot]
 
     def free(self) -> int:
-        """Slabs that nobody has, by the plain lists."""
+        """Free slabs, by the plain lists."""
         if self.device is not None:
             return len(self.slabs.free)  # some are on their way to the host
         return SLABS - sum(each.rows is not None for each in self.running.values())

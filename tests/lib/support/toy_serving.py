@@ -43,7 +43,7 @@ class Toy:
     def serve(self, policy: Policy, seed: int) -> tuple[float, list[Action]]:
         """(Tokens per second, updates). Texts and luck are the same for every policy."""
         known, falls, updates = {0: 1.0, 1: 0.1}, FallDetector(), list[Action]()
-        judged: tuple[Action, float, int] | None = None  # arm, gain, requests until it is told
+        judged: tuple[Action, float, int] | None = None  # arm, gain, requests until it is reported
         committed = elapsed = stall = 0.0
         misled = self.misled
         for number, domain in enumerate(self.domains):

@@ -39,7 +39,7 @@ def form(request) -> tuple[torch.dtype, bool]:
 
 
 def pack(kv_cache: torch.Tensor, amx: bool) -> tuple[torch.Tensor, Packing]:
-    """A packed copy of a cache [blocks, H, N, 2D]; what nobody wrote becomes 0."""
+    """A packed copy of a cache [blocks, H, N, 2D]; unwritten entries become 0."""
     packed = torch.zeros_like(kv_cache.transpose(1, 2).contiguous()).transpose(1, 2)
     packing = packing_of(packed, amx)
     entries = kv_cache.float().nan_to_num().to(kv_cache.dtype).transpose(1, 2).flatten(0, 1)
@@ -200,4 +200,4 @@ def test_what_cannot_be_packed():
     assert packing_of(cache[..., :60], False) is None
     assert packing_of(cache[:, :, :16], False) is None
     assert packing_of(cache.to(torch.float64), False) is None
-    assert packing_of(cache[:, :1], False) is None  # a page with somebody else's entries in it
+    assert packing_of(cache[:, :1], False) is None  # a page with another layer's entries in it

@@ -1,1 +1,1 @@
-"""Updates of the training copy, and what decides which version serves."""
+"""Updates of the training copy, and the choice of the serving version."""

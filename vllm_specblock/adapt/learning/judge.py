@@ -1,8 +1,8 @@
-"""How far versions reach along recorded text, compared text by text.
+"""Paired comparison of versions on recorded texts.
 
-A version's depth at a row is how many tokens of the text its chain follows, and one more where the
-text leaves the chain for one of the next three choices, siblings that a tree has. Versions are
-compared by steps per token, 1 / (1 + depth): mean depths differ where texts differ much in τ.
+A version's depth at a row is the number of tokens that its chain shares with the text, plus one if
+the next token is among the following three choices (a tree's siblings). Versions are compared by
+steps per token, 1 / (1 + depth): mean depths would favour texts of high τ.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vllm_specblock.train.eval.chain import chain_along
 from vllm_specblock.train.learner import EvalSequence
 
 SURE, GROWTH = 1.0, 0.25
-"""Standard errors by which the first version has to be better to serve, and the power of the count
-of compared versions that they grow with: one in six that are no better is a standard error ahead by
-chance. After sixteen it takes two."""
+"""Standard errors by which the first version must be better, and the exponent of their growth with
+the compared versions: one in six equal versions is a standard error ahead by chance. After sixteen
+it takes two."""
 
 _SIBLING = 1
 """The rank bucket of second to fourth choices; 0 is the first."""
@@ -52,7 +52,7 @@ class Judge:
 
     Args:
         blocks: M of the chains.
-        most: records of each part of the book that an offer is judged by, the newest.
+        most: newest records of each part of the book to judge by.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Judge:
         return known[version.number]
 
     def depths(self, versions: Iterable[Version], record: Record) -> dict[int, float]:
-        """By the versions' numbers."""
+        """Depths by version number."""
         return {version.number: self.depth(version, record) for version in versions}
 
     def steps(self, version: Version, record: Record) -> float:
-        """Target steps per token: 1 / (1 + depth)."""
+        """Steps per token: 1 / (1 + depth)."""
         return steps_of(self.depth(version, record))
 
     def difference(self, version: Version, other: Version, book: Book) -> float:
@@ -93,16 +93,16 @@ class Judge:
         """Return whether a version saves steps by more than chance, on the recent and the old
         judged records with equal weight.
 
-        Where nothing is to be gained, half of all updates look better on a few texts.
+        Without a real gain, half of all updates look better on a few texts.
 
         Args:
-            count: of versions that this was asked for on texts of one kind, this one included.
+            count: versions compared on texts of this domain, this one included.
         """
         saved = self._parts(lambda each: self.steps(other, each) - self.steps(version, each), book)
         return is_sure(saved, SURE * count**GROWTH)
 
     def _parts(self, measure: Callable[[Record], float], book: Book) -> list[list[float]]:
-        """Measured on each of the recent judged records, and of the old ones; no empty list."""
+        """Values of the recent and of the old judged records, without empty lists."""
         found = []
         for part in (book.recent.records, book.old.records):
             newest = part[-self.most :]
@@ -111,7 +111,7 @@ class Judge:
 
 
 def steps_of(depth: float) -> float:
-    """Target steps per token of a depth, tokens."""
+    """Return target steps per token for a depth in tokens."""
     return 1 / (1 + depth)
 
 

@@ -1,7 +1,7 @@
-"""Versions in memory, and which of them serves.
+"""Versions in memory, and the choice of the serving one.
 
-Which drafter served does not change the text, so every kept version is judged on every text. It
-takes more evidence to leave a version than to call it good.
+The text does not depend on the drafter, so every kept version is judged on every text. Leaving a
+version takes more evidence than calling it good.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from vllm_specblock.adapt.policy.evidence import GOOD, SWITCH, BettingEvidence
 from vllm_specblock.adapt.policy.interface import Action
 
 USUAL = 1 / 64
-"""Weight of a text in a usual text's steps, which differences are a share of."""
+"""Weight of a text in the mean steps, by which differences are divided."""
 
 
 class SlowMean:
-    """The plain mean of the first 1 / `weight` values, then an EWMA.
+    """Plain mean of the first 1 / `weight` values, then an EWMA.
 
     Attributes:
-        value: 0 before any.
-        count: of the values so far.
+        value: 0 before the first.
+        count: number of values.
     """
 
     def __init__(self, weight: float) -> None:
@@ -41,9 +41,9 @@ class Version:
 
     Attributes:
         number: 0 for θ_0; unique.
-        tensors: every parameter by name; those that the action left alone are the parent's own.
+        tensors: every parameter by name; unchanged ones are shared with the parent.
         action: the arm of its last update, skip for θ_0.
-        parent: number of the version that training began from.
+        parent: number of the version that training started from.
     """
 
     number: int
@@ -53,10 +53,10 @@ class Version:
 
 
 class Pool:
-    """θ_0, the last good version, the current one, and one earlier that was good for long.
+    """θ_0, the last good version, the current one, and an earlier one that was good for long.
 
-    Evidence compares the current version with each kept one, and outlives offers, which come more
-    often than it decides.
+    Evidence compares the current version with each kept one. It outlives offers, which come more
+    often than decisions.
 
     Args:
         switch, good: see `SWITCH, GOOD`.
@@ -64,7 +64,7 @@ class Pool:
     Attributes:
         origin, good, current: versions, which may be the same.
         earlier: None until a good version was replaced.
-        returns: numbers of the versions that were gone back to.
+        returns: numbers of restored versions.
     """
 
     def __init__(self, origin: Version, switch: float = SWITCH, good: float = GOOD) -> None:
@@ -79,7 +79,7 @@ class Pool:
 
     @property
     def kept(self) -> list[Version]:
-        """All different versions, the current one first."""
+        """Distinct kept versions, the current one first."""
         found = {v.number: v for v in (self.current, self.good, self.origin, self.earlier) if v}
         return list(found.values())
 
@@ -92,10 +92,10 @@ class Pool:
         """Learn from one fresh text.
 
         Args:
-            steps: per token that each kept version takes, by its number; NaN: unknown.
+            steps: steps per token of each kept version, by number; NaN: unknown.
 
         Returns:
-            The version that has to serve from now on, where that is another one.
+            The version to serve from now on; None: no change.
         """
         mine = steps[self.current.number]
         if math.isnan(mine):
@@ -123,7 +123,7 @@ class Pool:
         self._forget_others()
 
     def roll_back(self) -> Version | None:
-        """Return to the last good version; None: it serves already."""
+        """Restore the last good version; None: it already serves."""
         return None if self.good is self.current else self._go_back(self.good)
 
     def _go_back(self, version: Version) -> Version:

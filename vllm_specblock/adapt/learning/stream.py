@@ -1,4 +1,4 @@
-"""The requests of a stream: their usual τ, and what the last update gained on them."""
+"""Statistics of a stream: its usual τ, and the gain of the last update."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from vllm_specblock.adapt.learning.pool import SlowMean, Version
 from vllm_specblock.adapt.policy.interface import Action
 
 SLOW = 1 / 256
-"""Weight of a request in the usual τ, after the first 256, which count alike: slow, so that all
-texts of another domain are hard until most of it is learned."""
+"""Weight of a request in the usual τ, after a plain mean of the first 256: slow, so that texts of a
+new domain stay hard until most of it is learned."""
 
 
 class Usual(SlowMean):
-    """The usual τ of a stream, and whether a request is hard beside it.
+    """The usual τ of a stream, and whether a request is hard in comparison.
 
-    Of texts of one kind half are hard; of two kinds, mixed, those that the drafter knows less.
+    In one domain half of the texts are hard; in a mix, those that the drafter knows less.
     """
 
     def __init__(self) -> None:
         super().__init__(SLOW)
 
     def is_hard(self, tau: float) -> bool:
-        """Return whether a request's τ is not above that of those before, which it then joins."""
+        """Return whether a request's τ is at most the usual one, then update that."""
         hard = not self.count or tau <= self.value
         self.add(tau)
         return hard
@@ -32,15 +32,15 @@ class Usual(SlowMean):
 
 @dataclass
 class Weighed:
-    """An update whose gain shows on the requests after it, both versions on the same texts.
+    """Gain of an update on later requests, both versions on the same texts.
 
     Attributes:
         action: the arm.
-        before, after: θ_train; the same where nothing was learned.
+        before, after: θ_train; the same if nothing was learned.
         serves: the version that served then, maybe `after` itself.
-        seconds: that serving lost by it.
-        steps: of both per token, on each hard text since.
-        saved: steps per token that `after` saves against the version that served, on each text.
+        seconds: serving time lost.
+        steps: steps per token of both, on each hard text since.
+        saved: steps per token that `after` saves over `serves`, on each text.
     """
 
     action: Action
@@ -53,7 +53,7 @@ class Weighed:
 
     @property
     def gain(self) -> float:
-        """Δτ / τ, where τ is tokens over steps of all texts; NaN: there was none."""
+        """Δτ / τ over all texts; NaN: there was none."""
         if not self.steps:
             return math.nan
         before, after = (fmean(each) for each in zip(*self.steps))
@@ -61,7 +61,7 @@ class Weighed:
 
     @property
     def error(self) -> float:
-        """Standard error of the gain, by how texts differ in it; NaN below two texts."""
+        """Standard error of the gain over texts; NaN below two texts."""
         if len(self.steps) < 2:
             return math.nan
         ratio = 1 + self.gain

@@ -1,4 +1,4 @@
-"""Records as training batches: the objective of `train/` without running the target."""
+"""Training batches from records, without running the target."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vllm_specblock.train.learner import EvalSequence, TrainBatch
 from vllm_specblock.train.target.features import TargetOutputs, target_probs_of
 
 UNKNOWN = 0
-"""Stands for the token of a record's first row, which nothing reads."""
+"""Placeholder for the token of a record's first row, which is never read."""
 
 PROMPT_ROWS, ROWS = 64, 256
-"""Rows of a prompt's end that go with an answer, and of a record at most."""
+"""Maximum rows of a prompt's end, and of a record."""
 
 
 class RecordTeacher:
-    """Makes batches of recorded rows.
+    """Builds batches of recorded rows.
 
     Args:
         embedding: [V, Ht], the target's.
@@ -44,11 +44,11 @@ class RecordTeacher:
 
     @torch.no_grad()
     def train_batch(self, records: Sequence[Record], step: int, seed: int) -> TrainBatch:
-        """Return a batch with a window per record; there has to be one.
+        """Return a batch with a window per record, at least one.
 
         Args:
             step: see `TrainBatch`; the rank loss is on from `Recipe.rank_from` on.
-            seed: of the batch's own choices, where later blocks start.
+            seed: seeds the batch's choices of where later blocks start.
         """
         columns = 1 + max(len(record.tokens) for record in records)
         tokens = torch.full((len(records), columns), NO_TOKEN)
@@ -77,14 +77,14 @@ class RecordTeacher:
 def batches(
     book: Book, count: int, size: int, rehearsal: bool = True, by_weight: bool = True
 ) -> list[list[Record]]:
-    """Take the batches of one update out of the book, as many as new records fill.
+    """Take the batches of one update from the book.
 
     Args:
-        count: new records at most.
-        size: records of a batch, half of them new and half from the reservoir where it has them.
-        rehearsal: False: the new half alone.
-        by_weight: records are drawn by their `weight`, so that those which the drafter knows less
-            come more often. False: each new one once, old ones by chance.
+        count: maximum of new records.
+        size: records of a batch, half of them new and half from the reservoir, if available.
+        rehearsal: False: only the new half.
+        by_weight: sample records by `weight`, so that hard ones come more often. False: each new
+            one once, old ones uniformly.
     """
     book.pass_over(count)
     half = -(-size // 2)
@@ -101,13 +101,13 @@ def batches(
 
 
 def spread(records: Sequence[Record], offset: float) -> list[Record]:
-    """Draw as many records by weight, in their order, by systematic sampling.
+    """Resample records by weight, in order, by systematic sampling.
 
     Args:
         records: one or more.
-        offset: uniform in [0, 1), where the first draw falls.
+        offset: uniform in [0, 1), position of the first draw.
     """
     ends = list(accumulate(each.weight for each in records))
     draws = ((number + offset) * ends[-1] / len(records) for number in range(len(records)))
-    # A draw may be rounded onto the very end.
+    # Rounding may move a draw to the end.
     return [records[min(bisect(ends, draw), len(records) - 1)] for draw in draws]

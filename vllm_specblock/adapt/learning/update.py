@@ -1,4 +1,4 @@
-"""An update of the training copy: the objective of `train/` on recorded rows [SpecBlock, eq. 7]."""
+"""Updates of the training copy on recorded rows [SpecBlock, eq. 7]."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from vllm_specblock.train.optimizers import BETAS
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
 
 BATCH = 2
-"""Records of a batch: one new and one old. On a new domain eight steps of two gained 1.07 tokens of
-depth within 64 requests, two steps of eight 0.73, in as much time."""
+"""Records of a batch: one new and one old. On a new domain, eight steps of two teach more than two
+steps of eight, in the same time."""
 
 RATE = 0.0576
-"""Rate of an update times the drafter's width: 3e-4 at 192, 1e-4 at 576. AdamW's step is as large
-in a wide matrix as in a narrow one, and adds up over its inputs."""
+"""Learning rate times the drafter's width: 3e-4 at 192, 1e-4 at 576. AdamW's steps have one size in
+any matrix, and add up over its inputs."""
 
 HEADS_RATE = 3.0
-"""Rate of heads, as a multiple of it."""
+"""Factor of the heads' learning rate."""
 
 CLIP = 0.5
-"""Bound of the gradient's norm."""
+"""Maximum norm of the gradient."""
 
 
 def recipe(num_blocks: int = 2) -> Recipe:
-    """Return the objective of updates of a drafter that serves with M = `num_blocks`.
+    """Return the objective of updates for a drafter that serves with M = `num_blocks`.
 
-    After a change of domain few rows reach the later positions, and their mean is noise:
-    `loss_floor` keeps it from drowning the first position.
+    In a new domain few rows reach later positions, and their mean is noisy: `loss_floor` limits its
+    weight.
     """
     return Recipe(num_blocks, rank_from=0, loss_floor=1.0)
 
@@ -49,18 +49,18 @@ def rate_for(drafter: SpecBlockModel) -> float:
 
 @dataclass(frozen=True)
 class AdaptationConfig:
-    """What is learned from, and how.
+    """Settings of updates.
 
     Attributes:
         lr: constant rate of a full update; None: `rate_for` the drafter.
-        anchor: λ of the KL to θ_0; the paper's is 0.01, where here rehearsal guards against drift.
-        recipe: of the objective; the rank loss is on from the first update. Versions are judged by
+        anchor: λ of the KL to θ_0 (the paper: 0.01; rehearsal replaces it by default).
+        recipe: the objective; the rank loss is on from the first update. Versions are judged by
             its M.
-        memory: of the book, MiB.
+        memory: size of the book, MiB.
         batch: records of a batch, half of them new.
-        rehearsal: the other half is from the reservoir; False: there is none.
+        rehearsal: take the other half from the reservoir.
         every: new records of an update.
-        seed: of the book's samples and the batches' choices.
+        seed: seeds the book's samples and the batches' choices.
     """
 
     lr: float | None = None
@@ -75,8 +75,10 @@ class AdaptationConfig:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Losses [nats] of the batches that were learned, each before its step, and the update's time
-    [seconds]. A batch whose loss or gradient is not finite is not learned."""
+    """Losses [nats] of the batches before their steps, and the update's time [seconds].
+
+    Batches with a loss or gradient that is not finite are skipped.
+    """
 
     losses: tuple[float, ...]
     seconds: float
@@ -85,12 +87,12 @@ class UpdateReport:
 class Updater:
     """Trains θ_train by AdamW without weight decay, at a constant rate.
 
-    Moments outlive an update, and each parameter's count only the updates that trained it.
+    Moments outlive an update; each parameter counts only updates that trained it.
 
     Attributes:
         drafter: θ_train, float32.
-        rate: of a full update.
-        steps: batches learned so far.
+        rate: learning rate of a full update.
+        steps: batches so far.
     """
 
     def __init__(self, drafter: SpecBlockModel, config: AdaptationConfig | None = None) -> None:
@@ -108,10 +110,10 @@ class Updater:
         )
 
     def update(self, action: Action, train_batches: Sequence[TrainBatch]) -> UpdateReport:
-        """Make one pass over some batches, a step each."""
+        """Train on each batch once."""
         began = time.perf_counter()
         learning = list(parameters(self.drafter, action).values())
-        self.drafter.requires_grad_(False)  # heads spare the trunk's backward
+        self.drafter.requires_grad_(False)  # heads need no backward pass of the trunk
         for value in learning:
             value.requires_grad_(True)
         rate = self.rate * (HEADS_RATE if action is Action.HEADS else 1.0)
@@ -123,7 +125,7 @@ class Updater:
         return UpdateReport(learned, time.perf_counter() - began)
 
     def _learn(self, train_batch: TrainBatch, learning: list[nn.Parameter]) -> float | None:
-        """The batch's loss; None: it or its gradient was not finite, and nothing changed."""
+        """Return the batch's loss; None: skipped, since it or its gradient was not finite."""
         loss = self.learner(train_batch).loss
         if self.origin is not None:
             loss = loss + self.config.anchor * anchor(self.drafter, self.origin, train_batch)

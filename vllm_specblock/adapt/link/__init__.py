@@ -1,1 +1,1 @@
-"""The folder between an engine and its trainer: requests one way, versions the other."""
+"""Exchange of requests and versions between an engine and its trainer."""

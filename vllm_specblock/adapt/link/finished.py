@@ -21,7 +21,7 @@ class Finished:
 
     Attributes:
         record: None: the request was not recorded.
-        request: None: the request goes on in another record.
+        request: None: the request continues in another record.
     """
 
     record: Record | None
@@ -47,7 +47,7 @@ class Finished:
         """
         with safe_open(path, framework="pt") as file:
             facts = json.loads((file.metadata() or {})["facts"])
-            # Copies: the book's bound counts them, and the file's memory is freed.
+            # Copies, so that the book's bound counts them and the file is freed.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         record, request = facts.get("record"), facts.get("request")
         return cls(

@@ -1,12 +1,12 @@
-"""A folder between an engine and its trainer.
+"""Shared folder of an engine and its trainer.
 
     request-….safetensors   a finished request; the trainer deletes it when read
-    versions/               what the trainer offers, and current.json (`adapt/versions.py`)
+    versions/               versions that the trainer offers, and current.json (`adapt/versions.py`)
     counts.json             the trainer's counts
-    swap_seconds.json       what the engine's last swap of heads, and of all weights, took
+    swap_seconds.json       duration of the engine's last swap of heads, and of all weights
 
-It lies in shared memory where the trainer is a process of the engine, else where the user says.
-User text can be read from it: its mode is 0700, that of its files 0600.
+It is in shared memory if the engine starts the trainer, else where the user chooses. It contains
+user text: its mode is 0700, that of its files 0600.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ VERSIONS = "versions"
 SHARED_MEMORY = Path("/dev/shm")
 
 LOOK = 0.25
-"""Seconds between two looks for a version."""
+"""Seconds between two checks for a version."""
 
 WAITING = 16
-"""Finished requests that may wait to be written or learned from; later ones are not recorded."""
+"""Maximum finished requests waiting to be written or trained on; later ones are dropped."""
 
 _OURS = "specblock-adapt-"
 _STEM, _END = "request-", ".safetensors"
@@ -59,10 +59,10 @@ def new_token() -> int:
 
 
 def make_shared_folder(token: int, size: int) -> int:
-    """Make an engine's folder in shared memory, and remove those whose engine is gone.
+    """Create an engine's folder in shared memory, and remove those of dead engines.
 
     Args:
-        size: bytes that it has to hold.
+        size: bytes that it must hold.
 
     Returns:
         The descriptor of the folder's lock.
@@ -71,7 +71,7 @@ def make_shared_folder(token: int, size: int) -> int:
         TrainError: there is not enough shared memory.
     """
     for left in SHARED_MEMORY.glob(f"{_OURS}*"):
-        with suppress(OSError, TrainError):  # in use, or gone meanwhile
+        with suppress(OSError, TrainError):  # in use, or removed meanwhile
             if left.lstat().st_uid == os.getuid() and not left.is_symlink():
                 os.close(lock_folder(left, seconds=0.0))
                 shutil.rmtree(left, ignore_errors=True)
@@ -82,7 +82,7 @@ def make_shared_folder(token: int, size: int) -> int:
             "enlarge it (docker run --shm-size), or name a folder in 'adapt.trainer'."
         )
     folder = shared_folder(token)
-    # Locked before it has its name: another engine would remove it.
+    # Lock it before it gets its name, or another engine would remove it.
     aside = folder.with_name(f".{folder.name}")
     private_folder(aside)
     lock = lock_folder(aside)
@@ -91,14 +91,13 @@ def make_shared_folder(token: int, size: int) -> int:
 
 
 class FolderVersions:
-    """The versions that a folder offers, for one rank of an engine: a thread looks for them.
+    """Versions in a folder, for one rank of an engine; a thread polls for them.
 
     Args:
-        versions: its current version is there for `staged` at once.
+        versions: its current version is staged immediately.
 
     Attributes:
-        tally: what this end counts, by a metric's name without `adapt_`
-            (`engine/metrics/exporter.py`).
+        tally: counters of this end, by metric name without `adapt_`.
     """
 
     def __init__(self, versions: VersionFolder) -> None:
@@ -111,31 +110,31 @@ class FolderVersions:
         self._thread.start()
 
     def staged(self) -> StagedVersion | None:
-        """Return the newest version on offer, each once; never waits."""
+        """Return the newest offered version, each once, without waiting."""
         found = self._found.popleft() if self._found else None
         if found is not None and found.action is Action.HEADS and found.trunk != self._trunk:
-            self._seen = self._read = 0  # another trunk serves meanwhile: read all of it
+            self._seen = self._read = 0  # another trunk serves meanwhile: read all weights
             return None
         return found
 
     def current(self) -> StagedVersion | None:
-        """Look at once; as `staged`."""
+        """Check now, then return `staged`."""
         self._look()
         return self.staged()
 
     def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
-        """Note that a version serves, and the seconds that the swap took from serving."""
+        """Record that a version serves, and the serving time lost by the swap."""
         self._trunk = version.trunk
         self.tally["swaps"] += 1
         self.tally["swap_microseconds"] += round(1e6 * seconds)
 
     def refuse(self, version: StagedVersion) -> None:
-        """Note that a version's weights are not finite."""
+        """Record that a version's weights are not finite."""
         self.tally["versions_refused_not_finite"] += 1
 
     @property
     def counts(self) -> Counter[str]:
-        """Of both ends, as `tally`."""
+        """Return the counters of both ends, as `tally`."""
         return self.tally
 
     def close(self) -> None:
@@ -153,7 +152,7 @@ class FolderVersions:
             try:
                 found = current_version(self.versions, self._trunk)
             except TrainError as error:
-                if self.versions.stamp() == stamp:  # else it was replaced: the next look reads it
+                if self.versions.stamp() == stamp:  # else it was replaced: the next check reads it
                     self._seen = stamp
                     self.tally["versions_refused_checksum"] += 1
                     logger.warning(
@@ -170,12 +169,12 @@ class FolderVersions:
 
 
 class FolderLink(FolderVersions):
-    """The engine's end: `FolderVersions`, and a thread that writes finished requests.
+    """Engine side: `FolderVersions`, and a thread that writes finished requests.
 
     Args:
-        room: bytes of requests that may lie in the folder; later requests are not recorded.
-        slots: requests that may wait to be written.
-        lock: of `make_shared_folder`; None: the folder is the user's.
+        room: maximum bytes of requests in the folder; later requests are dropped.
+        slots: maximum requests waiting to be written.
+        lock: from `make_shared_folder`; None: the folder is the user's.
 
     Raises:
         TrainError: the folder cannot be used, or another engine writes to it.
@@ -193,7 +192,7 @@ class FolderLink(FolderVersions):
         if lock is None:
             private_folder(folder)
             lock = lock_folder(folder)
-            for left in folder.glob(f".{_STEM}*"):  # of an engine that was killed: user text
+            for left in folder.glob(f".{_STEM}*"):  # user text of a killed engine
                 left.unlink(missing_ok=True)
             logger.warning(
                 "SpecBlock adaptation: rows of user requests are written to %s, from which their "
@@ -209,10 +208,10 @@ class FolderLink(FolderVersions):
         super().__init__(versions)
 
     def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool:
-        """Hand a finished request, or a part of one, to the trainer; see `Finished`.
+        """Queue a finished request, or a part of one, for the trainer.
 
         Returns:
-            Whether there was room; it never waits.
+            Whether there was room; never waits.
         """
         if self._full or (record is None and finished is None):
             return False
@@ -235,7 +234,7 @@ class FolderLink(FolderVersions):
         return counts
 
     def close(self) -> None:
-        """Write what waits, and leave the folder to others, or remove it."""
+        """Write waiting requests, then unlock the folder, or remove it."""
         if self._lock < 0:
             return
         with suppress(queue.Full):
@@ -267,7 +266,7 @@ class FolderLink(FolderVersions):
             aside.chmod(0o600)
             size = aside.stat().st_size
             self._largest = max(self._largest, size)
-            if self._held() + size <= self.room:  # else it filled up while the request waited
+            if self._held() + size <= self.room:  # else the folder filled up meanwhile
                 aside.rename(self.folder / name)
                 return
         except (OSError, SafetensorError) as error:
@@ -277,16 +276,16 @@ class FolderLink(FolderVersions):
             aside.unlink()
 
     def _held(self) -> int:
-        """Bytes of requests in the folder."""
+        """Return the bytes of requests in the folder."""
         size = 0
         for path in self.folder.glob(f"{_STEM}*{_END}"):
-            with suppress(FileNotFoundError):  # read meanwhile
+            with suppress(FileNotFoundError):  # removed meanwhile
                 size += path.stat().st_size
         return size
 
 
 class FolderSource:
-    """The trainer's end of requests and counts.
+    """Trainer side of requests and counts.
 
     Raises:
         TrainError: there is no such folder.
@@ -298,7 +297,7 @@ class FolderSource:
                 f"There is no folder {folder}: give the one that the engine's option trainer names."
             )
         self.folder, self.tally = folder, Counter[str]()
-        with suppress(OSError, ValueError, TypeError):  # of the trainer before
+        with suppress(OSError, ValueError, TypeError):  # of an earlier trainer
             self.tally.update(read_json(folder / _COUNTS))
 
     def count(self, name: str, by: int = 1) -> None:
@@ -306,12 +305,12 @@ class FolderSource:
         self.tally[name] += by
 
     def tell(self) -> None:
-        """Let the engine read the counts."""
+        """Write the counts for the engine."""
         with suppress(OSError):
             write_json(self.folder / _COUNTS, self.tally)
 
     def next(self) -> Finished | None:
-        """Return the oldest request, whose file is gone then; None: no request waits."""
+        """Return the oldest request and delete its file; None: there is none."""
         for path in sorted(self.folder.glob(f"{_STEM}*{_END}")):
             try:
                 return Finished.load(path)
@@ -324,7 +323,7 @@ class FolderSource:
         return None
 
     def swap_seconds(self, action: Action) -> float:
-        """Return what the engine's last swap of an action took from serving; 0: unknown."""
+        """Return the serving time lost by the engine's last swap of an action; 0: unknown."""
         try:
             return float(read_json(self.folder / _SWAPS)[str(action)])
         except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Versions as a serving drafter takes them."""
+"""Versions ready for a serving drafter."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.versions import VersionFolder, facts_of, number_of
 
 DELIVERED = "delivered"
-"""Trunk of the drafter as delivered, and of versions that differ from it in their heads alone."""
+"""Trunk of the delivered drafter, and of versions that differ only in their heads."""
 
 
 @dataclass(frozen=True, eq=False)
 class StagedVersion:
-    """A version that a serving drafter can take.
+    """A version that a serving drafter can load.
 
     Attributes:
         number: 0 for the drafter as delivered.
-        parent: number of the version that training began from.
+        parent: number of the version that training started from.
         action: HEADS: `tensors` are the LM head and the rank head, and the drafter serves the trunk
             already. FULL: all parameters.
         tensors: by the checkpoint's names, on the CPU.
-        key: the same for the same weights in all processes, and for no others; never 0.
-        trunk: equal for versions that differ in their heads alone.
+        key: identifies the weights in all processes; never 0.
+        trunk: equal for versions that differ only in their heads.
     """
 
     number: int
@@ -41,7 +41,7 @@ def current_version(versions: VersionFolder, trunk: str) -> StagedVersion:
     """Read the version that current.json names.
 
     Args:
-        trunk: of the version that serves: of one with the same trunk only the heads are read.
+        trunk: of the serving version; with the same trunk only the heads are read.
 
     Raises:
         TrainError: the version cannot be used, or was replaced and removed meanwhile.

@@ -1,4 +1,4 @@
-"""What an update of each arm trains, and what of it a version holds (SpecBlock §3.4)."""
+"""Parameters that each arm trains, and that its versions hold (SpecBlock §3.4)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
 _HEADS = ("lm_head.", "rank_head.")
-"""Without the final norm: what both heads read would change under the one that learns slower."""
+"""Without the final norm, which is an input of both heads."""
 
 Tensors = Mapping[str, Tensor]
 """A version's parameters by name."""
@@ -22,7 +22,7 @@ def trains(action: Action, name: str) -> bool:
 
 
 def action_between(before: Tensors, after: Tensors) -> Action:
-    """Return the least action whose tensors turn `before` into `after`, by identity."""
+    """Return the smallest action that turns `before` into `after`; tensors compare by identity."""
     same_trunk = all(
         tensor is before.get(name) or trains(Action.HEADS, name) for name, tensor in after.items()
     )
@@ -35,10 +35,10 @@ def parameters(drafter: SpecBlockModel, action: Action) -> dict[str, nn.Paramete
 
 
 def held(drafter: SpecBlockModel, action: Action, parent: Tensors | None = None) -> Tensors:
-    """Return a version: copies of what the action changes, else the parent's own tensors.
+    """Return a version: copies of what the action changes; the rest is shared with the parent.
 
     Args:
-        parent: the version that training began from; None: everything is copied.
+        parent: the version that training started from; None: copy everything.
     """
     return {
         name: value.detach().clone() if parent is None or trains(action, name) else parent[name]
@@ -50,7 +50,7 @@ def put(drafter: SpecBlockModel, tensors: Tensors, before: Tensors | None = None
     """Copy a version into a drafter's parameters, in place.
 
     Args:
-        before: the version that they hold, whose shared tensors are not copied again.
+        before: the version that they hold; tensors shared with it are not copied.
     """
     for name, value in drafter.named_parameters():
         if before is None or tensors[name] is not before[name]:

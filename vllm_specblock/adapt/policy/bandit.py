@@ -1,4 +1,4 @@
-"""The cost-aware bandit (SpecBlock §3.4, A.3, Algorithm 1): buffers, and the paper's own rule."""
+"""Cost-aware bandit (SpecBlock §3.4, A.3, Algorithm 1): buffers, and the paper's rule."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ ARMS = (Action.HEADS, Action.FULL)
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a bandit may train, and when it explores; the defaults are the paper's (A.3).
+    """Schedule of training and exploration; the defaults are the paper's (A.3).
 
     Attributes:
-        warm_up: requests before anything is pushed.
-        cold_start: updates during which an arm is always taken.
-        epsilon: share of exploring requests at the first and after the last of them, linear.
-        cooldown: requests after an update in which none begins.
-        buffer: requests that make an update.
-        explore_every: after the cold start, one request in so many may begin to explore, with the
-            last `epsilon`; our addition, without which a bandit that skips skips for ever.
-        least, largest: the arms between which the bandit chooses.
+        warm_up: requests before the first is pushed.
+        cold_start: updates during which an arm is always chosen.
+        epsilon: share of exploring requests, linear from the first cold-start update to the last.
+        cooldown: requests without an update after one.
+        buffer: requests of an update.
+        explore_every: after the cold start, one request in this many may explore, with the last
+            `epsilon`. Our addition: without it, a bandit that skips never trains again.
+        least, largest: smallest and largest arm.
     """
 
     warm_up: int = 10
@@ -52,14 +52,14 @@ class Bandit(Policy):
 
     @abstractmethod
     def choose(self, request: FinishedRequest) -> Action:
-        """Return the arm that a request is pushed to."""
+        """Return the arm of a request."""
 
     @abstractmethod
     def began(self, action: Action, buffered: list[FinishedRequest]) -> None:
-        """An update began, from these requests; the last one filled the buffer."""
+        """Record that these requests started an update; the last one filled the buffer."""
 
     def arm_of(self, pushed: Action, buffered: list[FinishedRequest]) -> Action:
-        """Return the arm of the update that a full buffer makes."""
+        """Return the arm of a full buffer's update."""
         return pushed
 
     def decide(self, request: FinishedRequest) -> Decision:
@@ -83,13 +83,13 @@ class Bandit(Policy):
 class PaperBandit(Bandit):
     """Algorithm 1 as printed, with its rollback.
 
-    Δ_tp of an update is the throughput of the N requests after it over that of the N before, less
-    one. An update that begins before that interval has closed replaces the one before.
+    Δ_tp of an update is the relative throughput gain from the N requests before it to the N after.
+    A new update within that interval replaces it.
 
     Args:
-        seed: of the exploration.
-        alpha: of the EWMA [SpecBlock, eq. 10].
-        least_signal: s_min; below, an update teaches nothing.
+        seed: seed of the exploration.
+        alpha: weight of the EWMA [SpecBlock, eq. 10].
+        least_signal: s_min; updates below it are not measured.
         interval: N, requests of a measurement and of a window of τ.
 
     Attributes:
@@ -133,7 +133,7 @@ class PaperBandit(Bandit):
         predicted = {arm: request.misses * value for arm, value in self.values.items()}
         best = max(self.schedule.arms, key=predicted.__getitem__)
         if self.events < self.schedule.cold_start:
-            self._alarmed = False  # it explores as it is
+            self._alarmed = False  # it is exploring already
             explores = self._draw.random() < self.epsilon
             return self._draw.choice(self.schedule.arms) if explores else best
         self._consider_exploring()
@@ -142,7 +142,7 @@ class PaperBandit(Bandit):
         return best if predicted[best] > 0 else Action.SKIP
 
     def _consider_exploring(self) -> None:
-        # A whole update, not a request: single pushes in a hundred never fill a buffer in time.
+        # Explore for a whole update: single requests would not fill a buffer.
         due = self._seen % self.schedule.explore_every == 0
         if self._alarmed or (due and self._draw.random() < self.epsilon):
             self._alarmed = False

@@ -1,4 +1,4 @@
-"""Sequential tests, valid after every request: one version is better than another; τ fell."""
+"""Sequential tests, valid after every request: another version is better, or τ fell."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import math
 from statistics import fmean
 
 LEAST_SPREAD = 0.05
-"""Tokens per step; a few equal requests do not make every later difference a fall."""
+"""Minimum spread in tokens per step, so that equal requests do not make any difference a fall."""
 
 SWITCH, GOOD = 1000.0, 20.0
-"""Wealth at which another version takes over, and at which the current one is called good."""
+"""Wealth at which another version replaces the current one, and at which that is called good."""
 
 STAKES = ((0.15, 0.5), (0.075, 0.9))
-"""(share of a usual text's steps at which a difference counts in full, share of the wealth that is
-staked then): the careful bettor finds small losses among large spreads, the bold one differences
-that most texts agree on."""
+"""(difference of a full bet, as a share of the usual steps; share of the wealth staked then): the
+careful bettor finds small losses in noisy texts, the bold one consistent differences."""
 
 
 class BettingEvidence:
@@ -38,8 +37,8 @@ class BettingEvidence:
         """Add a paired difference, and return whether the evidence suffices.
 
         Args:
-            difference: d = what this version saves against the other on one text, as a share of a
-                usual text's steps. NaN is no evidence.
+            difference: d, steps that this version saves over the other on one text, as a share of
+                the usual steps. NaN is ignored.
         """
         if not math.isnan(difference):
             self._wealths = [
@@ -53,14 +52,14 @@ class BettingEvidence:
 
 
 class FallDetector:
-    """CUSUM of each request's τ against mean and spread of those before it.
+    """CUSUM of τ against the mean and spread of earlier requests.
 
-    It sees what judging on recorded text cannot: stale keys and values, or quantisation.
+    It detects what the judge cannot see, such as stale keys and values, or quantisation.
 
     Args:
-        threshold: of the sum `excess`, standard deviations.
-        slack: standard deviations that each request may lie below the mean for free.
-        learn: requests that mean and spread are learned from first.
+        threshold: limit of the sum `excess`, standard deviations.
+        slack: standard deviations below the mean that do not count.
+        learn: requests for the initial mean and spread.
     """
 
     def __init__(self, threshold: float = 8.0, slack: float = 0.5, learn: int = 16) -> None:

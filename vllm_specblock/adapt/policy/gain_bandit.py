@@ -1,4 +1,4 @@
-"""The rule `gain`: judged gains of updates against the seconds that they take from serving."""
+"""The rule `gain`: judged gains of updates against the serving time that they cost."""
 
 from __future__ import annotations
 
@@ -10,46 +10,43 @@ from vllm_specblock.adapt.policy.gain_belief import GainBelief
 from vllm_specblock.adapt.policy.interface import Action, Decision, FinishedRequest
 
 EXPLORING = 0.01
-"""Share of serving's time for updates that are not expected to pay."""
+"""Share of serving time for exploration."""
 
 TRIES = 3
-"""Such updates after a start or an alarm, at any cost: what updates gain has to be seen."""
+"""Exploring updates after a start or an alarm that do not count against that share."""
 
 IN_A_ROW = 15
-"""Updates of one arm that pays, after which another arm that might be better has a turn at any
-cost: an arm that is forgotten as fast as it is learned would keep all turns."""
+"""Successive updates of one arm after which another one that may be better gets a turn."""
 
 HOPE = 2.0
-"""Standard deviations above the mean belief that an arm may gain; one that would not pay even then
-is not tried."""
+"""Optimism in standard deviations: an arm that would not pay even then is not tried."""
 
 FORGOTTEN = 1 / 1024
-"""Share of the belief that each request takes away: gains shrink while a drafter learns, and grow
-with other texts."""
+"""Share of the belief forgotten per request: gains change with the drafter and the texts."""
 
 
 class GainBandit(Bandit):
     """Judged gains against measured costs: worth = x · v · (seconds of the next requests) − c.
 
     v of an arm is the relative gain Δτ / τ of its updates per unit of x (`GainBelief`), judged on
-    the requests after an update, whose texts it did not learn from; c the seconds that serving lost
-    by one. A version that is worse does not serve, so a negative v costs no more than c.
+    requests after an update; c is the serving time lost by one. A worse version does not serve, so
+    a negative v costs at most c.
 
-    An arm that might be the best though it is not believed to be is tried, paid from an account
-    that grows by a share of serving's time: the loss is bounded, and no arm is given up for good.
-    Nothing is random. Both arms share one buffer, whose requests choose the arm when it is full.
+    Exploration of arms that may be best is paid from an account that grows by a share of serving
+    time: its cost is bounded, and no arm is given up. Nothing is random. Both arms share one
+    buffer; the arm is chosen when it is full.
 
     Args:
-        schedule: of which only cooldown, buffer and largest count.
-        alpha: of the EWMAs of costs and of a request's seconds.
-        horizon: requests over which an update is to pay for itself.
+        schedule: only cooldown, buffer and largest are used.
+        alpha: weight of the EWMAs of costs and of a request's seconds.
+        horizon: requests within which an update must pay.
 
     Attributes:
-        belief: in v of each arm.
+        belief: belief in v of each arm.
         costs: c of each arm, seconds.
-        account: seconds that exploring may take now.
-        tries: updates that may explore without the account.
-        in_a_row: updates of one arm, the last ones.
+        account: seconds available for exploration.
+        tries: remaining explorations outside the account.
+        in_a_row: latest successive updates of one arm.
     """
 
     def __init__(
@@ -68,8 +65,7 @@ class GainBandit(Bandit):
         self._seconds: float | None = None
 
     def worth(self, request: FinishedRequest, hope: float = 0.0) -> dict[Action, float]:
-        """Return seconds that an update of each arm is worth, `hope` standard deviations above the
-        mean belief."""
+        """Return the worth of each arm's update in seconds, `hope` deviations above the mean."""
         future = request.miss_rate * self.horizon * (self._seconds or 0.0)
         return {
             arm: max(0.0, self.belief.mean[arm] + hope * self.belief.spread(arm)) * future
@@ -80,17 +76,16 @@ class GainBandit(Bandit):
     def decide(self, request: FinishedRequest) -> Decision:
         before = request.seconds if self._seconds is None else self._seconds
         self._seconds = before + self.alpha * (request.seconds - before)
-        # Bounded: what a long rest saves is not spent at once after it.
+        # Bounded, so that a long pause does not fund a burst.
         most = TRIES * max(self.costs.values())
         self.account = min(most, self.account + EXPLORING * request.seconds)
         self.belief.forget(FORGOTTEN)
         return super().decide(request)
 
     def choose(self, request: FinishedRequest) -> Action:
-        """Return the most hopeful arm, if it is believed to be the best or exploring may cost that.
+        """Return the most promising arm if it is believed best, or exploring it is affordable.
 
-        Until then the account is saved for it: tries of heads, which are cheaper and teach less,
-        would use up what is to pay for all weights.
+        The account is saved for that arm: cheaper trials of heads would use it up.
         """
         arms = tuple(reversed(self.schedule.arms))
         expected, hoped = self.worth(request), self.worth(request, HOPE)
@@ -118,7 +113,7 @@ class GainBandit(Bandit):
         self._triggered[action] = together.miss_rate
 
     def alarm(self) -> None:
-        # Gains of other texts, and of an update judged on texts of both kinds, say nothing.
+        # Gains on earlier texts, or on texts of both domains, are not informative.
         self.belief.reset()
         self._triggered.clear()
         self.account, self.tries = 0.0, TRIES
@@ -133,7 +128,7 @@ class GainBandit(Bandit):
 
 
 def _shortfall(expected: dict[Action, float], arm: Action) -> float:
-    """Seconds by which an arm is worth less than the best choice, which may be to skip."""
+    """Return by how many seconds an arm is worse than the best choice, including skip."""
     return max(0.0, *expected.values()) - expected[arm]
 
 

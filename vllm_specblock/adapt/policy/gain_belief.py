@@ -1,4 +1,4 @@
-"""What updates of each arm are believed to gain, after noisy observations of some of them."""
+"""Gaussian belief in the gains of each arm's updates."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 from vllm_specblock.adapt.policy.interface import Action
 
 SPREAD = 0.05
-"""Prior spread of what a full update gains, Δτ / τ per missed step: some hundredths behind a change
-of domain on the example pair, nothing at home."""
+"""Prior spread of a full update's gain, Δτ / τ per missed step: some hundredths in a new domain of
+the example pair, none at home."""
 
 SIZE = {Action.HEADS: 0.5, Action.FULL: 1.0}
-"""Gains in proportion: of a full update's, heads brought between 35 and 66 %."""
+"""Prior gains relative to a full update; measured for heads: 35 to 66 %."""
 
 TOGETHER = 0.95
-"""Correlation of what both arms gain."""
+"""Correlation of both arms' gains."""
 
 LUCK = 0.02
-"""Standard deviation of an update's gain around that of its arm, per missed step."""
+"""Standard deviation of an update's gain around its arm's, per missed step."""
 
 
 class GainBelief:
-    """A normal belief about v of all arms together, and Kalman's update of it.
+    """Joint normal belief in v of all arms, with Kalman updates.
 
-    The arms' gains go together, so an observation of one is evidence of the other.
+    The arms' gains are correlated, so an observation of one informs the other.
 
     Attributes:
-        mean: of v, by arm.
+        mean: mean of v by arm.
     """
 
     def __init__(self, arms: Sequence[Action]) -> None:
@@ -57,7 +57,7 @@ class GainBelief:
         """Add one observation of an arm.
 
         Args:
-            gain: per missed step.
+            gain: gain per missed step.
             error: its standard error; NaN: unknown.
         """
         index = self.arms.index(arm)

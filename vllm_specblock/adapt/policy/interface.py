@@ -1,4 +1,4 @@
-"""When to update the drafter, and how much of it: the interface, and policies without a bandit."""
+"""Interface of adaptation policies, and policies without a bandit."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 EVERY = 8
-"""Finished requests that make an update, as OSD has it (arXiv 2310.07177)."""
+"""Finished requests per update, as in OSD (arXiv 2310.07177)."""
 
 
 class Action(StrEnum):
-    """What an update may change (SpecBlock §3.4), in ascending order of cost."""
+    """Parts of the drafter that an update changes (SpecBlock §3.4), by ascending cost."""
 
     SKIP = "skip"
     HEADS = "heads"
@@ -20,14 +20,14 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """What a policy knows of a request.
+    """Statistics of a request for a policy.
 
     Attributes:
         misses: s, the drafter's missing probability of the target's tokens, summed over rejected
             positions [SpecBlock, eq. 8].
         steps: target steps with a tree.
         tokens: committed in these steps.
-        seconds: from its first step to its last, training included.
+        seconds: time from its first to its last step, including training.
     """
 
     misses: float
@@ -44,7 +44,7 @@ class FinishedRequest:
 
     @property
     def miss_rate(self) -> float:
-        """x = s / steps: unlike s it does not grow with the answer's length."""
+        """x = s / steps, which is independent of the answer's length."""
         return self.misses / self.steps
 
     @property
@@ -58,10 +58,10 @@ class Decision:
     """The policy's answer to one request [SpecBlock, Algorithm 1, 9–18].
 
     Attributes:
-        push: the arm whose buffer takes the request.
-        update: that buffer is full: train now, and clear it.
-        roll_back: return to the last good version first.
-        good: the version that served is one to return to later.
+        push: the arm whose buffer gets the request.
+        update: the buffer is full: train now, and clear it.
+        roll_back: restore the last good version first.
+        good: mark the version that served as good.
     """
 
     push: Action
@@ -74,36 +74,36 @@ class Policy(ABC):
     """Decides after every finished request.
 
     Attributes:
-        gated: a version serves only if the judge finds it better, and the pool may return to an
+        gated: a version serves only if the judge finds it better, and the pool may restore an
             earlier one. Otherwise every update serves.
-        rejected_only: updates learn from rejected positions of new records alone.
+        rejected_only: train only on rejected positions of new records.
     """
 
     gated = rejected_only = False
 
     @abstractmethod
     def decide(self, request: FinishedRequest) -> Decision:
-        """Called once for each finished request, in order."""
+        """Decide about a finished request; called once for each, in order."""
 
     def reward(  # noqa: B027
         self, action: Action, gain: float, seconds: float, error: float
     ) -> None:
-        """Learn what the last update of an arm was worth, before the next; gated policies only.
+        """Learn the gain of an arm's last update, before the next; gated policies only.
 
         Args:
-            gain: judged, Δτ / τ over the version before, on the requests since; NaN: unknown.
-            seconds: that serving lost by the update.
+            gain: judged Δτ / τ over the previous version, on the requests since; NaN: unknown.
+            seconds: serving time lost by the update.
             error: standard error of the gain; NaN: unknown.
         """
 
     def alarm(self) -> None:  # noqa: B027
-        """The text or the drafter changed: τ fell far below its mean."""
+        """React to a change of text or drafter: τ fell far below its mean."""
 
 
 class Always(Policy):
     """Online Speculative Decoding (arXiv 2310.07177): forward KL on rejected positions, no gate.
 
-    Rate and batches are those that served it best here, not its authors'.
+    Rate and batch size are the best ones measured here, not its authors'.
     """
 
     rejected_only = True

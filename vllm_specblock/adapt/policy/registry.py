@@ -1,4 +1,4 @@
-"""Policies by the names that `adapt` and `specblock adapt run` give them."""
+"""Policies by the names of `adapt` and `specblock adapt run`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vllm_specblock.train.config import TrainError
 def make_policy(
     name: str, seed: int = 0, largest: Action = Action.FULL, every: int = EVERY
 ) -> Policy:
-    """Return a policy at its beginning.
+    """Return a new policy.
 
     Args:
-        largest: the largest update; `always` makes no other.
-        every: finished requests that make an update.
+        largest: the largest update; `always` makes only these.
+        every: finished requests per update.
 
     Raises:
         TrainError: there is none of that name.

@@ -1,1 +1,1 @@
-"""The engine's side of adaptation: what is recorded, and how versions come to serve."""
+"""Engine side of adaptation: recording, and swaps of versions."""

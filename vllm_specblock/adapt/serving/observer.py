@@ -1,4 +1,4 @@
-"""From the options of adaptation to an observer of an engine's steps, and a trainer."""
+"""Observer of an engine's steps for adaptation, and its trainer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_observer(
     parent: torch.Tensor,
     max_depth: int,
 ) -> StepObserver | None:
-    """Return the observer of an engine; of several ranks the first records.
+    """Return the observer of an engine; only the first rank records.
 
     Args:
         parent: [S, N] int32, of the trees under verification.
@@ -66,10 +66,10 @@ def make_observer(
     assert isinstance(drafter, SpecBlockDrafter)
     if ranks is not None and not ranks.first:
         if options.policy == "watch":
-            return None  # nothing is recorded here, and no version comes
+            return None  # neither records nor swaps
         return FollowingRank(link_up(model, adapting, options, drafter, ranks)[0])
     low, mid, high = (resolved.layers.index(layer) for layer in adapting.layers)
-    # At load, as is what `link_up` makes: vLLM's memory profile counts it.
+    # Allocated at load, as in `link_up`, so that vLLM's memory profile counts it.
     slabs = Slabs(len(parent), model.get_hidden_size(), model.dtype, device=parent.device)
     swaps = sink = None
     if options.trains_beside or options.folder is not None:
@@ -84,17 +84,16 @@ def link_up(
     drafter: SpecBlockDrafter,
     ranks: Ranks | None = None,
 ) -> tuple[Swaps, FolderLink | None]:
-    """Link a drafter to its trainer, start the trainer unless it is elsewhere, and serve the
-    current version.
+    """Connect a drafter to its trainer, start the trainer if local, and load the current version.
 
     Returns:
-        Swaps of the drafter, and what takes records; None: another rank records.
+        Swaps of the drafter, and the sink of records; None: another rank records.
 
     Raises:
         TrainError: as `make_observer`.
     """
     assert resolved.folder is not None
-    assert isinstance(resolved.options, SpecBlockConfig)  # no other kind adapts
+    assert isinstance(resolved.options, SpecBlockConfig)  # only this kind adapts
     paths = Path(resolved.folder), Path(model.model)
     folder, memory, lock = options.folder, round(options.memory * (1 << 20)), None
     first = ranks is None or ranks.first
@@ -125,7 +124,7 @@ def link_up(
 def trainer_config(
     options: AdaptConfig, drafter: str, target: str, num_blocks: int
 ) -> TrainerConfig:
-    """The config of a trainer that an engine starts.
+    """Return the config of a trainer that an engine starts.
 
     Args:
         drafter, target: folders.

@@ -35,7 +35,7 @@ UNRECORDED, OPTED_OUT = "adapt_unrecorded_requests", "adapt_opted_out_requests"
 
 
 def wanted(params: SamplingParams) -> bool | None:
-    """Whether a request asks to be recorded; None: unset. An unclear value is a no."""
+    """Return whether a request wants recording; None: unset. An invalid value means no."""
     said: Any = (params.extra_args or {}).get(SAYS)
     return None if said is None else str(said) in ("1", "1.0", "True")
 
@@ -44,13 +44,13 @@ class Recorder(StepObserver):
     """Records the requests of an engine, step by step.
 
     Args:
-        slabs: has the request slots of the engine.
+        slabs: slabs for the engine's request slots.
         columns: indices of the drafter's low, mid and high hidden state.
         parent: [S, N] int32, of the trees under verification.
-        reach: rows of a request that a decode step may commit.
+        reach: maximum rows that a decode step may commit for a request.
         requests: which requests to record, see `AdaptConfig`.
         sink: receives the records; None: they are dropped.
-        swaps: of the drafter's weights; None: none come.
+        swaps: swaps of the drafter's weights; None: none.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Recorder(StepObserver):
     # ---- once per request ----
 
     def begin(self, slot: int, request: NewRequestData) -> None:
-        """Start recording a request, new or resumed after a preemption."""
+        """Start recording a new request, or one resumed after a preemption."""
         params = request.sampling_params
         if params is None or request.prompt_embeds is not None:
             return  # no text to learn from
@@ -137,7 +137,7 @@ class Recorder(StepObserver):
         record_step(self.slabs.tensors, step)
 
     def pause(self, slots: np.ndarray) -> None:
-        """End the recording of these requests: a paused step leaves a gap."""
+        """Stop recording these requests: a paused step leaves a gap."""
         self._now = time.perf_counter()
         for slot in slots.tolist():  # a host array
             self._leave(slot)

@@ -1,4 +1,4 @@
-"""Weight updates that take several turns between steps."""
+"""Weight updates spread over several steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vllm_specblock.drafters.specblock.refresh import RefreshError, prepare, swa
 
 
 class Refresh:
-    """An update that takes several turns between steps: a GPU's is prepared in a thread.
+    """A weight update spread over several steps; on a GPU a thread prepares it.
 
     Attributes:
-        ready: the new weights are prepared and held until `release`.
+        ready: the new weights are prepared, and held until `release`.
     """
 
     def __init__(self, drafter: SpecBlockModel) -> None:
@@ -29,11 +29,11 @@ class Refresh:
         self.ready = self._held = False
 
     def start(self, tensors: Mapping[str, Tensor], hold: bool = False) -> None:
-        """Begin an update, in place of an earlier one that does not serve yet.
+        """Start an update; it replaces an earlier one that does not serve yet.
 
         Args:
-            tensors: as for `prepare`, on the host; not to be changed any more.
-            hold: do not swap them in before `release`.
+            tensors: as for `prepare`, on the host; must not change.
+            hold: do not swap before `release`.
         """
         began = time.perf_counter()
         self.ready, self._held = False, hold
@@ -48,11 +48,11 @@ class Refresh:
         self._seconds = time.perf_counter() - began
 
     def release(self) -> None:
-        """Let what is held serve from the next `turn` on."""
+        """Swap the held weights in at the next `turn`."""
         self.ready = self._held = False
 
     def turn(self) -> float | None:
-        """Continue between two steps, on their stream; return the seconds taken once it serves.
+        """Continue between two steps, on their stream; once it serves, return the seconds taken.
 
         Raises:
             RefreshError: the weights cannot serve; nothing was written.
@@ -79,5 +79,5 @@ def _prepare_pinned(drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> n
         return prepare(drafter, tensors, torch.device("cpu"))._apply(Tensor.pin_memory)
     except RefreshError:
         raise
-    except Exception as error:  # an update that fails must not stop the engine
+    except Exception as error:  # a failed update must not stop the engine
         raise RefreshError(f"The new weights could not be prepared ({error!r}).") from error

@@ -1,4 +1,4 @@
-"""How rows and sums of slabs come to host memory, where they are read."""
+"""Copies of slabs in host memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors
 
 
 class HostSlabs:
-    """Slabs in host memory, which are read in place, or from the copies `rows`.
+    """Slabs in host memory, read in place or from the copies `rows`.
 
     Attributes:
-        sums: three of [G], `missed`, `steps` and `committed` of the request that left a slab.
+        sums: three of [G], `missed`, `steps` and `committed` of the last request in each slab.
     """
 
     def __init__(self, tensors: SlabTensors, rows: SlabTensors | None = None) -> None:
@@ -33,26 +33,26 @@ class HostSlabs:
         """Called before a step."""
 
     def give(self, slab: int) -> None:
-        """Note that a slab belongs to another request from the next step on."""
+        """Record that a slab belongs to another request from the next step on."""
 
     def most_rows(self, slab: int, reach: int) -> int:
-        """Return the rows that a slab may hold by now; `reach`: that a decode step may add."""
+        """Return the maximum rows in a slab now; `reach`: rows that a decode step may add."""
         return int(self._end[slab] - self._begin[slab])  # a host number
 
     def send(self, slab: int, slot: int) -> None:
-        """Send a slab to the host; the request in `slot` has left it, and its sums are kept."""
+        """Copy a slab, and the sums of the request in `slot` that left it, to the host."""
         for sent, total in zip(self.sums, self._totals):
             sent[slab].copy_(total[slot], non_blocking=True)
 
     def is_here(self, slab: int) -> bool:
-        """Return whether a slab that was sent, and its sums, can be read."""
+        """Return whether a sent slab and its sums can be read."""
         return True
 
 
 class PinnedSlabs(HostSlabs):
     """Slabs on a GPU, copied to pinned memory on a side stream.
 
-    How full a slab is, is known some steps late: what those may have added counts as well.
+    A slab's row count arrives some steps late; the rows that these may add are counted in.
     """
 
     def __init__(self, tensors: SlabTensors) -> None:
@@ -62,7 +62,7 @@ class PinnedSlabs(HostSlabs):
             tensors, SlabTensors.empty(slabs, width, hidden, 0, dtype, "cpu", pin_memory=True)
         )
         self._beside = Stream()
-        # Steps are numbered; what was asked for before a step tells of those before it.
+        # Steps are numbered; a copy requested before a step covers the steps before it.
         self._step = self._asked_at = self._known = 0
         self._asked = Event()
         self._asked.record()
@@ -84,7 +84,7 @@ class PinnedSlabs(HostSlabs):
             rows = super().most_rows(slab, reach)
         else:
             since = self._step - given
-        # The most rows that are recorded of a prompt.
+        # Maximum recorded rows of a prompt.
         return max(rows, PROMPT_ROWS) + since * reach
 
     def send(self, slab: int, slot: int) -> None:

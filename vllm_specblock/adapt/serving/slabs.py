@@ -1,7 +1,7 @@
-"""Slabs of recorded rows: which request has which, and its records.
+"""Slabs of recorded rows, and their requests.
 
-Steps write rows on the device (`triton_kernels/feedback/record_step.py`). Between steps, on the
-host, a request takes a slab, continues in another one, or leaves; nothing waits for the device.
+Steps write rows on the device (`triton_kernels/feedback/record_step.py`). Between steps the host
+assigns and frees slabs without waiting for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_specblock.adapt.serving.slab_copies import HostSlabs, PinnedSlabs
 from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors
 
 SLABS = 16
-"""Requests that can be recorded at once; 8 MiB each for an 8B target in 16 bits."""
+"""Maximum requests recorded at a time; 8 MiB each for an 8B target in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Part:
 
     Attributes:
         request: id.
-        prompt: tokens that the request came with; later ones are the target's own.
-        stops: tokens that end it; accepted drafts beyond are no part of the answer.
-        began: when the request came, seconds.
+        prompt: tokens of the prompt; the target generated later ones.
+        stops: stop tokens; accepted drafts beyond are not part of the answer.
+        began: start time of the request, seconds.
     """
 
     request: str
@@ -47,12 +47,12 @@ class Slabs:
         slots: S, request slots.
         hidden, dtype: Ht and dtype of the target's states.
         slabs: G.
-        rows: W; a prompt's end and a step have to fit.
+        rows: W; must fit a prompt's end and a step.
 
     Attributes:
-        parts: that are recorded, by request slot.
+        parts: recorded parts, by request slot.
         free: unused slabs.
-        copies: how slabs come to the host; steps call its `before_step`.
+        copies: host copies; steps call its `before_step`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Slabs:
         self.rows = rows
         self.parts: dict[int, Part] = {}
         self.free = list(range(slabs))
-        # With the time of the request's last step; None: it goes on in another slab.
+        # With the time of the request's last step; None: it continues in another slab.
         self._leaving: deque[tuple[Part, float | None]] = deque()
 
     def begin(
@@ -82,16 +82,16 @@ class Slabs:
         now: float,
         stops: Iterable[int] = (),
     ) -> bool:
-        """Record the request that comes to a slot, from near its prompt's end on.
+        """Record a new request in a slot, from near its prompt's end on.
 
         Args:
-            prompt: tokens that it comes with, after a preemption its answer's among them.
-            computed: of these, cached tokens, which no step will run.
+            prompt: its tokens; after a preemption with those of its answer.
+            computed: cached tokens of these, which no step runs.
             now: seconds.
-            stops: tokens that will end it.
+            stops: stop tokens.
 
         Returns:
-            Whether there was a slab.
+            Whether a slab was free.
         """
         if not self.free:
             return False
@@ -104,7 +104,7 @@ class Slabs:
         return True
 
     def crowded(self, slots: Iterable[int], reach: int) -> list[int]:
-        """Return the slots whose slabs may have less room than a step may need, `reach` rows."""
+        """Return the slots whose slabs may have fewer than `reach` free rows."""
         found = []
         for slot in slots:
             part = self.parts.get(slot)
@@ -115,13 +115,13 @@ class Slabs:
         return found
 
     def move_on(self, slot: int) -> bool:
-        """Let a request go on in another slab; return whether there was one."""
+        """Continue a request in another slab; return whether one was free."""
         if not self.free:
             return False
         left = self.parts[slot]
         part = replace(left, slab=self.free.pop(0))
         self._leave(slot, left, None)
-        # Only the device knows where it ended.
+        # Only the device knows its last row.
         newest = self.tensors.end[left.slab]
         for position in (self.tensors.begin, self.tensors.end):
             position[part.slab].copy_(newest)
@@ -145,8 +145,8 @@ class Slabs:
         """Yield the parts of requests that reached host memory, in order; each frees its slab.
 
         Yields:
-            A part's rows, copied, None where there is no row to learn from; with the last part the
-            request, None where nothing was drafted for it; whether it is the last part.
+            Copied rows of a part (None: no row to learn from); with the last part the request
+            (None: nothing was drafted for it); whether it is the last part.
         """
         while self._leaving and self.copies.is_here(self._leaving[0][0].slab):
             part, ended = self._leaving.popleft()
@@ -165,7 +165,7 @@ class Slabs:
         return FinishedRequest(*sums, ended - part.began)
 
     def _read(self, part: Part, finished: FinishedRequest | None) -> Record | None:
-        """Copy a part's rows, and free its slab; None: there is no row to learn from."""
+        """Copy a part's rows and free its slab; None: no row to learn from."""
         slab, kept = part.slab, self.copies.rows
         self.free.append(slab)
         begin, end = int(kept.begin[slab]), int(kept.end[slab])  # a host number each

@@ -1,7 +1,7 @@
-"""Swaps of versions between two steps, on all ranks in the same one.
+"""Swaps of versions between two steps, at the same step on all ranks.
 
-Ranks that draft with different weights would verify different trees. So each rank prepares a
-version and holds it; in every 64th turn all compare what they hold, and serve what all hold.
+Ranks with different weights would verify different trees. So each rank prepares and holds a
+version; every 64th turn the ranks compare them, and swap if all hold the same.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from vllm_specblock.engine.step_observer import StepObserver
 logger = logging.getLogger("vllm.specblock")
 
 EVERY = 64
-"""Turns from one agreement to the next: it costs a message to and from every rank."""
+"""Turns between two comparisons, each of which costs an all-reduce."""
 
 READS = 3
-"""Reads of the current version at a start, should another one be chosen meanwhile."""
+"""Maximum reads of the current version at start, in case another one is chosen meanwhile."""
 
 
 class Swaps:
-    """Gives a drafter the weights that its trainer offers.
+    """Loads the weights that a trainer offers into a drafter.
 
     Args:
-        ranks: that draft alike, each with one of these; None: there is one.
-        trainer: that ends with the engine; None: it is elsewhere.
+        ranks: ranks with equal drafters, each with its own `Swaps`; None: one rank.
+        trainer: stopped with the engine; None: it is external.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Swaps:
         self._turns = 0
 
     def start(self) -> None:
-        """Let what is current serve from the first step on, at load, on all ranks."""
+        """Load the current version before the first step, on all ranks."""
         for _ in range(READS):
             self._begin(self.link.current())
             while self._coming is not None and not self.refresh.ready:
@@ -61,8 +61,8 @@ class Swaps:
                 return
 
     def turn(self) -> None:
-        """Between two steps, on their stream: do what can be done without waiting."""
-        # What is on its way cannot be given up; what is held can, for what is newer.
+        """Continue between two steps, on their stream, without waiting."""
+        # A newer version may replace a held one, but not one in preparation.
         if self._coming is None or self.refresh.ready:
             self._begin(self.link.staged())
         self._advance()
@@ -103,7 +103,7 @@ class Swaps:
         )
 
     def _agree(self, ranks: Ranks) -> bool:
-        """Serve what is held if all ranks hold it; return whether all hold the same, or nothing."""
+        """Swap if all ranks hold the same version; return whether all hold the same, or none."""
         held = self._coming if self.refresh.ready else None
         alike = ranks.alike(0 if held is None else held.key)  # 0 is no version's key
         if alike and held is not None:
@@ -113,10 +113,10 @@ class Swaps:
 
 
 class FollowingRank(StepObserver):
-    """The observer of ranks beside the first: states are whole on every rank, so one records them.
+    """Observer of the other ranks, which only swap: states are equal on all ranks.
 
     Args:
-        swaps: of this rank.
+        swaps: swaps of this rank.
     """
 
     def __init__(self, swaps: Swaps) -> None:

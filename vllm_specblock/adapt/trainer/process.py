@@ -1,4 +1,4 @@
-"""The trainer as a process of the engine: started, watched, restarted a few times."""
+"""Trainer process of an engine: start, monitoring and restarts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from vllm_specblock.adapt.trainer.trainer import CANNOT_START, TrainerConfig
 logger = logging.getLogger("vllm.specblock")
 
 WAITS = (1.0, 10.0, 100.0)
-"""Seconds before each restart; after the last one the trainer is not started again."""
+"""Seconds before each restart; there is none after the last."""
 
 
 class TrainerProcess:
-    """A trainer beside the engine, watched by a thread; serving never waits for either.
+    """A trainer process, monitored by a thread; serving never waits for either.
 
     Args:
-        config: its link is set here.
-        link: the engine's end, in shared memory.
+        config: config of the trainer; its link is set here.
+        link: the engine's side, in shared memory.
 
     Attributes:
         gave_up: the trainer is not started again.
@@ -45,13 +45,13 @@ class TrainerProcess:
         """Lock the folder for versions, and start the process.
 
         Raises:
-            TrainError: another engine or trainer has the folder, or it cannot be made.
+            TrainError: another engine or trainer uses the folder, or it cannot be created.
         """
         self.link.versions.lock()
         self._thread.start()
 
     def stop(self, seconds: float = 10.0) -> None:
-        """End the process, which may write what it learned within so many seconds."""
+        """Stop the process; it has this many seconds to write its version."""
         self._ends.set()
         process = self._process
         if process is not None:
@@ -67,7 +67,7 @@ class TrainerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the running process; None: none runs."""
+        """Process id; None: not running."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
@@ -95,11 +95,11 @@ class TrainerProcess:
         if self.config.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         config = json.dumps(asdict(self.config))
-        # -P: nothing is imported from the folder in which the engine was started.
+        # -P: import nothing from the working directory.
         command = [sys.executable, "-P", "-m", "vllm_specblock.adapt", config]
         self._process = subprocess.Popen(
             [*command, str(os.getpid())], env=environment, stdin=subprocess.DEVNULL
         )
-        if self._ends.is_set():  # it was stopped meanwhile
+        if self._ends.is_set():  # stopped meanwhile
             self._process.terminate()
         return self._process.wait()

@@ -1,4 +1,4 @@
-"""The trainer: in a process of an engine, or in `specblock adapt run`.
+"""Trainer, in an engine's process or in `specblock adapt run`.
 
 It never imports vLLM.
 """
@@ -32,10 +32,10 @@ from vllm_specblock.train.target import target_rows
 logger = logging.getLogger("vllm.specblock")
 
 POLL = 0.02
-"""Seconds between two looks for a request."""
+"""Seconds between two checks for a request."""
 
 CANNOT_START = 2
-"""Exit status of a trainer that cannot follow its config, so that a restart is of no use."""
+"""Exit status of a trainer with an unusable config: restarting would not help."""
 
 LARGEST = {"heads": Action.HEADS, "all": Action.FULL}
 
@@ -45,16 +45,15 @@ class TrainerConfig:
     """Options of a trainer.
 
     Attributes:
-        drafter, target: folders, as delivered.
+        drafter, target: their folders.
         policy: see `policy.registry.make_policy`.
         actions: the largest update: `heads`, or `all`.
         lr, every, memory: see `AdaptConfig`.
-        num_blocks: M that serving drafts.
-        out: folder for versions; None: versions go to the link's folder, and the last one alone is
-            kept.
-        seconds: least time between two versions in `out`.
+        num_blocks: M of serving.
+        out: folder for versions; None: the link's folder, which keeps only the last one.
+        seconds: minimum time between two versions in `out`.
         device: `cpu`, or `cuda:N`.
-        shares_gpu: the engine serves on it, and waits for updates.
+        shares_gpu: the engine serves on the same GPU, and waits for updates.
         link: folder shared with the engine that started the trainer; None: there is none.
     """
 
@@ -76,7 +75,7 @@ class TrainerConfig:
 
 
 class Trainer:
-    """Learns from the requests of a source, and writes the version that is to serve to a folder.
+    """Learns from the requests of a source, and writes the version to serve to a folder.
 
     Raises:
         TrainError: the drafter, the target, the policy or `out` cannot be used.
@@ -120,7 +119,7 @@ class Trainer:
         source.tell()
 
     def step(self) -> bool:
-        """Learn from a request and write the result; return whether a request waited."""
+        """Learn from a waiting request and write the result; return whether there was one."""
         message = self.source.next()
         if message is not None:
             if message.record is None or self._fits(message.record):
@@ -133,7 +132,7 @@ class Trainer:
         return message is not None
 
     def close(self) -> None:
-        """Write what was not written yet."""
+        """Write the last version."""
         self.writer.write(now=True)
         self.writer.folder.unlock()
 
@@ -146,10 +145,10 @@ class Trainer:
 
 
 def serve(config: TrainerConfig) -> int:
-    """Learn until the engine ends the process; return the exit status.
+    """Learn until the engine stops the process; return the exit status.
 
     Args:
-        config: with a link.
+        config: must have a link.
     """
     assert config.link is not None
     torch.set_num_threads(config.threads)

@@ -1,4 +1,4 @@
-"""From a trainer's memory to a folder of versions, and back where another process chose one."""
+"""Exchange of versions between a trainer and a folder."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ logger = logging.getLogger("vllm.specblock")
 
 
 class VersionWriter:
-    """Writes the version that is to serve.
+    """Writes the version to serve.
 
     Args:
         folder: locked.
-        seconds: least time between two versions.
-        keep: earlier versions to keep.
+        seconds: minimum time between two versions.
+        keep: number of earlier versions to keep.
     """
 
     def __init__(
@@ -45,22 +45,22 @@ class VersionWriter:
             dtype = file.get_tensor("lm_head.weight").dtype
         self._drafter = copy.deepcopy(drafter).to("cpu", dtype)
         adaptation.number = max(map(number_of, folder.names()), default=0)
-        # The version that the folder says is current; None: unknown.
+        # The current version of the folder; None: unknown.
         self._written: Version | None = adaptation.pool.origin
         self._trunk = DELIVERED
         self._last = float("-inf")
-        self._known = 0  # stamp of the last choice that was seen, or made here
+        self._known = 0  # stamp of the last choice, here or elsewhere
 
     def exchange(self) -> None:
-        """Adopt the version that another process chose, and write the one that is to serve."""
+        """Adopt a version that another process chose, and write the one to serve."""
         self._adopt_chosen()
         self.write()
 
     def write(self, now: bool = False) -> None:
-        """Write and choose the version that is to serve, if it is another than the last.
+        """Write and select the version to serve, if it changed.
 
         Args:
-            now: however short ago the last one was.
+            now: ignore the minimum time.
         """
         version, clock = self.adaptation.pool.current, time.monotonic()
         if version is self._written or not (now or clock - self._last >= self.seconds):
@@ -84,7 +84,7 @@ class VersionWriter:
             name = self.folder.current()
             tensors = {} if name is None else self.folder.read(name)
         except TrainError as error:
-            if self.folder.stamp() == stamp:  # else another one was chosen: the next call takes it
+            if self.folder.stamp() == stamp:  # else another one was chosen: the next call adopts it
                 self._written = None
                 logger.warning(
                     "SpecBlock adaptation: the current version in %s cannot be used, and what "

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_specblock.drafters.interface import CommittedTokens
 
 MOST_BYTES = 256 << 20
-"""Of kept hidden states: three layers in 16 bits of 75,000 tokens at Ht = 576, 10,000 at 4,096."""
+"""Bytes of hidden states to keep: 75,000 tokens of three 16-bit layers at Ht = 576."""
 
 _ROW = 64  # bytes of a row besides its states
 

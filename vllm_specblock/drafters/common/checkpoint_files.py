@@ -93,7 +93,7 @@ class CheckpointReader(Generic[Shape, Network]):
             raise CheckpointError(f"{directory} lacks {what}, which its {CONFIG} asks for.")
         if extra := sorted(stored.keys() - wanted.keys()):
             what = listed(extra)
-            raise CheckpointError(f"{directory} holds {what}, which its {CONFIG} has no use for.")
+            raise CheckpointError(f"{directory} holds {what}, which its {CONFIG} does not use.")
         for name, shape in wanted.items():
             if stored[name].shape != shape:
                 raise CheckpointError(

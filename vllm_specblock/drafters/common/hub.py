@@ -56,7 +56,7 @@ def target_folder(model: str | Path) -> Path:
 
 
 def _folder(model: str | Path, what: str, files: list[str], **hub: Any) -> Path:
-    # The reader of the folder reports what is missing of anything but a hub id.
+    # For a local folder, the loader reports missing files.
     if Path(model).exists() or not _HUB_ID.fullmatch(str(model)):
         return Path(model)
     try:

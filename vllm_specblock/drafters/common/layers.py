@@ -89,7 +89,7 @@ class Attention(nn.Module):
             outputs = slice(self.widths[0], None)
             key, value = self.qkv(states, outputs).chunk(2, dim=-1)
         key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in (key, value))
-        # The launch turns queries, too: the keys stand in for them.
+        # The kernel also rotates queries: pass the keys in their place.
         _, key = rotate_pair(key, key, rope, None, (self.k_norm, self.k_norm))
         return key, value
 
@@ -111,9 +111,9 @@ class MLP(nn.Module):
         del self.gate_proj, self.up_proj
 
     def forward(self, normed: Tensor, residual: Tensor) -> Tensor:
-        """[..., H] -> residual [..., H] + what the layer gives.
+        """Return residual + layer output, [..., H].
 
-        Folded on CUDA the sum is written to `residual`, which no other code may read.
+        When folded on CUDA, this overwrites `residual`.
         """
         if self.gate_up is not None:
             return add_linear(residual, silu_mul(self.gate_up(normed)), self.down_proj)

@@ -15,7 +15,7 @@ from vllm_specblock.feedback.calibration import DraftCalibration
 
 
 class NetworkDrafter(Drafter):
-    """A drafter whose catch-up on committed rows gives the state that its tree grows from.
+    """A drafter with a network; `advance` returns the state from which the tree grows.
 
     Args:
         embed: [n] target token ids → [n, H], the target's own embedding.

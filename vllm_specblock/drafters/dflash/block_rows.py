@@ -1,7 +1,7 @@
-"""Attention metadata of blocks of masks: rows behind each request's newest that see each other.
+"""Attention metadata for blocks of masks.
 
-Committed tokens leave one entry each, in the slot of their position, and ask nothing. A block
-borrows the slots of the tokens to come, which are reserved for the step.
+Mask rows follow each request's newest row and attend to each other; committed tokens only store
+keys and values. A block borrows the slots of the tokens to come, which are reserved for the step.
 """
 
 from __future__ import annotations

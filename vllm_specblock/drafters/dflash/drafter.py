@@ -1,4 +1,4 @@
-"""DFlash drafter: an existing checkpoint, of whose block the best paths make a tree.
+"""DFlash drafter: the tree is the N best paths through one block of masks.
 
 A JetSpec drafter (arXiv 2606.18394) is one with causal blocks. Its authors' tree gives the
 likeliest node without children the likeliest tokens of the next mask, until N nodes are there; here

@@ -23,7 +23,7 @@ _KINDS = {
     "Qwen3ForCausalLM": "qwen3",
 }
 _HEAD_DIM_OF_QWEN3 = 128
-"""What a Qwen3 config means that leaves `head_dim` out."""
+"""Qwen3's default `head_dim`."""
 _THETA_OF_QWEN3 = 1e6
 """What vLLM takes for a Qwen3 layer in the speculators layout that says nothing of RoPE; in the
 flat layout transformers has filled in its 10000 by then."""
@@ -74,7 +74,7 @@ class Eagle3Shape(DecoderShape):
 
 
 def is_eagle3(raw: dict[str, Any]) -> bool:
-    """Whether the config.json `raw` is an EAGLE head's, be it one that `from_json` refuses."""
+    """Return whether `raw` is an EAGLE-3 config, supported or not."""
     if raw.get("speculators_model_type") in ("eagle3", "peagle"):
         return True
     named = raw.get("architectures") or []

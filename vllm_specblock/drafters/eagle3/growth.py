@@ -95,7 +95,7 @@ class Levels:
         """Hang a level under the rows that drafted it; return the next rows, or at last the trees.
 
         Args:
-            rows: what the last call returned; None in level 1, which hangs from the root.
+            rows: what the last call returned; None in level 1, which starts at the root.
             there: [R, rows] bool, rows that had a slot in the cache; None: all.
             logprob, token: [R, rows, k] float32, best first, and int64.
         """

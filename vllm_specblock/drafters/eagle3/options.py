@@ -18,7 +18,7 @@ class Eagle3Config(WeightedOptions):
     """How an EAGLE-3 drafter grows its tree: EAGLE-2's, level by level (arXiv 2406.16858).
 
     The defaults are those of the authors' release, which counts its `depth` of 7 without the
-    first level; but for trees of fewer than 32 nodes, which do not reach so far.
+    first level. Trees of fewer than 32 nodes are less deep.
     """
 
     depth: Annotated[int, Field(ge=1, le=32)] | None = None

@@ -181,7 +181,7 @@ def rope_of(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """
     parameters = raw.get("rope_parameters") or {}
     scaling = dict(raw.get("rope_scaling") or parameters)
-    # As transformers does: what stands inside wins.
+    # The inner value wins, as in transformers.
     inside = scaling.pop("rope_theta", None)
     theta = inside or raw.get("rope_theta") or parameters.get("rope_theta") or 10000.0
     return theta, scaling if scaling and rope_type(scaling) != "default" else None

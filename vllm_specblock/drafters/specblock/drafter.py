@@ -27,7 +27,7 @@ class SpecBlockDrafter(NetworkDrafter):
         # Later blocks borrow one reserved slot per start.
         starts = min(options.num_starts, max(1, lookahead // max(1, blocks - 1)))
         self.entries_per_token = config.block_size
-        most = config.draft_vocab_size  # more children than it can name there are not
+        most = config.draft_vocab_size  # at most the draft vocabulary
         a, b, c, d = (min(width, most) for width in options.branching)
         self.shape = TreeShape(config.block_size, blocks, starts, (a, b, c, d), num_nodes)
         self.max_depth = min(num_nodes, blocks * config.block_size)

@@ -121,8 +121,8 @@ class Expansion:
     def _starts(self) -> NextStarts:
         """Choose the S best nodes so far for the next block; the chain's end is the first.
 
-        Candidates of equal text are one node, the best of them, and a node starts once: else later
-        blocks would mostly start from the twins of earlier starts.
+        Candidates of equal text are one node, the best of them. A node starts one block only; its
+        duplicates in other blocks are excluded.
         """
         K, B, S = self.shape.block_size, self.shape.width, self.shape.num_starts
         key = torch.cat(self.open, 1)

@@ -89,7 +89,7 @@ class SpecBlockModel(nn.Module):
         )
         rope = self.rotary(base, hidden.dtype)
         last = len(self.layers) - 1
-        layer: Any  # torch knows no types of what it lists
+        layer: Any  # ModuleList is untyped
         for index, layer in enumerate(self.layers):
             if index and self.config.layer_shift:
                 shift: Any = self.shift_proj[index - 1]

@@ -52,7 +52,7 @@ def prepare(
     if Fp8Linear in kinds or Int8Linear in kinds:
         quantization = "fp8" if Fp8Linear in kinds else "int8"
     fresh = _blank(drafter, tensors)
-    # Cast first: a number may be finite in the dtype it comes in alone.
+    # Cast first: a finite number may overflow in the serving dtype.
     fresh = fresh.to(serves.dtype).to_empty(device=device or serves.device)
     fresh.load_state_dict(tensors, strict=False)  # the mapping is missing
     for name, weight in fresh.named_parameters():

@@ -49,7 +49,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     _batch_budget: Any
     """vLLM's: drafts and other tokens of each request, and the budget of the step."""
     _unknown = 1.0
-    """Survival of nodes of which nothing is known yet: on a GPU it arrives a step later."""
+    """Survival assumed until the measured one arrives, one step later on a GPU."""
 
     _begun: tuple[list[str], Step, Any] | None = None
     """The step under way: its requests, what is known of it, and the mark of its beginning."""
@@ -131,7 +131,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self.controller.observe(step._replace(seconds=seconds, draft_seconds=drafting), sampled)
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
-        """[n] rows → [n] rows that such steps are run with."""
+        """Return the padded number of rows for each batch size, [n]."""
         raise NotImplementedError
 
     def decide_without_drafts(self, batch: InputBatch) -> None:

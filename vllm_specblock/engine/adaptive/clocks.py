@@ -16,7 +16,7 @@ class Clock:
         return time.thread_time()
 
     def passed(self, mark: Any) -> bool:
-        """Whether the moment has come."""
+        """Return whether the device has passed the mark."""
         return True
 
     def seconds(self, start: Any, end: Any) -> float:
@@ -25,7 +25,7 @@ class Clock:
 
 
 class DeviceClock(Clock):
-    """A GPU's time; its marks pass when the GPU comes to them, and are never waited for."""
+    """GPU clock: marks are CUDA events, which the host never waits for."""
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""What vLLM's registries know of our checkpoints: a config class and an architecture."""
+"""Config class and architecture of our checkpoints for vLLM's registries."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from vllm.config import ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 
 _REQUESTS = 256
-"""Most requests to make room for: beyond, a step is bound by arithmetic and verifies few nodes."""
+"""Largest batch to size for: larger steps are compute-bound and verify few nodes."""
 
 _GRAPH_REQUESTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 """Requests of the decode steps that are captured beside vLLM's own sizes, up to 512 tokens."""
@@ -22,7 +22,7 @@ def make_room(args: EngineArgs, num_speculative_tokens: int, parallel: ParallelC
     tokens, requests = args.get_batch_defaults(parallel.world_size)
     count = min(args.max_num_seqs or max(requests.values()), _REQUESTS)
     wanted = count * (num_speculative_tokens + 1)
-    # Which of the defaults would be taken, a server's or a script's, is not known here.
+    # The default (server or offline) is not known here.
     if wanted > min(tokens.values()):
         args.max_num_batched_tokens = max(wanted, *tokens.values())
 

@@ -1,4 +1,4 @@
-"""Detection of engines that ask for this plugin."""
+"""Detection of engines that use SpecBlock."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from vllm_specblock.config import METHOD
 
 WHEN_ASKED: list[Callable[[Any], None]] = []
-"""Called with the ParallelConfig of an engine that asks for us, before anything else of it."""
+"""Called with the ParallelConfig of an engine that uses SpecBlock, before its other configs."""
 
 
 def asks_for_us(speculative_config: Mapping[str, Any] | None) -> bool:
-    """Whether a user's `speculative_config` names our method."""
+    """Return whether a user's `speculative_config` names our method."""
     return speculative_config is not None and speculative_config.get("method") == METHOD
 
 
 def is_ours(config: Any) -> bool:
-    """Whether a vLLM SpeculativeConfig, or None, asks for this plugin."""
+    """Return whether a vLLM SpeculativeConfig, or None, is SpecBlock's."""
     return _marked(config, "specblock")
 
 
 def extracts_features(config: Any) -> bool:
-    """Whether a vLLM SpeculativeConfig, or None, belongs to `specblock features`."""
+    """Return whether a vLLM SpeculativeConfig, or None, belongs to `specblock features`."""
     return _marked(config, "specblock_features")
 
 

@@ -95,7 +95,7 @@ def keep_method(
     vllm_speculative_config: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> tuple[str, str | None, dict[str, Any] | None]:
-    """Keep our method for a checkpoint in the speculators layout, which names its own."""
+    """Keep our method if a checkpoint in the speculators layout names another."""
     given = vllm_speculative_config
     model, tokenizer, found = original(*args, vllm_speculative_config=given, **kwargs)
     if found is not None and given is not None and asks_for_us(given):
@@ -108,12 +108,12 @@ def keep_method(
 def set_defaults(original: Function, self: EngineArgs, model_config: ModelConfig) -> None:
     """Keep prefix caching off for targets with recurrent layers.
 
-    A prefix is found by the state at the end of a block, and an accepted path may pass that end.
+    vLLM caches the state at the end of a block, and an accepted path may pass that end.
     """
     if asks_for_us(self.speculative_config) and model_config.is_hybrid:
         if self.enable_prefix_caching:
             raise OptionError(
-                "enable_prefix_caching is on, but SpecBlock supports it only for targets without "
+                "enable_prefix_caching is on, but SpecBlock does not support it for targets with "
                 "recurrent layers: drop it."
             )
         self.enable_prefix_caching = False

@@ -117,8 +117,8 @@ def resolve_config(
     if second is not None and drafters[0].folder == drafters[1].folder:
         what = drafters[0].folder or "the request's own text (n-gram)"
         raise OptionError(
-            f"Both drafters draft from {what}, and would say the same: name another for one of "
-            "them, or drop second_drafter."
+            f"Both drafters use {what} and would draft the same tokens: change one of them, or "
+            "drop second_drafter."
         )
     adaptive = given.get("enable_adaptive_verification", False)
     if not isinstance(adaptive, bool):

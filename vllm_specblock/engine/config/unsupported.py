@@ -12,7 +12,7 @@ from vllm_specblock.versions import supported_sentence
 
 
 def refuse(version: str) -> None:
-    """Let engines that ask for us fail with one sentence. Idempotent."""
+    """Make engines that use SpecBlock fail with one sentence. Idempotent."""
     from vllm.engine.arg_utils import EngineArgs
 
     @replaces(EngineArgs, "create_speculative_config")

@@ -95,18 +95,18 @@ def check_cache(args: EngineArgs, target: ModelConfig) -> None:
     if dtype not in ("fp8", "fp8_e4m3"):
         raise OptionError(
             f"kv_cache_dtype is {dtype!r}, but SpecBlock supports 'auto' and, on a CPU, 'fp8' and "
-            "'fp8_e4m3': take one of them."
+            "'fp8_e4m3': use one of them."
         )
     if not current_platform.is_cpu():
         raise OptionError(
             f"kv_cache_dtype is {dtype!r}, which SpecBlock supports only on a CPU, since on a GPU "
-            "vLLM may quantise queries too: take 'auto'."
+            "vLLM may quantise queries too: use 'auto'."
         )
     size, block = target.get_head_size(), args.block_size or 32
     if not torch.cpu._is_avx512_supported() or size % 32 or block % 32:
         raise OptionError(
             f"kv_cache_dtype is {dtype!r}, which needs AVX-512, and a head size and block_size "
-            f"that are multiples of 32 (here {size} and {block}): take 'auto'."
+            f"that are multiples of 32 (here {size} and {block}): use 'auto'."
         )
 
 
@@ -140,19 +140,19 @@ def check_target(target: ModelConfig) -> None:
 
 
 def check_quantization(target: ModelConfig) -> None:
-    """Refuse targets in float8 or 4 bits if vLLM has no kernel for them on this CPU.
+    """Refuse float8 and 4-bit targets if vLLM has no kernel for them on this CPU.
 
-    vLLM itself fails only after loading. A target that rounds activations gets a warning.
+    vLLM itself fails only after loading. Warns if the target quantises activations.
 
     Raises:
-        OptionError: float8 without AMX tiles, or 4 bits without AVX-512.
+        OptionError: float8 without AMX tiles, or 4-bit without AVX-512.
     """
     said = getattr(target.hf_config, "quantization_config", None) or {}
     groups = said.get("config_groups", {}).values()
     if any(group.get("input_activations") for group in groups):
         logger.warning(
-            "The target rounds activations: by a sum's last bit, a token may be another than in "
-            "plain decoding."
+            "The target quantises activations, so a token may differ from plain decoding by a "
+            "rounding step."
         )
     if not current_platform.is_cpu() or torch.cpu._is_amx_tile_supported():
         return
@@ -164,21 +164,20 @@ def check_quantization(target: ModelConfig) -> None:
     x86 = current_platform.get_cpu_architecture() == CpuArchEnum.X86
     unknown = four and x86 and not torch.cpu._is_avx512_supported()
     for refused, what, feature, other in (
-        (eight, "float8", "AMX tiles", "4 bits (AWQ, GPTQ, compressed-tensors), in int8"),
-        (unknown, "4 bits", "AVX-512", "int8"),
+        (eight, "float8", "AMX tiles", "4-bit (AWQ, GPTQ, compressed-tensors) or int8"),
+        (unknown, "4-bit", "AVX-512", "int8"),
     ):
         if refused:
             raise OptionError(
-                f"The target {target.model!r} has weights in {what}, which vLLM multiplies by on "
-                f"CPUs with {feature} only, and this one has none: take the target in {other} or "
-                "as it was."
+                f"The target {target.model!r} has {what} weights, for which vLLM needs a CPU with "
+                f"{feature}: use {other} weights, or the unquantised target."
             )
 
 
 def check_combination(
     args: EngineArgs, resolved: ResolvedConfig, given: dict[str, Any], parallel: ParallelConfig
 ) -> None:
-    """Refuse options that do not go together; `given`: the user's `speculative_config`."""
+    """Refuse options that exclude each other; `given`: the user's `speculative_config`."""
     adaptive = "speculative_config key 'enable_adaptive_verification' is true and "
     ranks, lora = parallel.tensor_parallel_size, args.enable_lora
     method = given.get("rejection_sample_method", "standard")
@@ -186,8 +185,8 @@ def check_combination(
         (
             # Two ranks might decide differently.
             resolved.adaptive and current_platform.is_cpu() and ranks > 1,
-            f"{adaptive}tensor_parallel_size is {ranks}, but on a CPU every process measures costs "
-            "of its own: drop one of them.",
+            f"{adaptive}tensor_parallel_size is {ranks}, but on a CPU each rank would measure its "
+            "own costs: drop one of them.",
         ),
         (
             resolved.adaptive and lora,
@@ -210,7 +209,7 @@ def check_combination(
 
 
 def check_weights(resolved: ResolvedConfig, dtype: torch.dtype) -> None:
-    """Refuse drafters in 8 bits where the device does not multiply them; `dtype`: the target's."""
+    """Refuse 8-bit drafters on a device without the kernels; `dtype`: the target's."""
     asked = {getattr(drafter.options, "quantization", None) for drafter in resolved.drafters}
     old = current_platform.is_cuda() and not current_platform.has_device_capability(89)
     if "fp8" in asked and old:

@@ -21,7 +21,7 @@ from vllm_specblock.engine.config.batch_sizes import capture_trees, make_room
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, resolve_config
 
 PLACEHOLDER_DRAFT_CONFIG = Path(__file__).parent / "placeholder_draft_config"
-"""A draft model's config for vLLM, which knows none of our drafters' own."""
+"""The draft model config that vLLM requires; it cannot parse our drafters' own."""
 
 
 def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> ResolvedConfig:
@@ -74,7 +74,7 @@ def keys_of(args: EngineArgs) -> dict[str, Any]:
 
 
 def resolve(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> ResolvedConfig:
-    """Return the drafters and how they go together, checked against the target and the device.
+    """Return the drafters and their combination, checked against the target and the device.
 
     Raises:
         OptionError, CheckpointError: as `translate`.
@@ -93,7 +93,7 @@ def resolve(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> 
 
 
 def _can_adapt(args: EngineArgs, parallel: ParallelConfig) -> bool:
-    """Whether budgets can follow the load; a GPU measures them from full CUDA graphs of decodes."""
+    """Return whether adaptive verification can run; a GPU needs full CUDA graphs for decoding."""
     if args.enable_lora:
         return False
     if current_platform.is_cpu():
@@ -104,10 +104,10 @@ def _can_adapt(args: EngineArgs, parallel: ParallelConfig) -> bool:
 
 
 def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> ResolvedConfig:
-    """Set the default of `skip_drafter`: true where a merge can leave its drafter out.
+    """Set the default of `skip_drafter`: true if the merge supports it.
 
     Raises:
-        OptionError: it is true where a merge cannot.
+        OptionError: it is true, but not supported.
     """
     combine = resolved.combine
     if combine is None or combine.skip_drafter is False:
@@ -121,18 +121,18 @@ def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> Resolv
     )
     if combine.skip_drafter and not can:
         raise OptionError(
-            "speculative_config key 'skip_drafter' is true, but a drafter can be left out of "
-            "steps on a CPU only, in one process, merged ('draft_policy' 'merge', 'budget' 'joint')"
-            " with an n-gram drafter: drop the key."
+            "speculative_config key 'skip_drafter' is true, but it needs a CPU, one process, and "
+            "a merge ('draft_policy' 'merge', 'budget' 'joint') with an n-gram drafter: drop the "
+            "key."
         )
     return resolved.model_copy(update={"combine": combine.model_copy(update={"skip_drafter": can})})
 
 
 def finish(config: SpeculativeConfig, resolved: ResolvedConfig, target: ModelConfig) -> None:
-    """Mark the config as ours, and tell vLLM which hidden states the target has to hand out."""
+    """Mark the config as ours, and set which hidden states the target returns."""
     draft = config.draft_model_config.hf_config
     draft.specblock = True
-    # What follows the last layer comes by itself.
+    # The target returns its last state in any case.
     inner = [layer for layer in resolved.layers if layer < target.hf_text_config.num_hidden_layers]
     draft.eagle_aux_hidden_state_layer_ids = inner
     if not inner:  # vLLM asks the target for inner states of "eagle3" only

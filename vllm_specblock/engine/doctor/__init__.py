@@ -1,1 +1,1 @@
-"""What keeps an engine from drafting, or would: found before one is started."""
+"""Checks for problems that prevent drafting, before an engine starts."""

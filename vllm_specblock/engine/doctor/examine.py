@@ -1,4 +1,4 @@
-"""What keeps an engine from drafting, or would, in the order in which it would meet it."""
+"""Checks of versions, hooks and kernels, in the order in which an engine needs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_specblock.versions import is_supported, supported_releases, supported_
 
 OURS = "vllm-specblock"
 COMPILERS = ("gcc", "clang", "cc")
-"""Triton compiles with one of them what launches a kernel."""
+"""C compilers that Triton can use to build kernel launchers."""
 
 
 def examine(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
@@ -147,7 +147,7 @@ def kernels() -> Finding:
             "kernels",
             "Triton's interpreter: right, and 10 to 100 times slower",
             "note",
-            "Install numba, whose loops stand in for them on a CPU.",
+            "Install numba, whose loops replace them on a CPU.",
         )
     tiles = "with" if torch.cpu._is_amx_tile_supported() else "without"
     numba = installed("numba")

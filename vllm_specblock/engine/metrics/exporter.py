@@ -33,19 +33,19 @@ PREFIX = "vllm:specblock_"
 LEARNING = {
     "adapt_recorded_tokens": "Answered tokens that were recorded to learn from.",
     "adapt_recorded_requests": "Requests of which something was recorded; resumed ones once more.",
-    "adapt_unrecorded_requests": "Requests that were not recorded for want of room.",
-    "adapt_opted_out_requests": "Requests that were not recorded since they said so.",
+    "adapt_unrecorded_requests": "Requests not recorded: no free memory.",
+    "adapt_opted_out_requests": "Requests not recorded: they opted out.",
     "adapt_updates_heads": "Updates of the drafter's heads.",
     "adapt_updates_full": "Updates of all of the drafter.",
     "adapt_update_microseconds_heads": "Time of the trainer in updates of heads.",
     "adapt_update_microseconds_full": "Time of the trainer in updates of all.",
     "adapt_versions_offered": "Versions that the trainer offered to the engine.",
-    "adapt_versions_refused_checksum": "Versions that arrived torn, or are of others.",
+    "adapt_versions_refused_checksum": "Versions refused: incomplete, or made for another drafter.",
     "adapt_versions_refused_not_finite": "Versions that held NaN or infinite numbers.",
     "adapt_versions_refused_not_better": "Versions that the judge found no better.",
     "adapt_versions_refused_weights": "Updates after which weights were not finite.",
     "adapt_swaps": "Versions that the engine took.",
-    "adapt_swap_microseconds": "Time that serving lost by them.",
+    "adapt_swap_microseconds": "Time of swaps.",
     "adapt_rollbacks": "Returns to an earlier version.",
     "adapt_trainer_restarts": "Trainers that died and were started again.",
     "adapt_judged_requests": "Requests on which versions were judged.",
@@ -53,7 +53,7 @@ LEARNING = {
     "is better by than the drafter as delivered.",
     "adapt_dropped_records": "Records that the trainer did not keep.",
 }
-"""Of engines whose drafter learns while it serves."""
+"""Exported only with `adapt`."""
 
 HELP = LEARNING | {
     "drafted_trees": "Trees of at least one node that the drafter drafted.",
@@ -68,7 +68,7 @@ HELP = LEARNING | {
     "shared_accepted_nodes": "Accepted nodes that both drafters drafted.",
     "both_drafted": "Request steps in which both drafters drafted a tree.",
     "agreed": "Request steps in which both drafters' trees begin with the same token.",
-    "second_skipped": "Request steps in which the second drafter was not asked.",
+    "second_skipped": "Request steps in which the second drafter was skipped.",
     "drafting_nanoseconds": "Time of the drafters in steps without prompts.",
     "drafting_steps": "Steps without prompts in which trees were drafted.",
 }
@@ -137,8 +137,7 @@ def make_sink(vllm_config: Any, rank: int) -> Callable[[Counts], None] | None:
         return None
     if not os.path.isdir(os.path.dirname(stem)):
         logger.warning(
-            "The metrics of the drafters are not shown: this engine runs on another machine "
-            "(%s) than the server that it was started from.",
+            "Drafter metrics are unavailable: the engine runs on %s, not on the server's machine.",
             socket.gethostname(),
         )
         return None

@@ -88,7 +88,7 @@ class Answering:
             self.stopwatch = stopwatch_of(self.llm)
 
     def facts(self) -> dict[str, Any]:
-        """What this engine is, beyond its arguments."""
+        """Return facts of this engine beyond its arguments."""
         return {
             "runner": "V2" if self.config.use_v2_model_runner else "V1",
             "dtype": str(self.config.model_config.dtype).removeprefix("torch."),

@@ -63,8 +63,8 @@ class FeatureExtractor:
         self.scratch = scratch
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        # The number of ids is the number of states that are kept. The last one is named twice:
-        # targets hand it out once, and `_append_last_output` fills the place that is left.
+        # vLLM keeps one state per id. The last id is repeated to reserve a slot that
+        # `_append_last_output` fills with the LM head's input.
         kept = [*layer_ids, layer_ids[-1]]
         settings: dict[str, Any] = {
             "model": str(target),
@@ -132,7 +132,7 @@ def _take(path: str, tokens: Tensor) -> Features:
     cleanup_hidden_states(path)
     states = stored["hidden_states"]  # [T, 4, Ht]
     if not torch.equal(stored["token_ids"], tokens.cpu()):
-        raise TrainError(f"vLLM's features in {path} are of other tokens than were asked for.")
+        raise TrainError(f"The features in {path} belong to other tokens: delete it and run again.")
     return Features(states[:, :-1].flatten(1), states[:, -1])
 
 
@@ -167,7 +167,7 @@ class _Done:
 
 
 def _append_last_output() -> None:
-    """What the LM head reads becomes the last of the states that are kept."""
+    """Store the LM head's input as the last of the kept states."""
     from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
 
     @replaces(ExtractHiddenStatesSpeculator, "propose")

@@ -30,7 +30,7 @@ from vllm_specblock.verify.recurrence import Recurrence, advance, convolve, newe
 
 
 class Waiting(NamedTuple):
-    """What a layer needs to apply accepted paths to its states."""
+    """Inputs for applying accepted paths to a layer's states."""
 
     step: RecurrentTreeMetadata
     x: Tensor
@@ -85,7 +85,7 @@ class RecurrentLayer(ABC):
         return self.run(self.plain, tuple(inputs.values()), output)
 
     def run(self, plain: Callable[..., Any], inputs: tuple[Tensor, ...], out: Tensor) -> Any:
-        """Fill `out` [rows, …]: requests and steps without drafts by `plain(*inputs, out)`."""
+        """Compute `out` [rows, …]; requests and steps without drafts run `plain(*inputs, out)`."""
         step = self.step()
         if step is None:
             return plain(*inputs, out)
@@ -103,7 +103,7 @@ class RecurrentLayer(ABC):
 
     @abstractmethod
     def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
-        """[R, L, …] inputs → [R, L, …] what the layer gives."""
+        """Return the layer's output [R, L, …] for inputs [R, L, …]."""
 
     def convolved(
         self, step: RecurrentTreeMetadata, x: Tensor, weight: Tensor, bias: Tensor | None

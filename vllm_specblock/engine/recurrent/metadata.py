@@ -72,7 +72,7 @@ class TreeRows:
 
 @dataclass
 class RecurrentTreeMetadata:
-    """What the layers of one cache group read in a step with drafts."""
+    """Metadata for the layers of one cache group in a step with drafts."""
 
     trees: TreeRows
     slot: torch.Tensor  # [R] int64, the state of each request with drafts

@@ -78,7 +78,7 @@ def load_drafter(
     """Load one drafter.
 
     Args:
-        layers: the target's layers whose states a step hands out.
+        layers: the target's layers whose states a step returns.
         num_nodes: nodes of each of its trees.
         embed: [n] target token ids → [n, H], the target's own embedding.
         head: → [V, H], the target's LM head, for a checkpoint without one.
@@ -112,8 +112,8 @@ def target_head_weight(target_model: VllmModel) -> torch.Tensor:
     weight: torch.Tensor | None = getattr(head, "weight", None)
     if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"The drafter has no LM head of its own, and that of {type(target_model).__name__} is "
-            "quantised or not to be found: use a drafter whose checkpoint holds lm_head.weight."
+            f"The drafter has no LM head, and the target's ({type(target_model).__name__}) is "
+            "quantised or missing: use a checkpoint with lm_head.weight."
         )
     if head.tp_size > 1:
         weight = tensor_model_parallel_all_gather(weight.data, 0)

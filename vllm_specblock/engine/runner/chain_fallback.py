@@ -1,4 +1,4 @@
-"""Requests that verify only the best path of their tree, since their sampling looks back."""
+"""Requests that verify only the best path of their tree: their sampling reads earlier outputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vllm.sampling_params import SamplingParams
 
 
 def looks_back(params: SamplingParams | None) -> bool:
-    """Whether sampling reads earlier output tokens of the step.
+    """Return whether sampling reads earlier output tokens of the step.
 
     vLLM's processors take them from the rows before a position, which is wrong for a tree.
     """

@@ -40,7 +40,7 @@ class DraftPolicy(ABC):
 
     Attributes:
         wanted: [n] int64, requests of this step that get drafts; None: all.
-        holes: of a policy that masks cache blocks itself; None: tables come masked.
+        holes: set if the policy masks cache blocks itself; None: block tables are masked already.
         asked: a drafter with weights took part in the last proposal, or there is none.
         read: rows that it had missed in earlier proposals.
     """

@@ -31,7 +31,7 @@ Step = Callable[[StepInputs], torch.Tensor]
 
 
 def to_scratch_slot(batch: InputBatch, scratch_idx: int) -> InputBatch:
-    """Move a dummy batch, which names real slots, to the slot `scratch_idx`, inside prompts."""
+    """Point a dummy batch at the scratch slot, as prompts, so that it overwrites no request."""
     count = batch.num_reqs
     return replace(
         batch,
@@ -46,7 +46,7 @@ def null_inputs(
 ) -> StepInputs:
     """Return inputs of a dummy step before vLLM allocates caches; all blocks are null blocks."""
     count, device = rows.batch.num_reqs, rows.base.device
-    # With few requests, vLLM's have more tokens than a real one can.
+    # vLLM's dummy requests may be longer than any real one.
     longest = int(rows.batch.num_scheduled_tokens[:count].max())  # a host array
     block_size = config.cache_config.block_size
     blocks = -(-max(config.model_config.max_model_len, longest) // block_size)

@@ -48,7 +48,7 @@ class TreeModelState(DefaultModelState):
     `speculator` is set on a subclass per engine: vLLM builds this object from its class.
 
     Attributes:
-        plain: no request has drafts in this step, so that it runs as without us.
+        plain: no request has drafts, so the step runs vLLM's own code.
     """
 
     speculator: Any = None
@@ -154,7 +154,7 @@ class TreeModelState(DefaultModelState):
         return {"positions": self.tree_mask.position[:num_tokens], **inputs}
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Any, Any]:
-        # Processors beyond vLLM's own three are the user's, and may read the output so far.
+        # vLLM has three logits processors of its own; custom ones may read earlier output tokens.
         self.speculator.all_chains = len(sampler.logits_processors) > 3
         combine = self.speculator.resolved.combine
         if combine is not None and (combine.draft_policy, combine.merge) == ("merge", "disjoint"):

@@ -82,10 +82,10 @@ class SkippedSteps:
     def must_read(
         self, batch: InputBatch, states: States, kv_slot: Callable[[], torch.Tensor]
     ) -> bool:
-        """Whether drafters must read a batch in which every request declined drafts.
+        """Return whether drafters must read a batch without drafts now.
 
-        Its rows are kept otherwise, or left out while drafting is paused. Later requests may reuse
-        a block once it is full.
+        Otherwise its rows are kept for later, or skipped if drafting is paused. Later requests may
+        reuse a block once it is full.
 
         Args:
             kv_slot: returns the slots of the rows, [≥ batch rows] int64.

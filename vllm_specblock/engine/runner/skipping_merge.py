@@ -1,4 +1,4 @@
-"""Merged drafters; the one with weights is asked only where that pays."""
+"""Merged drafters; the one with weights runs only where that pays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_specblock.tree import DraftTree
 
 
 class SkippingMergedDrafters(TwoDrafters):
-    """Merged drafters, of which one is skipped in steps where the lookup suffices.
+    """Merged drafters; the one with weights is skipped if n-gram lookup is confident enough.
 
     A skipped drafter does not read the step either, since reading costs as much as drafting. Missed
     rows are kept until it drafts again. Only a CPU can decide this in every step.

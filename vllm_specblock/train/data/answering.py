@@ -1,4 +1,4 @@
-"""Conversations answered anew by the target, many at a time, turn by turn."""
+"""Regeneration of conversations by the target, in batches of turns."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vllm_specblock.train.data.chat_tokens import ChatTokens
 class Answerer(Protocol):
     """The target as a generator of answers.
 
-    generate: prompts -> answers as token ids, with the end token where one was generated.
-    forget: clear caches, so that later answers do not depend on earlier calls in any bit.
+    generate: prompts -> answers as token ids, with the end token if generated.
+    forget: clear caches, so that later answers are bitwise independent of earlier calls.
     """
 
     def generate(
@@ -31,14 +31,14 @@ class Answerer(Protocol):
 
 @dataclass
 class Dialogue:
-    """One conversation, of at most `max_length` tokens, while its answers are being written.
+    """One conversation of at most `max_length` tokens while its answers are generated.
 
     questions: a system turn, if any, and the user turns, each of which gets an answer.
-    number: of the conversation in its data set; seeds its sampling.
+    number: index in the data set; seeds the sampling.
     raw: the question is text to continue, not a turn.
-    ids, loss_mask: tokens so far, and which of them the target wrote.
-    cut: it ended early, because the template writes past turns otherwise than they were.
-    broken: the reason why it cannot be used.
+    ids, loss_mask: tokens so far, and which of them the target generated.
+    cut: it ended early, because the template rewrites past turns.
+    broken: why it cannot be used.
     """
 
     tokens: ChatTokens
@@ -54,7 +54,7 @@ class Dialogue:
     _turn: int = 0
 
     def ask(self) -> list[int] | None:
-        """The next question's tokens with all turns before it; None when the dialogue is over."""
+        """Return the next question's tokens with all turns before it; None: no more questions."""
         while self.questions and self.questions[0]["role"] == "system":
             self._past.append(self.questions.pop(0))
         if not self.questions:

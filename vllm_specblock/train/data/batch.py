@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 NO_TOKEN = -1
-"""Fills the columns of a window past its last document."""
+"""Padding token after the last document of a window."""
 
 
 class Segment(NamedTuple):
@@ -26,7 +26,7 @@ Sources = tuple[tuple[Segment, ...], ...]
 
 
 def segments_of(sequences: Iterable[Tensor], length: int) -> Iterator[Segment]:
-    """Consecutive pieces of at most `length` tokens. Training and stored features are cut alike."""
+    """Return consecutive pieces of at most `length` tokens, as for stored features."""
     for number, tokens in enumerate(sequences):
         for start in range(0, len(tokens), length):
             yield Segment(number, start, min(length, len(tokens) - start))
@@ -34,14 +34,14 @@ def segments_of(sequences: Iterable[Tensor], length: int) -> Iterator[Segment]:
 
 @dataclass(frozen=True)
 class Batch:
-    """B windows of L columns. Documents of a window follow each other and never see each other.
+    """B windows of L columns. Documents of a window are consecutive and independent.
 
     Attributes (each [B, L]):
         tokens: int64 target ids, `NO_TOKEN` past the last document.
         document: int64, number of the column's document in its window; each column past the last
             document has a number of its own.
         position: int64, 0-based column within the document.
-        loss_mask: bool, the target wrote the token: it is learned.
+        loss_mask: bool, the target generated the token: it is trained on.
         segments: per window, the sources of its documents.
     """
 

@@ -1,4 +1,4 @@
-"""Lines of chat data: which layout each has, and what is wrong with a broken one."""
+"""Parser for lines of chat data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROLES = {
 
 
 class BrokenLine(ValueError):
-    """A line that cannot be used; the message says why, without file and number."""
+    """An unusable line; the message says why, without file and line number."""
 
 
 class Conversation(NamedTuple):
@@ -39,13 +39,13 @@ class Conversation(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """Something to answer: one user turn, or text to continue."""
+    """A prompt: one user turn, or text to continue."""
 
     text: str
 
 
 class Document(NamedTuple):
-    """A text to learn as it stands."""
+    """A text to train on unchanged."""
 
     text: str
 
@@ -54,12 +54,11 @@ Entry = Conversation | Prompt | Document
 
 
 def parse(line: bytes) -> Entry:
-    """One line of JSON; its keys say which layout it has.
+    """Parse one line of JSON; its keys determine the layout.
 
     ShareGPT `conversations`, UltraChat `messages` or `data` (turns in a list of strings, the
-    user's first), `prompt`, `text`, or a benchmark's `turns`, a list of questions of which the
-    first is taken. Assistant turns before the first user turn are dropped. Raises `BrokenLine`
-    where it is none of these.
+    user's first), `prompt`, `text`, or a benchmark's `turns`, of which the first question is used.
+    Assistant turns before the first user turn are dropped. Raises `BrokenLine` for other lines.
     """
     entry = _json_object(line)
     if "conversations" in entry:
@@ -124,7 +123,7 @@ def _string(value: Any, what: str) -> str:
         raise BrokenLine(f"{what} is empty")
     try:
         value.encode()
-    except UnicodeEncodeError:  # JSON can escape one, a tokenizer cannot take it
+    except UnicodeEncodeError:  # valid in JSON, but not in a tokenizer
         raise BrokenLine(f"{what} holds half of a surrogate pair") from None
     return value
 
@@ -153,7 +152,7 @@ def read_lines(
         files: JSON lines, plain or .gz; blank lines are skipped.
         limit: stop after this many usable lines.
         chat: whether conversations can be used.
-        report: gets `file:line: reason` of every broken line.
+        report: called with `file:line: reason` for every broken line.
 
     Raises:
         TrainError: none of the lines can be used, or there is a conversation without `chat`.

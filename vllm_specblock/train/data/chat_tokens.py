@@ -1,4 +1,4 @@
-"""Conversations as the target's tokens, and which of these the assistant wrote."""
+"""Conversations as the target's tokens, with a mask of the assistant's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """A conversation with its own answers. loss_mask: per id, the assistant wrote it; cut: turns at
-    the end are missing."""
+    """A conversation with its own answers. loss_mask: assistant ids; cut: last turns missing."""
 
     ids: list[int]
     loss_mask: list[bool]
@@ -52,30 +51,29 @@ class ChatTokens:
         return self._inside(encoded["input_ids"])
 
     def question(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens that the target reads before it answers."""
+        """Return the tokens that the target reads before it answers."""
         return self._render(messages, True)
 
     def raw(self, text: str) -> list[int]:
-        """Text to go on with, after BOS where there is one."""
+        """Return text to continue, after BOS if there is one."""
         return [*self._before, *self.ids(text)]
 
     def document(self, text: str) -> list[int]:
-        """A whole text between BOS and EOS, where the tokenizer has them."""
+        """Return a whole text between BOS and EOS, if the tokenizer has them."""
         return [*self.raw(text), *self._after]
 
     def said(self, answer: Sequence[int]) -> str:
-        """An answer as the next question's history has it."""
+        """Return an answer as in the next question's history."""
         return self.tokenizer.decode(
             answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
     def kept(self, messages: Sequence[Message]) -> Kept:
-        """The conversation up to its last answer.
+        """Return the conversation up to its last answer.
 
-        An answer begins where the question before it ends, and goes up to its first end token;
-        where the template has no end token, up to where the rendering that stops with this
-        answer does. The conversation is cut at the first turn whose question is not how the whole
-        begins.
+        An answer extends from the end of its question to its first end token; without end tokens,
+        to the end of the rendering that stops with it. The conversation is cut at the first turn
+        whose question is not a prefix of the whole.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
@@ -88,7 +86,7 @@ class ChatTokens:
                 break
             starts.append(len(question))
         if not starts:
-            # The template writes past turns otherwise than it asks: keep the first answer.
+            # The template rewrites past turns: keep the first answer.
             question = self.question(messages[: turns[0]])
             answer = [*self.ids(messages[turns[0]]["content"]), *self._after]
             loss_mask = [False] * len(question) + [True] * len(answer)
@@ -138,7 +136,7 @@ def read_chat_tokens(options: DataOptions) -> ChatTokens:
     config = loaded(AutoConfig, options.target, "has no config").get_text_config()
     most = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    # Scaled rotary positions reach further than the config's number says.
+    # Scaled RoPE extends the config's limit.
     if most and options.max_length > most and rope.get("rope_type", "default") == "default":
         raise TrainError(
             f"The target {options.target} has {most:,} positions, which max_length = "
@@ -149,7 +147,7 @@ def read_chat_tokens(options: DataOptions) -> ChatTokens:
 
 
 def _end_tokens(target: str, config: Any) -> set[int]:
-    """The ids that end an answer, as vLLM reads them."""
+    """Return the ids that end an answer, as in vLLM."""
     from transformers import GenerationConfig
 
     try:

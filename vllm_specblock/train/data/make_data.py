@@ -1,8 +1,7 @@
-"""Training shards from chat data: what `specblock data` does.
+"""Training shards from chat data, for `specblock data`.
 
-Line n of the usable ones goes to shard n // shard_size. A shard is a function of the options, the
-input and its own number, so a killed run resumes at its first missing shard and ends with the same
-bytes.
+Usable line n goes to shard n // shard_size. A shard depends only on the options, the input and its
+number, so a killed run resumes at its first missing shard, with the same bytes.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from vllm_specblock.train.data.packed_dataset import token_counts
 from vllm_specblock.train.data.shards import Text
 
 MAKING = "making.json"
-"""Options and input of a folder that is being made; written first."""
+"""File of options and inputs; written first."""
 
 
 def make_data(options: DataOptions, load: Callable[[], Answerer]) -> tuple[dict[str, Any], Tensor]:
     """Make all missing shards, then the index.
 
     Args:
-        load: starts the target; called only when there is something to answer.
+        load: starts the target; called only if there is something to answer.
 
     Returns:
         The content of data.json, and how often each target id is counted, [V] int64.
@@ -64,7 +63,7 @@ def make_data(options: DataOptions, load: Callable[[], Answerer]) -> tuple[dict[
         report(line)
 
     lines = functools.partial(read_lines, options.input, options.limit, tokens.chat)
-    total = sum(1 for _ in lines(note))  # a pass of its own: errors come before any weight
+    total = sum(1 for _ in lines(note))  # a separate pass: errors come before weights are loaded
     maker, paths = ShardMaker(options, tokens, functools.cache(load)), []
     numbered = enumerate(lines(lambda line: None))
     with tqdm(total=total, unit="line", desc="data") as bar:
@@ -79,13 +78,13 @@ def make_data(options: DataOptions, load: Callable[[], Answerer]) -> tuple[dict[
 
 
 def coverage(counts: Tensor, draft_vocab_size: int) -> float:
-    """Share of the counted tokens (counts [V]) that are among the most frequent ids."""
+    """Return the share of counted tokens (counts [V]) among the most frequent ids."""
     named = counts.sort(descending=True).values[:draft_vocab_size]
     return int(named.sum()) / max(1, int(counts.sum()))
 
 
 def _begin(out: Path, making: dict[str, Any]) -> None:
-    """Claim the folder; raise `TrainError` where another run began it."""
+    """Claim the folder; raise `TrainError` if another run started it."""
     path = out / MAKING
     if shards.shard_path(out, 0).exists():
         if not path.exists():
@@ -148,7 +147,7 @@ class ShardMaker:
         return texts, facts
 
     def _make(self, number: int, entry: Entry, facts: dict[str, int]) -> list[Text] | Dialogue:
-        """The finished sequences of a line, or a dialogue to be answered."""
+        """Return the finished sequences of a line, or a dialogue to be answered."""
         tokens, most = self.tokens, self.options.max_length
         if isinstance(entry, Document):
             ids = tokens.document(entry.text)

@@ -1,4 +1,4 @@
-"""Packed dataset: windows of target tokens, in an order that is a function of the step."""
+"""Packed dataset: windows of target tokens, in an order that depends only on the step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PackedDataset:
         )
 
     def of(self, numbers: Sequence[int]) -> Batch:
-        """Windows by number, on the CPU."""
+        """Return windows by number, on the CPU."""
         shape = (len(numbers), self.length)
         tokens = torch.full(shape, NO_TOKEN)
         loss_mask = torch.zeros(shape, dtype=torch.bool)
@@ -87,7 +87,7 @@ class PackedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with every token, mask bit and window."""
+        """Return a hash of all tokens, mask bits and windows."""
         digest = hashlib.sha256(repr(self.plan).encode())
         for text in self.texts:
             digest.update(text.tokens.long().numpy().tobytes())
@@ -122,7 +122,7 @@ def pack_lengths(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def token_counts(texts: Sequence[Text], vocab_size: int) -> Tensor:
-    """How often each target id is to be predicted, [vocab_size] int64."""
+    """Return how often each target id is a label, [vocab_size] int64."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for text in texts:
         counts += torch.bincount(text.tokens[text.loss_mask].long(), minlength=vocab_size)

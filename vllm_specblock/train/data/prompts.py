@@ -1,4 +1,4 @@
-"""Prompts to judge a drafter by: from lines of text, or from what `specblock data` made."""
+"""Evaluation prompts, from lines of text or from a folder of `specblock data`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_prompts(
     vocab_size: int | None = None,
     report: Callable[[str], None] = print,
 ) -> list[Tensor]:
-    """The first `count` prompts of a file or folder, [T_i] int64 each.
+    """Return the first `count` prompts of a file or folder, [T_i] int64 each.
 
     Args:
         path: a .jsonl file of the lines that `specblock data` takes, or a folder that it made.
@@ -37,7 +37,7 @@ def read_prompts(
             target wrote, or the first `prompt_tokens` where it wrote them all.
         chat: put each `prompt` through the chat template, as one user turn.
         vocab_size: the target's; None: not checked.
-        report: gets a message for every broken line.
+        report: called with a message for every broken line.
 
     Raises:
         TrainError: there is no such data, no prompt in it, or it is of another target.

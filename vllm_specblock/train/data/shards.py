@@ -2,7 +2,7 @@
 
 A data folder holds
 
-    data.json                 what it was made for and from; written last: the folder is whole
+    data.json                 options and inputs; written last: it marks a complete folder
     shard-00000.safetensors   tokens [T] int32, counted [T] uint8, lengths [n] int64, sum = T
     shard-00001.safetensors   ...
 """
@@ -25,7 +25,7 @@ INDEX = "data.json"
 
 
 class Text(NamedTuple):
-    """One sequence. tokens: [T] int64; counted: [T] bool, the target wrote this token."""
+    """One sequence. tokens: [T] int64; counted: [T] bool, the target generated the token."""
 
     tokens: Tensor
     loss_mask: Tensor
@@ -36,25 +36,25 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def write_shard(path: Path, texts: Sequence[Text], facts: dict[str, int] | None = None) -> None:
-    """Write one shard in one step. `texts` may be empty; `facts` are for `read_facts`."""
+    """Write one shard atomically. `texts` may be empty; `facts` are for `read_facts`."""
     tensors = {
         "tokens": torch.cat([torch.empty(0).long(), *(text.tokens for text in texts)]).int(),
         "counted": torch.cat([torch.empty(0).bool(), *(text.loss_mask for text in texts)]).byte(),
         "lengths": torch.tensor([len(text.tokens) for text in texts], dtype=torch.int64),
     }
-    # One key: safetensors writes several in no fixed order, and equal shards are equal bytes.
+    # One key, since safetensors does not fix their order, and equal shards must be equal bytes.
     metadata = {"facts": json.dumps(facts or {}, sort_keys=True)}
     replace(path, lambda aside: safetensors.torch.save_file(tensors, aside, metadata))
 
 
 def read_facts(path: Path) -> dict[str, int]:
-    """The `facts` of `write_shard`; raises `TrainError` where the file cannot be read."""
+    """Return the `facts` of `write_shard`; raises `TrainError` if the file cannot be read."""
     with opened(path) as file:
         return json.loads((file.metadata() or {}).get("facts", "{}"))
 
 
 def opened(path: Path) -> safetensors.safe_open:
-    """Open a safetensors file; raises `TrainError` where it cannot be read."""
+    """Open a safetensors file; raises `TrainError` if it cannot be read."""
     try:
         return safetensors.safe_open(path, "pt")
     except (safetensors.SafetensorError, OSError) as error:
@@ -62,10 +62,10 @@ def opened(path: Path) -> safetensors.safe_open:
 
 
 def read_shard(path: Path) -> Iterator[Text]:
-    """The sequences of one file: a shard, or any file with `tokens` and `lengths`, all counted.
+    """Return the sequences of a shard, or of a file with `tokens` and `lengths`, all counted.
 
     Raises:
-        TrainError: it is no such file.
+        TrainError: another kind of file.
     """
     with opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -82,10 +82,10 @@ def read_shard(path: Path) -> Iterator[Text]:
 
 
 def read(folder: Path) -> Iterator[Text]:
-    """All sequences of a data folder, shard after shard.
+    """Return all sequences of a data folder, in order.
 
     Raises:
-        TrainError: the folder is not whole, or a shard is damaged.
+        TrainError: the folder is incomplete, or a shard is damaged.
     """
     for number in range(read_index(folder)["shards"]):
         yield from read_shard(shard_path(folder, number))
@@ -111,15 +111,15 @@ def check_same(
     advice: str,
     hidden: Collection[str] = (),
 ) -> None:
-    """Compare the options of a run with those with which its folder was begun.
+    """Compare the options of a run with those in its folder.
 
     Args:
-        what: begins the message, such as "FOLDER was begun".
-        begun: as read from JSON.
-        hidden: options whose values are fingerprints, which a message leaves out.
+        what: start of the message, such as "FOLDER was begun".
+        begun: options read from JSON.
+        hidden: options with fingerprints as values, which messages omit.
 
     Raises:
-        TrainError: an option of `now` was another one.
+        TrainError: an option differs.
     """
     for name, value in json.loads(json.dumps(now)).items():
         if begun.get(name) == value:
@@ -129,7 +129,7 @@ def check_same(
 
 
 def check_ids(path: Path, texts: Iterable[Tensor], vocab_size: int) -> None:
-    """Raise `TrainError` where a text of `path` has an id past the target's vocabulary."""
+    """Raise `TrainError` if a text of `path` has an id outside the target's vocabulary."""
     largest = max(int(text.max()) for text in texts)
     if largest >= vocab_size:
         raise TrainError(
@@ -139,18 +139,17 @@ def check_ids(path: Path, texts: Iterable[Tensor], vocab_size: int) -> None:
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then put it in its place in one step: a kill leaves
-    the old file or the new one."""
+    """Replace `path` atomically by a file that `write` fills."""
     aside = path.with_name(f".{path.name}.part")
     write(aside)
     aside.replace(path)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a UTF-8 file in one step."""
+    """Replace a UTF-8 file atomically."""
     replace(path, lambda aside: aside.write_text(text, encoding="utf-8", newline="\n"))
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file in one step."""
+    """Replace a JSON file atomically."""
     write_text(path, json.dumps(content, indent=1, default=str) + "\n")

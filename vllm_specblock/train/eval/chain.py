@@ -1,11 +1,11 @@
 """Chain accuracy: α of the drafter's chain of whole blocks, position by position.
 
-The paper's α_{m,j} (SpecBlock, appendix C and figure 5b) is measured here; its α_k (figure 5a) is
-of another chain, whose blocks may start anywhere in the block before (`research/main_path.py`).
+This is the paper's α_{m,j} (SpecBlock, appendix C and figure 5b). For its α_k (figure 5a), blocks
+may start anywhere in the previous block (`research/main_path.py`).
 
-At every root of the continuation the drafter drafts one chain of M blocks, each from the end of
-the one before. Every block takes the text's token at its start: α is given that all tokens before
-were accepted.
+At every root of the continuation the drafter drafts a chain of M blocks, each from the end of the
+previous one. Every block starts from the text's token: α assumes that all earlier tokens were
+accepted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_specblock.train.learner import IGNORE_INDEX, EvalSequence
 from vllm_specblock.train.losses import RANK_BUCKETS, rank_bucket
 
 TOGETHER = 128
-"""Rows of one forward: bounds its mask."""
+"""Rows of one forward, to limit the size of its mask."""
 BUCKETS = len(RANK_BUCKETS) + 1
 
 
@@ -42,12 +42,12 @@ class Chain:
 
     @property
     def on_chain(self) -> Tensor:
-        """[n, M·K] bool: seen, and the drafter was right at all positions before."""
+        """Return [n, M·K] bool: seen, and the drafter was right at all earlier positions."""
         before = torch.cat([torch.ones_like(self.hit[:, :1]), self.hit[:, :-1]], dim=1)
         return self.seen & before.long().cumprod(1).bool()
 
     def of_roots(self, index: Tensor) -> Chain:
-        """The chains of some roots; index int64."""
+        """Return the chains of some roots; index int64."""
         return Chain(*(part[index] for part in (self.seen, self.hit, self.rank, self.guess)))
 
 
@@ -98,7 +98,7 @@ def _drafted_from(
     index = torch.arange(count, device=rows.device)
     for block in range(1, blocks):
         start = rows + 1 + block * K
-        # Past the text's end any token does: what follows is not counted.
+        # Any token past the text's end: it is not counted.
         token = tokens[start.clamp(max=len(tokens) - 1)]
         hidden = drafter(
             states[-1][:, -1],
@@ -133,7 +133,7 @@ def _compare(drafter: SpecBlockModel, sequence: EvalSequence, hidden: Tensor) ->
 
 @dataclass(frozen=True)
 class ChainFigures:
-    """Figures over all roots of all texts; None where no position counts.
+    """Figures over all roots of all texts; None if no position counts.
 
     alpha: [M·K], share of right first choices, given that all positions before were right.
     positions: [M·K], how many count.
@@ -155,7 +155,7 @@ class ChainFigures:
 
     @classmethod
     def of(cls, chains: Iterable[Chain], block_size: int) -> ChainFigures:
-        """Count over several texts."""
+        """Return the figures over several texts."""
         counted: list[Tensor] = []
         confused: list[Tensor] = []
         for chain in chains:
@@ -176,8 +176,10 @@ class ChainFigures:
 
 
 def bucket_figures(confusion: Tensor) -> list[dict[str, float | None]]:
-    """Per bucket, by the names of the paper's table 3, and the share of positions whose token is of
-    it; confusion [true, predicted] counts positions."""
+    """Return figures per bucket, with the names of the paper's table 3, and its share of positions.
+
+    confusion [true, predicted] counts positions.
+    """
     right, true, predicted = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
     figures = {
         "frequency": (true, true.sum().expand_as(true)),
@@ -190,6 +192,6 @@ def bucket_figures(confusion: Tensor) -> list[dict[str, float | None]]:
 
 
 def _shares(parts: Tensor, wholes: Tensor) -> list[float | None]:
-    """None: a share of nothing."""
+    """Return parts / wholes; None for 0 / 0."""
     pairs = zip(parts.tolist(), wholes.tolist())
     return [part / whole if whole else None for part, whole in pairs]

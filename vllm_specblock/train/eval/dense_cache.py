@@ -1,10 +1,10 @@
-"""Dense KV cache of one sequence: drafter attention in its plainest form, for evaluation and tests.
+"""Dense KV cache of one sequence: reference drafter attention for evaluation and tests.
 
 * A row of block 1 sees all K positions of every earlier row, and its own up to itself. Its K keys
   and values stay in the cache.
 * A row of a later block starts at a position of an earlier block's row. It sees what that position
   sees, and its own positions up to itself. Rows of one block never see each other, and their keys
-  and values do not stay.
+  and values are not kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DenseCache:
 
     @property
     def rows(self) -> int:
-        """Rows of block 1 so far; the newest is the one that drafts."""
+        """Rows of block 1 so far; the newest one drafts."""
         return len(self.key[-1])
 
     def append(self, keep: Tensor | None = None) -> Attend:
@@ -57,7 +57,7 @@ class DenseCache:
             row = torch.arange(total - len(key), total, device=key.device)
             if keep is not None and layer == len(self.key) - 1:
                 row = row[keep]
-            # Flat over (row, position), "all earlier rows and my own up to me" is causality.
+            # The mask is causal over the flat index (row, position).
             own = row[:, None] * block + torch.arange(block, device=key.device)
             mask = torch.arange(total * block, device=key.device) <= own.flatten()[:, None]
             cached = (self.key[layer].flatten(0, 1), self.value[layer].flatten(0, 1))

@@ -1,4 +1,4 @@
-"""Drafting along a text: the trees of serving, over the plain cache of one sequence."""
+"""Drafting along a text: serving's trees over the dense cache of one sequence."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LearnedBeta:
         self.calibration = calibration
         self.req_idx = torch.zeros(1, dtype=torch.int64, device=device)
         if calibration is not None:
-            calibration.begin(0)  # as a request of its own
+            calibration.begin(0)  # as one request
         self.temperature = torch.tensor([temperature], device=device)
         self.before: tuple[int, DraftTree] | None = None
         """The last step's root and tree, to be set after each step."""
@@ -159,7 +159,7 @@ def serving_shape(
     drafter: SpecBlockModel, options: SpecBlockConfig | None = None, nodes: int = DEFAULT_NODES
 ) -> TreeShape:
     """The trees that serving grows with `options` (default: its own) and a budget of `nodes`."""
-    # The head itself decides, for it has to fit its blocks into the slots of the budget.
+    # The drafter decides, since its blocks must fit into the slots of the budget.
     options = options or parse_drafter({}, "specblock", num_nodes=nodes)
     return SpecBlockDrafter(drafter, lambda tokens: tokens, options, nodes, max_model_len=1).shape
 

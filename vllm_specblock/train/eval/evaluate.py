@@ -95,10 +95,10 @@ def evaluate(
     """All figures over `sequences`, each of which is read once.
 
     Args:
-        shapes: of the trees, by name. All take steps where the deepest of them does.
-        blocks: M of the chain that α is measured along.
-        temperature: at which the target wrote the texts; each shape then learns a sharpness from
-            text to text, as in serving. None: trees are grown by the drafter's own probabilities.
+        shapes: of the trees, by name; all take the steps of the deepest one.
+        blocks: M of the chain for α.
+        temperature: of the target's texts; each shape then learns β from text to text, as in
+            serving. None: trees grow by the drafter's own probabilities.
 
     Raises:
         TrainError: no text is long enough for a step.
@@ -116,7 +116,7 @@ def evaluate(
         for name, shape in shapes.items():
             draft = SpecBlockDraft(drafter, sequence, shape, learned[name], sampling_temperature)
             replays[name].follow(draft, sequence, depth)
-        if len(sequence.tokens) > sequence.prompt + 1:  # else nothing follows the first root
+        if len(sequence.tokens) > sequence.prompt + 1:  # else the text ends at the first root
             chains.append(chain_along(drafter, sequence, blocks))
         new_tokens += len(sequence.tokens) - sequence.prompt
     trees = {}

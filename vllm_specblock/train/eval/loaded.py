@@ -1,4 +1,4 @@
-"""Drafters of any kind, loaded to draft along texts without an engine."""
+"""Drafters loaded to draft along texts without an engine."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Pairing:
 
 @dataclass(frozen=True)
 class LoadedDrafter:
-    """A drafter that drafts along texts the trees that serving would.
+    """A drafter that drafts serving's trees along texts.
 
     depth: tokens on the longest path of its trees.
     forward_name: what one drafter forward adds to a tree ("block" or "level").
     along: drafts along a greedy text.
-    calibration: learned from text to text; None: scores are not calibrated.
+    calibration: learned over the texts; None: scores are not calibrated.
     chain: drafts chains of whole blocks along a text; None: the drafter has no blocks.
     block_size: K, tokens of a forward; 1 without blocks.
     """

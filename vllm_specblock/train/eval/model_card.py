@@ -15,11 +15,11 @@ MARK = "<!-- Written by the trainer at each save. Take this line away, and it is
 
 
 def write(folder: Path, facts: dict[str, Any], tau: float | None) -> None:
-    """Write provenance and card beside a checkpoint; a card that a user changed stays.
+    """Write provenance and card beside a checkpoint; keep a card that the user changed.
 
     Args:
-        facts: for `provenance.write`; the card has some of them.
-        tau: mean tokens a step along the held-out texts, of these very weights; None: unknown.
+        facts: for `provenance.write`; the card shows some.
+        tau: mean tokens per step along the held-out texts with these weights; None: unknown.
     """
     provenance.write(folder, facts)
     path = folder / FILE

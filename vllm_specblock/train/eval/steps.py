@@ -1,4 +1,4 @@
-"""Offline τ: draft trees along given text, one verification step after the other."""
+"""Offline τ: verification steps with draft trees along given text."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from vllm_specblock.tree import DraftTree
 
 @dataclass
 class Replay:
-    """Per step along texts: drafted tokens that were right (the step commits one more, the bonus),
-    and nodes of the tree."""
+    """Per step along texts: accepted draft tokens, without the bonus, and nodes of the tree."""
 
     accepted: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
 
     def follow(self, draft: Draft, sequence: EvalSequence, depth: int) -> None:
-        """Add the steps along a text, as `walk` takes them."""
+        """Add the steps of `walk` along a text."""
         for _, tree, path in walk(draft, sequence, depth):
             self.accepted.append(len(path) - 1)
             self.nodes.append(int(tree.size[0]))
 
     @property
     def tau(self) -> float:
-        """Mean tokens committed per step (paper's accepted length), over all steps of all texts."""
+        """Mean tokens committed per step (paper's accepted length), over all texts."""
         return 1 + sum(self.accepted) / len(self.accepted)
 
     def check(self, depth: int) -> None:
-        """Raise `TrainError` where no step was taken."""
+        """Raise `TrainError` if there was no step."""
         if not self.accepted:
             raise TrainError(
                 f"No text is long enough to draft along: a step needs {depth + 2} tokens after the "
@@ -45,7 +44,7 @@ class Replay:
 def replay(
     make_draft: Callable[[EvalSequence], Draft], sequences: Iterable[EvalSequence], depth: int
 ) -> Replay:
-    """The steps along all texts; see `walk`.
+    """Return the steps along all texts; see `walk`.
 
     Args:
         make_draft: a fresh draft along one text, such as `Learner.draft_along`.
@@ -65,18 +64,17 @@ def walk(
 ) -> Iterator[tuple[int, DraftTree, list[int]]]:
     """Draft along a text as serving would: (root, tree, nodes of the accepted path) of each step.
 
-    The first step's root is the first token after the prompt. Every step accepts the longest
-    path of its tree that the text follows, and the next root is the token after that.
+    The first root is the first token after the prompt. Every step accepts the longest path of its
+    tree along the text; the next root is the token after it.
 
-    The text must be the target's own continuation, greedy or sampled: verification draws the
-    target's token at every node, with the noise of the node's position, and so the text along the
-    path that the text takes. The mean over sampled texts is the expected τ.
+    The text must be the target's own continuation, greedy or sampled: verification would draw the
+    same tokens, since the noise depends on the position. The mean over sampled texts is the
+    expected τ.
 
     Args:
         draft: called with ascending roots.
-        depth: tokens of the longest path of any tree, the same for drafters that are compared. No
-            step is taken where fewer than depth + 1 tokens follow the root: it could not be
-            accepted in full.
+        depth: tokens of the longest path of any tree, equal for compared drafters. Roots with fewer
+            than depth + 1 following tokens are skipped: the path could not be accepted in full.
     """
     tokens, root = sequence.tokens.tolist(), sequence.prompt
     while root + depth + 1 < len(tokens):
@@ -113,12 +111,12 @@ class TreeDraft(Protocol):
 class Step:
     """One tree and its verification; entry 0 of each list is the root.
 
-    root: place of the root in the text.
+    root: index of the root in the text.
     parent: −1 for the root.
     score: cumulative log-probability in nats, 0 for the root.
     forward: the drafter forward that proposed the node (block m or level d); 0 for the root.
     accepted: nodes of the accepted path, from the root on.
-    bonus: the target's own token after that path; None where the text ends with the path.
+    bonus: the target's token after that path; None if the text ends there.
     """
 
     root: int
@@ -136,17 +134,16 @@ class Step:
 
     @property
     def accepted_length(self) -> int:
-        """Drafted tokens that were right; the step commits one more where there is a bonus."""
+        """Accepted draft tokens, without the bonus token."""
         return len(self.accepted) - 1
 
     def probability(self, node: int) -> float:
-        """Of a node's token given its parent, by the score that the tree was grown with."""
+        """Return the probability of a node's token given its parent, by draft scores."""
         return math.exp(self.score[node] - self.score[self.parent[node]]) if node else 1.0
 
 
 def steps_along(draft: TreeDraft, sequence: EvalSequence, depth: int = 0) -> Iterator[Step]:
-    """The steps of `walk` with their trees; depth 0: to the text's end, which may cut a step
-    short."""
+    """Yield the steps of `walk` with trees; depth 0: up to the text's end, which may cut a step."""
     tokens = sequence.tokens.tolist()
     for root, tree, path in walk(draft, sequence, depth):
         size, bonus = int(tree.size[0]), root + len(path)

@@ -1,1 +1,1 @@
-"""The frozen target: its answers, its features, and where they are kept."""
+"""The frozen target: answers, features and their storage."""

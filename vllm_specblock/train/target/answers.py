@@ -40,7 +40,7 @@ def continue_prompts(
         torch.manual_seed(seed)
         for first in range(0, len(prompts), batch):
             group = prompts[first : first + batch]
-            # Padded on the left, so that all of them go on at the same column.
+            # Left padding, so that all continue at the same column.
             ids, seen = (
                 pad_sequence(rows, batch_first=True, padding_side="left").to(device)
                 for rows in (group, [torch.ones_like(prompt) for prompt in group])
@@ -49,7 +49,7 @@ def continue_prompts(
                 ids, attention_mask=seen, max_new_tokens=new_tokens, pad_token_id=0, **sampling
             )[:, ids.shape[1] :]
             ended = torch.isin(output, ends)
-            # Columns up to and with the first end.
+            # Columns up to the first end token, included.
             alive = (ended.cumsum(1) - ended.long()) == 0
             new = [row[live].cpu() for row, live in zip(output, alive)]
             texts += [torch.cat(pair) for pair in zip(group, new)]

@@ -1,9 +1,9 @@
-"""The target's features on disk, extracted once and read by row while training.
+"""The target's features on disk, extracted once and read by row in training.
 
 A feature folder holds
 
-    features.json                what the features are of; written last, so it marks a whole folder
-    unfinished.json              the same, while extraction is under way or after it was stopped
+    features.json                origin of the features; written last: it marks a complete folder
+    unfinished.json              the same, during extraction or after an interruption
     features-00000.safetensors   hidden [T, 3·Ht], last [T, Ht], tokens [T] int32,
     features-00001.safetensors   pieces [n, 3] int64 (sequence, start, length), lengths' sum = T
     ...
@@ -55,7 +55,7 @@ class Origin:
 
 
 def fingerprint(sequences: Iterable[Tensor]) -> str:
-    """Changes with every token of `sequences` (each [T] of any integer dtype) and every cut."""
+    """Return a hash of all tokens of `sequences` (each [T] of any integer dtype) and their cuts."""
     digest = hashlib.sha256()
     for tokens in sequences:
         digest.update(len(tokens).to_bytes(8, "little"))
@@ -74,12 +74,12 @@ def fill(
     extract: Callable[[list[Tensor]], Iterable[Features]],
     progress: Callable[[int], object] = lambda tokens: None,
 ) -> None:
-    """Write every shard that `folder` lacks, then mark it as whole.
+    """Write all missing shards of `folder`, then mark it as complete.
 
     Args:
         sequences: each [T] of any integer dtype; those of `origin.data`.
-        extract: pieces of tokens ([T] int64 each) -> their features, in order. It is called for
-            one shard while the features of the shard before are read and written.
+        extract: pieces of tokens ([T] int64 each) -> their features, in order. It runs for one
+            shard while the features of the previous one are read and written.
         progress: called with the number of tokens that each shard adds.
     """
     begin(folder, origin)
@@ -108,8 +108,8 @@ def fill(
 
 
 def begin(folder: Path, origin: Origin) -> bool:
-    """Claim `folder` for features of `origin` and return whether it is whole already; raises
-    `TrainError` where it is of another origin."""
+    """Claim `folder` for features of `origin` and return whether it is complete; raises
+    `TrainError` if it has another origin."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (INDEX, UNFINISHED):
         if (folder / name).exists():
@@ -121,7 +121,7 @@ def begin(folder: Path, origin: Origin) -> bool:
 
 
 def check(folder: Path, index: dict[str, Any], **expected: Any) -> None:
-    """Raise `TrainError` where entries of a folder's index differ; None is not compared."""
+    """Raise `TrainError` if entries of a folder's index differ; None is not compared."""
     shards.check_same(
         f"The features in {folder} were extracted",
         index,
@@ -147,12 +147,12 @@ def _shards_of(segments: Iterable[Segment], shard_tokens: int) -> Iterator[list[
 def _write_shard(
     path: Path, segments: list[Segment], texts: list[Tensor], features: Iterable[Features]
 ) -> int:
-    """Write one shard; its number of tokens."""
+    """Write one shard and return its number of tokens."""
     total = sum(segment.length for segment in segments)
     tensors: dict[str, Tensor] = {}
     end = 0
     for segment, part in zip(segments, features, strict=True):
-        if not tensors:  # filled piece by piece: twice a shard need not fit into memory
+        if not tensors:  # filled piece by piece, so that memory holds one shard only
             tensors = {
                 name: rows.new_empty(total, rows.shape[1]) for name, rows in part._asdict().items()
             }
@@ -168,13 +168,13 @@ def _write_shard(
 
 
 class FeatureStore:
-    """Read a whole feature folder by piece, as views of mapped files.
+    """Reads a complete feature folder by piece, as views of mapped files.
 
     Args:
         expected: entries of `Origin`; None is any.
 
     Raises:
-        TrainError: the folder is not whole, damaged, or of another origin.
+        TrainError: the folder is incomplete, damaged, or of another origin.
     """
 
     def __init__(self, folder: Path, **expected: Any) -> None:

@@ -41,7 +41,7 @@ class Teacher(ABC):
 
     @abstractmethod
     def teach(self, batch: Batch) -> TargetOutputs:
-        """The outputs over a batch; zeros past each window's last document are allowed."""
+        """Return the outputs over a batch; zeros past each window's last document are allowed."""
 
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
@@ -62,12 +62,12 @@ class OnlineTeacher(Teacher):
     ) -> None:
         self.decoder, self.layer_ids = target.get_decoder(), layer_ids
         self.embedding = target.get_input_embeddings()
-        # Only the rows that the distribution is restricted to: no logits over the whole vocabulary.
+        # Only rows of the draft vocabulary, to avoid logits over the whole vocabulary.
         self.head = target.get_output_embeddings().weight[draft_ids]
 
     @torch.no_grad()
     def teach(self, batch: Batch) -> TargetOutputs:
-        # transformers keeps documents apart where positions start anew.
+        # transformers separates documents where positions restart.
         output = self.decoder(
             input_ids=batch.tokens.clamp(min=0),
             position_ids=batch.position,
@@ -145,7 +145,7 @@ def target_probs_of(last: Tensor, head: Tensor) -> Tensor:
 
 
 def load_target(path: Path, precision: str, device: torch.device) -> PreTrainedModel:
-    """The frozen target, a transformers causal LM; raises `TrainError` where there is none."""
+    """Return the frozen target, a transformers causal LM; raises `TrainError` if missing."""
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -154,15 +154,14 @@ def load_target(path: Path, precision: str, device: torch.device) -> PreTrainedM
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The target's tokenizer; raises `TrainError` where it has none."""
+    """Return the target's tokenizer; raises `TrainError` if it has none."""
     from transformers import AutoTokenizer
 
     return loaded(AutoTokenizer, path, "has no tokenizer")
 
 
 def loaded(kind: Any, path: Path, fault: str, **options: Any) -> Any:
-    """What transformers' class `kind` makes of the target's files, or a `TrainError` that names the
-    `fault`."""
+    """Load the target's files by transformers' class `kind`; raises `TrainError` with `fault`."""
     try:
         return kind.from_pretrained(str(path), **options)
     except (OSError, ValueError) as error:

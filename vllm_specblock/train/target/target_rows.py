@@ -1,4 +1,4 @@
-"""A target's embedding and LM head, read from its files without loading the target."""
+"""A target's embedding and LM head, read without loading the target."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _NORM = ("model.norm.weight",)
 
 
 def fingerprint(target: Path) -> str:
-    """Changes with the target's config.json and with the name or size of any weight file.
-    Raises `TrainError` where there is no such target."""
+    """Return a hash of the target's config.json and of its weight files' names and sizes; raises
+    `TrainError` if there is no target."""
     digest = hashlib.sha256(_read(target / "config.json"))
     for path in sorted(target.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
@@ -46,7 +46,7 @@ def head_rows(target: Path, ids: Tensor) -> Tensor:
     config = json.loads(_read(target / "config.json"))
     text = config.get("text_config") or {}
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    # The config may leave it to its class; files of tied weights hold one tensor only.
+    # The config may omit it; files with tied weights hold one tensor.
     wanted = _EMBEDDING if tied or (tied is None and not has_head) else _HEAD
     return _only(tensors, wanted, target)[ids.cpu()]
 
@@ -61,7 +61,7 @@ def final_norm(target: Path) -> Tensor:
 
 
 def _only(tensors: dict[str, Stored], endings: tuple[str, ...], target: Path) -> Tensor:
-    """The one tensor whose name ends like one of `endings`."""
+    """Return the only tensor whose name has one of these `endings`."""
     found = [stored for name, stored in tensors.items() if name.endswith(endings)]
     if len(found) != 1:
         raise TrainError(
