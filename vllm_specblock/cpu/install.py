@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +16,7 @@ from vllm_specblock.cpu import (
     sleeping_waits,
 )
 from vllm_specblock.cpu.device import CpuDevice
+from vllm_specblock.cpu.hidden_modules import hidden
 from vllm_specblock.cpu.kernels import overrides
 from vllm_specblock.cpu.top_k_top_p import apply_top_k_top_p
 from vllm_specblock.engine import compat
@@ -42,7 +41,7 @@ def install() -> None:
     from vllm.v1.worker.gpu.buffer_utils import FusedStagedWriter
 
     found = overrides()
-    with _hidden("llvmlite"):
+    with hidden("llvmlite"):
         register_kernels(found)
     PATCHES["cpu kernels"] = register_kernels
     # The interpreter does not support the loop over rows in its kernels.
@@ -60,22 +59,6 @@ def install() -> None:
     compile_cache.install()
     sleeping_waits.install()
     _accept_custom_attention()
-
-
-@contextmanager
-def _hidden(package: str) -> Iterator[None]:
-    """Hide a package from `sys.modules` within this context.
-
-    vLLM searches every module for copies of a kernel, and fails on the library handle of Numba's
-    llvmlite, which resolves any attribute name.
-    """
-    found = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
-    for name in found:
-        del sys.modules[name]
-    try:
-        yield
-    finally:
-        sys.modules.update(found)
 
 
 def _accept_custom_attention() -> None:

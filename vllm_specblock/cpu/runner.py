@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_specblock import triton_interpreter
 from vllm_specblock.config import OptionError
+from vllm_specblock.cpu.hidden_modules import hidden
 from vllm_specblock.engine.config.ours import WHEN_ASKED, is_ours
 from vllm_specblock.engine.patches import Function, replaces
 
@@ -97,7 +98,8 @@ def _find_triton() -> None:
     from vllm.platforms import current_platform
 
     # vLLM replaces the first runner's kernels only while there is no Triton.
-    current_platform.register_triton_kernel_overrides()
+    with hidden("llvmlite"):
+        current_platform.register_triton_kernel_overrides()
     triton_interpreter.enable()
     importlib.reload(triton_utils.importing)
     importlib.reload(triton_utils)
