@@ -64,6 +64,7 @@ def test_the_runner_for_all_engines_by_vllms_own_switch():
 
 ASKING = """
 import sys
+import llvmlite.binding  # its library resolves any name, vLLM's search for kernels fails on it
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
@@ -86,7 +87,7 @@ if __name__ == "__main__":
 
 @on_a_cpu
 def test_asking_for_trees_is_enough_and_other_engines_keep_their_runner(tmp_path):
-    """A worker that is spawned prepares itself."""
+    """A worker that is spawned prepares itself; Numba may be loaded."""
     script = tmp_path / "asking.py"
     script.write_text(ASKING)
     names = ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET", "VLLM_ENABLE_V1_MULTIPROCESSING")
