@@ -64,7 +64,6 @@ def test_the_runner_for_all_engines_by_vllms_own_switch():
 
 ASKING = """
 import sys
-import llvmlite.binding  # its library resolves any name, vLLM's search for kernels fails on it
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
@@ -87,7 +86,7 @@ if __name__ == "__main__":
 
 @on_a_cpu
 def test_asking_for_trees_is_enough_and_other_engines_keep_their_runner(tmp_path):
-    """A worker that is spawned prepares itself; Numba may be loaded."""
+    """A worker that is spawned prepares itself."""
     script = tmp_path / "asking.py"
     script.write_text(ASKING)
     names = ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET", "VLLM_ENABLE_V1_MULTIPROCESSING")
@@ -101,6 +100,14 @@ def test_asking_for_trees_is_enough_and_other_engines_keep_their_runner(tmp_path
     assert done.returncode == 0, done.stderr[-4000:]
     said = [line for line in done.stdout.splitlines() if line in ("[False, True, False]", "12")]
     assert said == ["[False, True, False]", "12"]
+
+
+@on_a_cpu
+def test_numba_may_be_loaded_first():
+    """Its library resolves any attribute, and vLLM's search for kernels fails on that."""
+    code = "import llvmlite.binding; from vllm_specblock.cpu import runner; runner.prepare()"
+    env = {k: v for k, v in os.environ.items() if k != "VLLM_USE_V2_MODEL_RUNNER"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 
 @on_a_cpu
