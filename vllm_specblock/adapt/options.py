@@ -126,8 +126,8 @@ def parse_adapt(given: Any, kind: str, where: str = "") -> AdaptConfig | None:
     if not drafter_kind(kind).adapts:
         learners = ", ".join(name for name, each in DRAFTERS.items() if each.adapts)
         raise OptionError(
-            f"speculative_config key '{name}' is given to a head of kind {kind!r}, but of "
-            f"these only {learners} can learn while it serves: drop the key."
+            f"speculative_config key '{name}' is set for a drafter of kind {kind!r}, but only "
+            f"{learners} can adapt: drop the key."
         )
     keys = {} if given is True else {key.replace("-", "_"): each for key, each in given.items()}
     return parse_options(AdaptConfig, keys, f"{name}.", f" under '{name}'")

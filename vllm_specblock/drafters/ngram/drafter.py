@@ -34,7 +34,7 @@ exact in any order: equal texts score the same, and no child scores above its pa
 class NGramDrafter(Drafter):
     """Follows the `branches` best occurrences, the longest match first, the latest of equals.
 
-    A continuation hangs from the first of those that share most with it, where they part. Beyond
+    A continuation branches off the one before it that has the longest prefix in common. Beyond
     the text's end it repeats itself.
 
     Args:

@@ -71,7 +71,7 @@ class DraftAttentionBuilder:
         self.no_bits = self.own.new_zeros(MAX_ROWS * block_size, self.own.shape[-1])
 
     def step(self, rows: CommittedTokens) -> None:
-        """Begin a step; later blocks stand behind the last of `rows`."""
+        """Begin a step; later blocks follow the last of `rows`."""
         # Not the rows themselves: a prompt's states may be hundreds of megabytes.
         self.position, self.index = rows.position, rows.index
         self.row, self.table = rows.last, rows.block_table
