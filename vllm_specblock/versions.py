@@ -10,7 +10,8 @@ SUPPORTED_VLLM: dict[str, str] = {
 
 TESTED_VLLM: dict[str, str] = {
     "0.32": "all of `tests/`, with its CPU build",
-    "0.33": "a part of `tests/engine`, as its Python over the compiled parts of 0.32's CPU build",
+    "0.33": "its CUDA wheel on an emulated GPU; a part of `tests/engine`, over the compiled parts "
+    "of 0.32's CPU build",
 }
 """Minor release of vLLM → what was tested with it (details: `docs/support.md`)."""
 

@@ -27,7 +27,7 @@ from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
 
 
 def tensors_of(tree: DraftTree) -> Tensors:
-    return tuple(getattr(tree, name) for name in tree.TENSORS)
+    return tuple(getattr(tree, name) for name in DraftTree.TENSORS)
 
 
 def verification(rng: random.Random, draw: torch.Generator) -> Case:

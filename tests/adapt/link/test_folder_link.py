@@ -227,7 +227,7 @@ def test_a_version_that_cannot_serve_is_reported_once(pair, folder, caplog):
     link.close()
 
 
-@pytest.mark.parametrize("place, name", [(versions_module, "_digest"), (checkpoint, "opened")])
+@pytest.mark.parametrize("place, name", [(versions_module, "_digest"), (versions_module, "opened")])
 def test_a_version_pruned_while_it_is_read_gives_way_to_the_newest(
     pair, folder, monkeypatch, place, name
 ):

@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from support.engines import shared_engine
+from support.engines import make_engine
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.async_utils import StepTimingSample
@@ -56,9 +56,7 @@ def sent(monkeypatch):
 
 @pytest.fixture(scope="module")
 def engine():
-    return shared_engine(
-        {"num_speculative_tokens": NUM_NODES, "enable_adaptive_verification": True}
-    )
+    return make_engine({"num_speculative_tokens": NUM_NODES, "enable_adaptive_verification": True})
 
 
 def managers_of(engine, kind: type) -> list:

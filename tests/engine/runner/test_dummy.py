@@ -63,12 +63,12 @@ def test_a_dummy_run_changes_nothing(engine, monkeypatch, dummy, pad):
 def test_the_memory_profile_runs_the_heads(engine, monkeypatch):
     """Before there are caches, on as many rows as a step can have."""
     rows = advances(engine, monkeypatch)
-    bound = [head.__dict__.get("sight") for head in engine.speculator.draft_policy.drafters]
+    bound = [head.attention_builder for head in engine.speculator.draft_policy.drafters]
     engine.runner._dummy_run(engine.runner.max_num_tokens, skip_attn=True, is_profile=True)
     assert rows == [engine.runner.max_num_tokens]
-    for head, sight in zip(engine.speculator.draft_policy.drafters, bound):
+    for head, builder in zip(engine.speculator.draft_policy.drafters, bound):
         assert head.attention_builder.caches[0].shape[0] == 1  # no cache of vLLM's was touched
-        head.attention_builder = sight
+        head.attention_builder = builder
 
 
 def test_a_dummy_request_longer_than_the_model_allows_stays_in_its_table(engine, monkeypatch):

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from support.engines import KINDS, Engine, shared_engine
+from support.engines import KINDS, Engine, make_engine, shared_engine
 from support.host_reads import NoHostReads
 from support.matrix import PROMPTS, params
 
@@ -50,7 +50,8 @@ def generate(engine: Engine) -> None:
 
 @pytest.fixture(scope="module", params=WATCHED)
 def engine(request) -> Engine:
-    engine = shared_engine({"num_speculative_tokens": 10, **WATCHED[request.param]})
+    make = make_engine if request.param == "adaptive" else shared_engine  # it is changed below
+    engine = make({"num_speculative_tokens": 10, **WATCHED[request.param]})
     manager = engine.runner.adaptive_verification
     if manager is not None:  # heads at rest draft nothing that could be watched
         manager.controller.drafts = lambda *_: True

@@ -81,12 +81,12 @@ class TrainerProcess:
             if self._ends.wait(wait):
                 return
             self.link.tally["trainer_restarts"] += 1
-        self.gave_up = True
         logger.warning(
             "SpecBlock adaptation: the trainer ended with status %d and is not started again; "
             "serving goes on with the version that it has.",
             status,
         )
+        self.gave_up = True
 
     def _run(self) -> int:
         """Start a trainer and return its exit status."""

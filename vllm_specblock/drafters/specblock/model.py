@@ -37,7 +37,6 @@ class SpecBlockModel(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self.rank_scope = None if config.rank_topk == "full" else config.rank_topk
         size, depth = config.hidden_size, config.num_hidden_layers
         self.input_layer = InputLayer(config)
         self.rotary = Rotary(config, block_size=config.block_size)
@@ -56,6 +55,11 @@ class SpecBlockModel(nn.Module):
         # Until a mapping is loaded, the draft vocabulary is the first Vd target ids.
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+
+    @property
+    def rank_scope(self) -> int | None:
+        """Logits that rank features are taken over; None: all."""
+        return None if self.config.rank_topk == "full" else self.config.rank_topk
 
     def condition(self, features: Tensor) -> Tensor:
         """Context feature of block 1 (eq. 1): low, mid and high states [T, 3·Ht] -> [T, H]."""
