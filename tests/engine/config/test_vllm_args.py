@@ -19,8 +19,7 @@ from vllm_specblock.config import OptionError
 from vllm_specblock.engine.config import validate, vllm_args
 from vllm_specblock.engine.config.ours import is_ours
 
-on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="other words on a GPU")
-CPU = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False)
+on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="refused before on a GPU")
 
 
 def refused(*parts: str, **kwargs) -> None:
@@ -69,7 +68,8 @@ def test_weights_in_eight_bits_want_a_gpu_that_has_them(monkeypatch):
 def test_integers_of_eight_bits_want_a_cpu_that_has_them(monkeypatch, tiles, dtype):
     options = SimpleNamespace(quantization="int8")
     plan = SimpleNamespace(drafters=[SimpleNamespace(options=options)])
-    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", CPU)
+    cpu = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False)
+    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", cpu)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     if tiles and dtype == torch.bfloat16:
         return validate.check_weights(plan, dtype)
@@ -133,7 +133,7 @@ def test_wrong_options(speculative, parts):
             ["'adapt' is given and enable_lora", "drop one of them"],
             marks=on_a_cpu,
         ),
-        pytest.param(
+        pytest.param(  # vLLM wants as many GPUs
             {"pipeline_parallel_size": 2},
             ["pipeline_parallel_size is 2", "supports 1 only"],
             marks=on_a_cpu,
@@ -149,7 +149,8 @@ def test_wrong_surroundings(changes, parts):
 def test_a_cache_of_8_bits_that_this_machine_cannot_have(monkeypatch):
     args, target = EngineArgs(model=str(TARGET), kv_cache_dtype="fp8"), SimpleNamespace()
     target.get_head_size = lambda: 40
-    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", CPU)
+    cpu = SimpleNamespace(is_cpu=lambda: True)
+    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", cpu)
     with pytest.raises(OptionError, match=r"multiples of 32 \(here 40 and 32\): use 'auto'\.$"):
         validate.check_cache(args, target)
     gpu = SimpleNamespace(is_cpu=lambda: False)
@@ -397,6 +398,7 @@ def test_adaptation_among_ranks_and_of_a_target_elsewhere(monkeypatch, on_cpu):
     here, there = SimpleNamespace(model=str(TARGET)), SimpleNamespace(model="some/target")
     platform = SimpleNamespace(is_cpu=lambda: on_cpu)
     monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", platform)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     validate.check_adapt(watch, two, there)
     validate.check_adapt(learns, two, here)
     for apart in ({"nnodes": 2}, {"distributed_executor_backend": "ray"}):
@@ -405,7 +407,6 @@ def test_adaptation_among_ranks_and_of_a_target_elsewhere(monkeypatch, on_cpu):
             validate.check_adapt(watch, several, here)
     with pytest.raises(OptionError, match=r"'some/target' is not a folder.*drop the key\.$"):
         validate.check_adapt(learns, two, there)
-    found = f"PyTorch finds {torch.cuda.device_count()} GPUs"
-    why = found if on_cpu else "a rank of vLLM serves on"
+    why = "PyTorch finds 0 GPUs" if on_cpu else "a rank of vLLM serves on"
     with pytest.raises(OptionError, match=rf"'cuda:1', but {why}.*'cpu'\.$"):
         validate.check_adapt(busy, two, here)
