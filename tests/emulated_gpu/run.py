@@ -31,8 +31,8 @@ FLAGS = (
 def environment() -> dict[str, str]:
     """Variables by which a process, and those that it starts, find the device."""
     build = ROOT / "build/emulated_gpu" / Path(sys.prefix).name
-    # `sitecustomize.py` is in `path`; the interpreter's missing parts are in `benchmarks/lib`.
-    paths = [HERE / "path", build, ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
+    # `sitecustomize.py` is in `path`.
+    paths = [HERE / "path", build, os.environ.get("PYTHONPATH", "")]
     libraries = [build, os.environ.get("LD_LIBRARY_PATH", "")]
     return {
         "LD_PRELOAD": str(build / "libemucudart.so"),

@@ -490,8 +490,8 @@ HOOKS: tuple[Hook, ...] = (
         "reshape_and_cache_flash ~ torch.ops._C_cache_ops.reshape_and_cache_flash("),
     # ---- a CPU; the kernels that are replaced there follow below ----
     *_on("config/vllm.py", _CPU,
-        "VllmConfig.use_v2_model_runner ~ envs.VLLM_USE_V2_MODEL_RUNNER ... if not HAS_TRITON:",
-        "VllmConfig._validate_v2_model_runner ~ if not HAS_TRITON:"),
+        "VllmConfig.use_v2_model_runner ~ envs.VLLM_USE_V2_MODEL_RUNNER ... if not HAS_TRITON",
+        "VllmConfig._validate_v2_model_runner(self)"),
     *_on("config/parallel.py", _CPU, "ParallelConfig: worker_cls"),
     *_on("triton_utils/importing.py", _CPU, '~ if "cpu" in backends: HAS_TRITON = True'),
     *_on("platforms/cpu.py", _CPU,

@@ -10,16 +10,17 @@ import itertools
 import math
 import os
 import random
+import runpy
 import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import _emulated_gpu
 import numpy as np
 import torch
-from lib.interpreter import teach_bf16_dot, teach_whole_arrays
 
 from emulated_gpu.launch_records import launch_record
 
@@ -55,8 +56,10 @@ def install() -> None:
 def patch_interpreter(interpreter: ModuleType) -> None:
     """Add what the interpreter lacks, and replace what takes seconds in it."""
     tl = interpreter.tl
-    teach_bf16_dot(interpreter)
-    teach_whole_arrays(interpreter)
+    # Not from `sys.path`, where `benchmarks/kernels.py` would be Hugging Face's package `kernels`.
+    teach = runpy.run_path(str(Path(__file__).parents[4] / "benchmarks/lib/interpreter.py"))
+    teach["teach_bf16_dot"](interpreter)
+    teach["teach_whole_arrays"](interpreter)
     # Triton 3.7's give NaN for one NaN; a GPU, and 3.8's, the other operand.
     builder = interpreter.InterpreterBuilder
     builder.create_minnumf = functools.partialmethod(builder.binary_op, op=np.fmin)
