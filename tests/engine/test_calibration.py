@@ -68,7 +68,8 @@ def test_two_heads_learn_each_for_itself(plain):
     assert first.calibration is None and first.beta is None
     betas = mean_betas(engine)
     assert betas[0] == 1 and betas[1] != 1
-    assert second.calibration.trees[0] > 20 and second.calibration.of(torch.zeros(1)) != GREEDY
+    greedy = torch.zeros(1, device=second.calibration.log.device)
+    assert second.calibration.trees[0] > 20 and second.calibration.of(greedy) != GREEDY
 
 
 def test_temperatures_reach_the_head(tree, monkeypatch):

@@ -24,7 +24,7 @@ EMULATED: dict[str, Any] = {}
 if os.environ.get("EMULATED_GPU") == "1":  # warm-up runs at vLLM's own sizes take minutes there
     FULL_GRAPHS["cudagraph_capture_sizes"] = [16, 64, 200]
     EMULATED = {
-        "max_num_batched_tokens": MAX_MODEL_LEN,
+        "max_num_batched_tokens": 2 * MAX_MODEL_LEN,
         "kernel_config": {"enable_flashinfer_autotune": False, "enable_jit_warmup": False},
     }
 EAGLE3 = {"model": str(ROOT / "examples/two_heads/eagle3")}

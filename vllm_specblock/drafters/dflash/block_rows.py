@@ -68,7 +68,7 @@ class BlockRows:
             [size * request for request in range(count + 1)],
             (first + size).clamp(max=self.max_position),
             min(rows.max_position + 1 + size, self.max_position),
-            first[:, None].expand(-1, size).flatten(),
+            first.repeat_interleave(size),  # dense, which a view of one request is not
             self.mask_words.repeat(count, 1),
             first,
         )

@@ -38,11 +38,12 @@ Grid = tuple[int, int, int]
 
 
 def unified_attention(a: Arguments, grid: Grid) -> None:
-    assert a.USE_CAUSAL and not (a.SLIDING_WINDOW or a.USE_SINKS or a.USE_ALIBI_SLOPES or a.USE_FP8)
+    assert a.USE_CAUSAL and not (a.USE_SINKS or a.USE_ALIBI_SLOPES or a.USE_FP8)
     fa3_fwd(
         a.query_ptr, a.key_cache_ptr, a.value_cache_ptr, None, None, None, a.output_ptr,
         a.query_start_len_ptr, None, None, None, a.seq_lens_ptr, 0, 0, a.block_tables_ptr, None,
-        None, None, None, None, None, None, None, a.scale, True, -1, -1, a.softcap,
+        None, None, None, None, None, None, None, a.scale, True,
+        a.SLIDING_WINDOW - 1, -1, a.softcap,
     )  # fmt: skip
 
 
@@ -55,6 +56,8 @@ def reshape_and_cache(a: Arguments, grid: Grid) -> None:
 def tree_attention(a: Arguments, grid: Grid) -> None:
     """One launch, split or whole: what is split writes its result, and no part of it."""
     rule, out = a.seen, a.into.out
+    dense = rule.query_start, rule.seq_len, rule.tree_start, rule.prefix_len
+    assert all(each.is_contiguous() for each in dense), "the kernel reads them without strides"
     starts, most = rule.query_start.tolist(), grid[1]
     if most > a.num_requests:
         out[starts[-1] : a.num_tokens] = 0
