@@ -38,11 +38,12 @@ Grid = tuple[int, int, int]
 
 
 def unified_attention(a: Arguments, grid: Grid) -> None:
-    assert a.USE_CAUSAL and not (a.USE_SINKS or a.USE_ALIBI_SLOPES or a.USE_FP8)
+    assert not (a.USE_SINKS or a.USE_ALIBI_SLOPES or a.USE_FP8)
+    assert a.USE_CAUSAL or not a.SLIDING_WINDOW
     fa3_fwd(
         a.query_ptr, a.key_cache_ptr, a.value_cache_ptr, None, None, None, a.output_ptr,
         a.query_start_len_ptr, None, None, None, a.seq_lens_ptr, 0, 0, a.block_tables_ptr, None,
-        None, None, None, None, None, None, None, a.scale, True,
+        None, None, None, None, None, None, None, a.scale, a.USE_CAUSAL,
         a.SLIDING_WINDOW - 1, -1, a.softcap,
     )  # fmt: skip
 
