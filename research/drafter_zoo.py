@@ -140,8 +140,8 @@ def _llama(run_context: RunContext, heads: int, head_dim: int, width: int) -> Sm
 
 
 def _mask_blocks(run_context: RunContext, name: str, width: int) -> DFlash:
-    """With the target's LM head and embedding; the token that is seen least stands for masks."""
-    return {"DFlash": DFlash, "JetSpec": JetSpec}[name].for_target(
+    """With the target's LM head, final norm and embedding; the rarest token stands for masks."""
+    learner = {"DFlash": DFlash, "JetSpec": JetSpec}[name].for_target(
         run_context.config,
         run_context.d2t,
         run_context.t2d,
@@ -149,10 +149,11 @@ def _mask_blocks(run_context: RunContext, name: str, width: int) -> DFlash:
         run_context.head,
         mask_token_id=int(run_context.counts.argmin()),
         budget=run_context.budget,
-        final_norm=target_rows.final_norm(run_context.target),
         layer_ids=run_context.layer_ids,
         intermediate_size=width,
     )
+    learner.norm.weight.data.copy_(target_rows.final_norm(run_context.target))
+    return learner
 
 
 def parameters(learner: Learner) -> int:
