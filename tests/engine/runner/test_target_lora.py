@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lib.lora_adapters import RANK, write_adapter
 from support.engines import make_engine
+from support.lora_adapters import RANK, write_adapter
 from support.matrix import PROMPTS, params
 from torch import nn
 from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
