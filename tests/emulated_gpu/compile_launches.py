@@ -1,20 +1,14 @@
-"""Compile launches ahead of time, for GPUs that are not there.
+"""Compile attention, growth and selection ahead of time, for GPUs that are not there.
 
-    .venv-cuda/bin/python tests/emulated_gpu/compile_launches.py [FILE]
+    .venv/bin/python tests/emulated_gpu/compile_launches.py
 
-Compiles attention, growth and selection at Llama-3.1-8B's shapes for each architecture, and the
-launches in FILE, which `EMU_RECORD_LAUNCHES=FILE run.py …` writes. What a program takes goes to
-`compiled.json`: registers, bytes spilled, accesses to spilled registers in loops with products,
-shared memory. Exits with 1 if one does not fit its GPU or a loop spills. Needs no GPU.
-The table keeps a hash of the kernels' code, by which a test notices a table that is out of date.
+Takes Llama-3.1-8B's shapes: 32 heads of 128, N = 60, M = 2. Prints what a program of each launch
+takes: registers, bytes spilled, accesses to spilled registers in loops with products, shared
+memory. Exits with 1 if one does not fit its GPU or a loop spills. Needs no GPU.
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import importlib
-import json
 import re
 import subprocess
 import sys
@@ -26,95 +20,67 @@ from unittest.mock import patch
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).with_name("path")))
-from emulated_gpu.launch_records import argument, launch_record
-
-TABLE = Path(__file__).with_name("compiled.json")
-KERNELS = Path(__file__).parents[2] / "triton_kernels"
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a block may use, by architecture."""
+RELOADS = {120: 8}
+"""Accesses to spilled registers that a loop may have: in 99 KB, blocks of twice as many entries
+would have none, and no load on its way."""
 LOOPS = ("_tree_attention_kernel", "_attach_and_select_kernel", "_attach_and_grow_kernel",
          "_select_kernel")  # fmt: skip
 """Kernels that may not spill: attention, growth and selection."""
-HASHED = (*LOOPS, "_merge_splits_kernel", "_attach_and_start_kernel", "tile_classes",
-          "select_constants", "warps_for")  # fmt: skip
-"""Kernels of the table, and what chooses their constants."""
 
 
-class Recorder:
-    """Stands in for a kernel: keeps its launches as `EMU_RECORD_LAUNCHES` does."""
+class Compile:
+    """Stands in for a kernel: compiles it for the arguments that it is launched with."""
 
-    def __init__(self, kernel: Any, lines: list[str]) -> None:
-        self.kernel, self.lines = kernel, lines
+    def __init__(self, kernel: Any, capability: int) -> None:
+        self.kernel, self.capability, self.compiled = kernel, capability, []
 
     def __getitem__(self, grid: Any) -> Any:
         return self.launch
 
-    def launch(self, *positional: Any, num_warps: int = 4, num_stages: int = 3, **named: Any):
-        given = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
-        constants = {p.name for p in self.kernel.params if p.is_constexpr}
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        self.lines.append(launch_record(self.kernel.fn, given, constants, options))
+    def launch(self, *positional: Any, **named: Any) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource, compile, make_backend
+        from triton.runtime.jit import create_function_from_signature
+
+        kernel, target = self.kernel, GPUTarget("cuda", self.capability, 32)
+        unspecialised = set(kernel.do_not_specialize)
+        assert unspecialised <= set(kernel.arg_names), "Triton ignores a name that it does not find"
+        groups = {name for name, x in zip(kernel.arg_names, positional) if isinstance(x, tuple)}
+        assert not unspecialised & groups, "Triton heeds it for no group"
+        backend = make_backend(target)
+        # As a launch finds out what is 1, what is absent and what is aligned.
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, found, options = bind(*positional, **named)
+        options, *source = kernel._pack_args(backend, named, bound, found, options)
+        source = ASTSource(kernel, *source)
+        self.compiled.append(compile(source, target=target, options=options.__dict__))
 
 
-def code_hash() -> str:
-    """Hash `HASHED` and each definition that they name, without comments and docstrings."""
-    defined: dict[str, list[ast.stmt]] = {}
-    for path in sorted(KERNELS.rglob("*.py")):
-        if path.stem.startswith("cpu_") or path.stem.endswith("_numba"):
-            continue
-        for node in ast.parse(path.read_text()).body:
-            targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
-            names = [getattr(node, "name", None), *(getattr(each, "id", None) for each in targets)]
-            for name in filter(None, names):
-                defined.setdefault(name, []).append(node)
-    code: dict[str, list[str]] = {}
-    wanted = list(HASHED)
-    while wanted:
-        if (name := wanted.pop()) not in code:
-            code[name] = [without_docstrings(node) for node in defined.get(name, ())]
-            wanted += [each for node in defined.get(name, ()) for each in globals_of(node)]
-    assert all(code[name] for name in HASHED)
-    return hashlib.sha256(json.dumps(code, sort_keys=True).encode()).hexdigest()
-
-
-def without_docstrings(node: ast.stmt) -> str:
-    for each in ast.walk(node):
-        if isinstance(each, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(each):
-            each.body = each.body[1:] or [ast.Pass()]
-    return ast.unparse(node)
-
-
-def globals_of(node: ast.stmt) -> set[str]:
-    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
-    local = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
-    local |= {each.id for each in names if isinstance(each.ctx, ast.Store)}
-    return {each.id for each in names} - local
-
-
-def llama_launches(architecture: int) -> list[str]:
-    """Record attention, growth and selection of Llama-3.1-8B: 32 heads of 128, N = 60, M = 2."""
+def llama_launches(architecture: int) -> list[Compile]:
+    """Compile attention, growth and selection."""
     from vllm_specblock.triton_kernels.attention import attention_schedule
     from vllm_specblock.triton_kernels.attention import tree_attention as attention
     from vllm_specblock.triton_kernels.drafting import expand, grow_level
     from vllm_specblock.triton_kernels.tree import select_tree
 
-    lines: list[str] = []
-    kernels = {attention: ["_tree_attention_kernel", "_merge_splits_kernel"],
-               expand: ["_attach_and_start_kernel", "_attach_and_select_kernel"],
-               grow_level: ["_attach_and_grow_kernel", "_attach_and_select_kernel"],
-               select_tree: ["_select_kernel"]}  # fmt: skip
-    replaced = [
+    modules = attention, expand, grow_level, select_tree
+    made = {
+        (module, name): Compile(getattr(module, name), architecture)
+        for module in modules
+        for name in vars(module)
+        if name.endswith("_kernel")
+    }
+    replaced = [(*where, each) for where, each in made.items()] + [
         (attention_schedule, "shared_memory", lambda device: SHARED[architecture]),
         (attention_schedule, "generation", lambda device: architecture // 10),
     ]
-    for module, names in kernels.items():
-        replaced += [(module, name, Recorder(getattr(module, name), lines)) for name in names]
     with ExitStack() as stack:
         for each in replaced:
             stack.enter_context(patch.object(*each))
-        launch_llama(attention, expand, grow_level, select_tree)
-    return list(dict.fromkeys(lines))
+        launch_llama(*modules)
+    return list(made.values())
 
 
 def launch_llama(attention: Any, expand: Any, grow_level: Any, select_tree: Any) -> None:
@@ -143,22 +109,6 @@ def launch_llama(attention: Any, expand: Any, grow_level: Any, select_tree: Any)
         grown = levels.attach(grown, None, said.float(), said)
     whole = torch.zeros(1, 577, dtype=torch.int64)
     select_tree.select_triton(whole, whole, whole.float(), whole, whole, 60, 12)
-
-
-def compile_launch(kernel: Any, named: dict[str, Any], capability: int) -> dict[str, int]:
-    """Compile a kernel for arguments and options; return what a program of it takes."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.compiler import compile as triton_compile
-    from triton.runtime.jit import create_function_from_signature
-
-    target = GPUTarget("cuda", capability, 32)
-    backend = make_backend(target)
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, found, options = bind(**named)
-    options, *source = kernel._pack_args(backend, named, bound, found, options)
-    compiled = triton_compile(ASTSource(kernel, *source), target=target, options=options.__dict__)
-    return resources(compiled)
 
 
 def resources(compiled: Any) -> dict[str, int]:
@@ -200,43 +150,25 @@ def spills_in_loops(assembly: str) -> int:
     return sum(bool(re.search(r"\b(LDL|STL)", line)) for body in bodies for line in body)
 
 
-RELOADS = 8
-"""Accesses to spilled registers that a loop may have on sm_120: in 99 KB, blocks of twice as many
-entries would have none, and no load on its way."""
-
-
-def faults(table: list[dict[str, Any]]) -> list[str]:
-    """Say which compiled launches do not fit their GPU, and which loops spill."""
-    found = []
-    for row in table:
-        name = f"{row['kernel']} for sm_{row['architecture']}"
-        if row["shared"] > SHARED[row["architecture"]]:
-            found.append(f"{name}: {row['shared']} bytes of shared memory")
-        allowed = RELOADS if row["architecture"] == 120 else 0
-        if row["in_loops"] > allowed and row["kernel"].endswith(LOOPS):
-            found.append(f"{name}: {row['in_loops']} accesses to spilled registers")
-    return found
+def fault(kernel: Any, architecture: int, took: dict[str, int]) -> str | None:
+    """Say why a compiled launch does not fit its GPU, or that its loop spills."""
+    if took["shared"] > SHARED[architecture]:
+        return f"{took['shared']} bytes of shared memory"
+    if kernel.__name__ in LOOPS and took["in_loops"] > RELOADS.get(architecture, 0):
+        return f"{took['in_loops']} accesses to spilled registers"
+    return None
 
 
 def main() -> None:
-    recorded = Path(sys.argv[1]).read_text().splitlines() if sys.argv[1:] else []
-    table = []
+    faults = 0
     for architecture in SHARED:
-        for line in dict.fromkeys([*llama_launches(architecture), *recorded]):
-            launch = json.loads(line)
-            module, _, name = launch["kernel"].rpartition(".")
-            kernel = getattr(importlib.import_module(module), name)
-            named = {key: argument(value) for key, value in launch["arguments"].items()}
-            took = compile_launch(kernel, named | launch["options"], architecture)
-            row = {"kernel": launch["kernel"], "architecture": architecture, **took}
-            print(json.dumps(row), flush=True)
-            table.append(row | {"launch": line})
-    table.sort(key=lambda row: (row["kernel"], row["architecture"], row["launch"]))
-    rows = ",\n".join(map(json.dumps, table))
-    TABLE.write_text(f'{{"code": "{code_hash()}", "launches": [\n{rows}\n]}}\n')
-    wrong = faults(table)
-    print(f"{len(table)} compiled", *wrong, sep="\n")
-    raise SystemExit(bool(wrong))
+        for each in llama_launches(architecture):
+            for compiled in each.compiled:
+                took = resources(compiled)
+                wrong = fault(each.kernel, architecture, took)
+                faults += wrong is not None
+                print(f"sm_{architecture}", each.kernel.__name__, took, wrong or "", flush=True)
+    raise SystemExit(bool(faults))
 
 
 if __name__ == "__main__":
