@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from support.tensors import on
 from vllm_specblock.triton_kernels.attention.tree_attention import (
     BatchBounds,
     ScoreOptions,
@@ -211,13 +212,7 @@ def check(got: torch.Tensor, batch: Batch, **rare) -> None:
 def reference(batch: Batch, **options) -> torch.Tensor:
     """The torch reference, on the CPU; `options` as in `Batch.arguments`."""
     out = torch.full_like(batch.query, torch.nan, device="cpu")
-
-    def host(x):
-        if isinstance(x, tuple):
-            return type(x)(*map(host, x))
-        return x.cpu() if isinstance(x, torch.Tensor) else x
-
-    return tree_attention.reference(*map(host, batch.arguments(**options)), out)
+    return tree_attention.reference(*on("cpu", batch.arguments(**options)), out)
 
 
 MIXED = [Chunk(5, 19), Tree(37, 12), Chunk(20, 1), Tree(3, 9), Chunk(0, 4)]
