@@ -1,22 +1,17 @@
-"""Small DFlash and JetSpec drafters: files, arithmetic read plainly, and a moment of learning."""
+"""Small DFlash and JetSpec drafters: their files, and their arithmetic read plainly."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from vllm_specblock.drafters.dflash.config import from_json
 from vllm_specblock.drafters.dflash.model import DFlashModel
-from vllm_specblock.train.target.features import load_target
-
-TARGET = Path(__file__).resolve().parents[3] / "examples/tiny_pair/target"
 
 # The keys of a published checkpoint's config.json; sizes are ours.
 PUBLISHED = {
@@ -154,61 +149,3 @@ def plain_logits(
             state + (torch.nn.functional.silu(gate) * up) @ weights[at + "mlp.down_proj.weight"].T
         )
     return norm(state, "norm.weight") @ head.T
-
-
-def write_learned(
-    parent: Path, asked: Sequence[list[int]], answers: Sequence[list[int]], steps: int = 40
-) -> dict[str, Path]:
-    """Folders of drafters for the tiny pair that learned some answers a little, by kind."""
-    target = load_target(TARGET, "fp32", torch.device("cpu"))
-    texts = [torch.tensor([*ask, *tokens]) for ask, tokens in zip(asked, answers, strict=True)]
-    with torch.no_grad():
-        states = [target(text[None], output_hidden_states=True).hidden_states for text in texts]
-    embedding, folders = target.get_input_embeddings().weight.detach(), {}
-    for kind, raw in FOR_TINY_PAIR.items():
-        model = make_model(raw, std=0.05)
-        model.share_head(target.get_output_embeddings().weight)
-        optimizer = torch.optim.Adam(
-            [w for n, w in model.named_parameters() if "head" not in n], 3e-3
-        )
-        for _ in range(steps):
-            optimizer.zero_grad()
-            for ask, text, of in zip(asked, texts, states):
-                features = torch.cat([of[layer][0] for layer in model.config.layer_ids], dim=-1)
-                _loss(model, text, features, len(ask), embedding, kind == "jetspec").backward()
-            optimizer.step()
-        folders[kind] = write(parent / kind, model, raw)
-    return folders
-
-
-def _loss(
-    model: DFlashModel, text: Tensor, features: Tensor, first: int, embedding: Tensor, causal: bool
-) -> Tensor:
-    """Loss over every block of a text from the root text[first] on.
-
-    Args:
-        features: [T, n·H], the target's.
-        embedding: [V, H], the target's.
-        causal: whether the rows of a block see only what comes before them.
-    """
-    count, size = len(text), 1 + model.config.masks
-    roots = torch.arange(first, count - size)
-    position = roots[:, None] + torch.arange(size)  # [A, S]
-    tokens = text[position]
-    masked = torch.where(torch.arange(size) > 0, model.config.mask_token_id, tokens)
-    # A row sees the text before its root, and its block.
-    which = torch.arange(len(roots)).repeat_interleave(size)
-    before = torch.arange(count) < roots[which, None]
-    of_block = which[:, None] == which
-    sees = torch.cat([before, of_block.tril() if causal else of_block], dim=1)
-    context = list(model.context(features, torch.arange(count)))
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key, value = (torch.cat(pair) for pair in zip(context[layer], (key, value)))
-        rows = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out = scaled_dot_product_attention(*rows, attn_mask=sees, enable_gqa=True)
-        return out[0].transpose(0, 1)
-
-    state = model(embedding[masked.flatten()], position.flatten(), attend)
-    logits = model.lm_head(model.norm(state)).view(*position.shape, -1)[:, 1:]
-    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
