@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,8 +16,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from openai import OpenAI
 from support.dashboard import unanswered
 from support.engines import ROOT
+from vllm import SamplingParams
 
 DRAFTER = "examples/tiny_pair/drafter"
 
@@ -68,12 +69,6 @@ def process(tmp_path_factory):
         process.wait(timeout=60)
 
 
-@pytest.fixture(scope="module")
-def server(process):
-    """Its address."""
-    return process[1]
-
-
 def post(url: str, **body) -> dict:
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -81,15 +76,9 @@ def post(url: str, **body) -> dict:
     return json.load(urllib.request.urlopen(request, timeout=120))
 
 
-needs_command = pytest.mark.skipif(
-    shutil.which("vllm", path=str(Path(sys.executable).parent)) is None,
-    reason="the vllm command is not installed",
-)
-
-
-@needs_command
-def test_a_request_opts_out_of_drafts(server):
+def test_a_request_opts_out_of_drafts(process):
     """A wrong value gets HTTP 400; the server keeps running."""
+    _, server = process
     body = {"model": DRAFTER, "prompt": "class Reader:\n", "max_tokens": 24, "temperature": 0}
     plain = post(f"{server}/v1/completions", **body)["choices"]
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -103,8 +92,8 @@ def test_a_request_opts_out_of_drafts(server):
         assert own["num_draft_tokens"] == 0
 
 
-@needs_command
-def test_a_user_session(server, plain):
+def test_a_user_session(process, plain):
+    _, server = process
     prompt = "class Reader:\n    def __init__(self, name):\n"
     (model,) = [
         entry["id"] for entry in json.load(urllib.request.urlopen(f"{server}/v1/models"))["data"]
@@ -113,8 +102,6 @@ def test_a_user_session(server, plain):
         f"{server}/v1/completions", model=model, prompt=prompt, max_tokens=64, temperature=0
     )
     (answer,) = whole["choices"]
-    from vllm import SamplingParams
-
     ids = plain.llm.get_tokenizer()(prompt)["input_ids"]
     (expected,) = plain.generate([ids], SamplingParams(temperature=0, max_tokens=64))[0]
     assert answer["text"] == expected.text
@@ -123,8 +110,6 @@ def test_a_user_session(server, plain):
     own = whole["metrics"]["speculative_decoding"]
     assert own["num_spec_steps"] == len(own["per_step_accepted"]) > 0
     assert 1 + own["num_accepted_draft_tokens"] + own["num_spec_steps"] == 64
-
-    from openai import OpenAI
 
     client = OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
     chat = client.chat.completions.create(
