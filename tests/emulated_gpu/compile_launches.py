@@ -47,8 +47,11 @@ class Compile:
         kernel, target = self.kernel, GPUTarget("cuda", self.capability, 32)
         unspecialised = set(kernel.do_not_specialize)
         assert unspecialised <= set(kernel.arg_names), "Triton ignores a name that it does not find"
-        groups = {name for name, x in zip(kernel.arg_names, positional) if isinstance(x, tuple)}
-        assert not unspecialised & groups, "Triton heeds it for no group"
+        given = dict(zip(kernel.arg_names, positional)) | named
+        groups = {name: type(x) for name, x in given.items() if isinstance(x, tuple)}
+        assert not unspecialised & groups.keys(), "Triton heeds it for no group"
+        for kind in groups.values():  # Triton before 3.7 looks for names in it alone
+            assert "_fields" in vars(kind) or not hasattr(kind, "_fields"), kind
         backend = make_backend(target)
         # As a launch finds out what is 1, what is absent and what is aligned.
         bind = create_function_from_signature(kernel.signature, kernel.params, backend)

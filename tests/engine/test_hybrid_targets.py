@@ -6,6 +6,7 @@ import json
 import random
 
 import pytest
+import torch
 from families import FAMILIES, VOCAB
 from family_engine import draw_weights
 from support.engines import configure, make_engine
@@ -38,6 +39,7 @@ def target(request, tmp_path_factory):
         }
 
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU")
 only_mamba = pytest.mark.parametrize("target", ["Mamba-2"], indirect=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,10 @@ from support.engines import ROOT
 from vllm import SamplingParams
 
 DRAFTER = "examples/tiny_pair/drafter"
+pytestmark = pytest.mark.skipif(
+    shutil.which("vllm", path=str(Path(sys.executable).parent)) is None,
+    reason="the vllm command is not installed",
+)
 
 
 @pytest.fixture(scope="module")

@@ -40,8 +40,8 @@ from vllm_specblock.triton_kernels.layers import (
 from vllm_specblock.triton_kernels.ngram import continuations, occurrences
 from vllm_specblock.triton_kernels.tree import merge_trees, select_tree, store_tree
 from vllm_specblock.triton_kernels.verify import accept_path, build_tree_mask, reallocate_drafts
-from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.tree import DraftTree
 
 from .conftest import INTERPRETED
@@ -185,12 +185,12 @@ def test_fp8_linear_compiles(compiler, dtype, rows):
     fp8_linear.fp8_linear_triton(x, weight, torch.ones(4096), x if rows < 100 else None)
 
 
-def result_of(num_nodes: int, known: torch.dtype = torch.int64) -> VerificationResult:
+def result_of(num_nodes: int, known: torch.dtype = torch.int64) -> VerifiedTrees:
     """Of 3 requests; `known`: of what an eager step and a graph have in other dtypes."""
     table, score = torch.zeros(3, 3, dtype=known), torch.zeros(5, num_nodes)
     slot = table[0] if known == torch.int32 else table[:, 0]
     of_requests = slot, slot, torch.zeros(3, dtype=torch.int32), whole(3, 9)
-    return VerificationResult(*of_requests, score, score.to(torch.uint8), score[:, 0].contiguous())
+    return VerifiedTrees(*of_requests, score, score.to(torch.uint8), score[:, 0].contiguous())
 
 
 KNOWN = pytest.mark.parametrize(
