@@ -16,6 +16,8 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from vllm_specblock.config import OptionError
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU")
+
 DRAFTS = {"num_speculative_tokens": 12, "model": None, "kind": "ngram"}
 HYBRIDS = {"Mamba-2": "Granite 4 hybrid", "short convolution": "LFM2"}
 
@@ -39,7 +41,6 @@ def target(request, tmp_path_factory):
         }
 
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU")
 only_mamba = pytest.mark.parametrize("target", ["Mamba-2"], indirect=True)
 
 

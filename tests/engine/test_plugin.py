@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 from support.engines import TARGET
+from support.processes import run_python
 from vllm.platforms import current_platform
 
 from vllm_specblock import plugin
@@ -31,25 +30,8 @@ print(json.dumps({
 """
 
 
-SWITCHES = {
-    "VLLM_USE_V2_MODEL_RUNNER",
-    "VLLM_ENABLE_V1_MULTIPROCESSING",
-    "TRITON_INTERPRET",
-    "VLLM_PLUGINS",
-}
-
-
-def run(*words: object, **environment: str) -> list[str]:
-    """Run Python in a process as a user has it, with none of the tests' switches -> its lines."""
-    clean = {name: value for name, value in os.environ.items() if name not in SWITCHES}
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, env=clean | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.splitlines()
-
-
 def report(**environment: str) -> dict:
-    return json.loads(run("-c", REPORT, TARGET, **environment)[-1])
+    return json.loads(run_python("-c", REPORT, TARGET, **environment)[-1])
 
 
 def test_same_runner_and_triton_with_and_without():
@@ -94,14 +76,15 @@ def test_asking_for_trees_is_enough_and_other_engines_keep_their_runner(tmp_path
     """A worker that is spawned prepares itself."""
     script, wanted = tmp_path / "asking.py", ["[False, True, False]", "12"]
     script.write_text(ASKING)
-    lines = run(script, TARGET, VLLM_WORKER_MULTIPROC_METHOD="spawn")
+    lines = run_python(script, TARGET, VLLM_WORKER_MULTIPROC_METHOD="spawn")
     assert [line for line in lines if line in wanted] == wanted
 
 
 @on_a_cpu
 def test_numba_may_be_loaded_first():
     """Its library resolves any attribute, and vLLM's search for kernels fails on that."""
-    run("-c", "import llvmlite.binding; from vllm_specblock.cpu import runner; runner.prepare()")
+    code = "import llvmlite.binding; from vllm_specblock.cpu import runner; runner.prepare()"
+    run_python("-c", code)
 
 
 @on_a_cpu
@@ -161,7 +144,7 @@ def test_other_versions_refuse_those_who_ask_and_leave_the_others_alone():
         "none": None,
     }
     switches = {"VLLM_PLUGINS": "", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    lines = run("-c", ELSEWHERE, version, TARGET, json.dumps(asked), **switches)
+    lines = run_python("-c", ELSEWHERE, version, TARGET, json.dumps(asked), **switches)
     found = json.loads(lines[-1])
     for name in ("ours", "ours with a drafter"):
         kind, _, sentence = found[name].partition(": ")
@@ -179,4 +162,4 @@ def test_plain_processes_load_no_drafter_and_no_numba():
         "names = 'numba', 'vllm_specblock.drafters.specblock.model'; "
         "print([name for name in names if name in sys.modules])"
     )
-    assert run("-c", code)[-1:] == ["[]"]
+    assert run_python("-c", code)[-1:] == ["[]"]

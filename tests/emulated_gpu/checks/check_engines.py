@@ -164,14 +164,8 @@ def plain(dtype: str) -> list[Output]:
 
 @dataclass
 class Compared:
-    """Tokens of one engine against plain vLLM's.
-
-    Attributes:
-        tokens: equal ones, in float16 and bfloat16 up to the first tie of an answer.
-        ties: answers that leave plain vLLM's at a tie.
-        different: answers that leave plain vLLM's elsewhere.
-        preempted: requests that lost their cache, and ran again.
-    """
+    """Equal tokens up to an answer's first tie, answers that leave plain vLLM's at a tie or
+    elsewhere, and requests that were preempted."""
 
     tokens: int = 0
     ties: int = 0

@@ -13,7 +13,6 @@ pytest.importorskip("vllm")
 
 from support.engines import make_engine
 from support.matrix import PROMPTS, Checker, params
-from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
 from vllm_specblock.config import OptionError
 from vllm_specblock.engine.attention import flash_causal
@@ -37,17 +36,8 @@ def test_layer_attends_as_its_options_say(window, soft_cap, cache_dtype):
     entry = torch.arange(TOKENS)
     slot = batch.block_table[0, entry // 16] * 16 + entry % 16
     kept = torch.zeros_like(batch.kv_cache, dtype=torch.uint8 if scales else torch.float32)
-    queries = TreeAttentionBatch(
-        batch.block_table,
-        batch.query_start,
-        [0, TOKENS],
-        batch.seq_len,
-        TOKENS,
-        batch.prefix_len,
-        batch.mask_words,
-        batch.tree_start,
-    )
-    out, metadata = torch.empty_like(batch.query), TreeAttentionMetadata(TOKENS, slot, queries)
+    metadata = TreeAttentionMetadata(TOKENS, slot, batch.queries())
+    out = torch.empty_like(batch.query)
     impl.forward(layer, batch.query, key, value, kept, metadata, out)
 
     stored = torch.cat([key / scales.get("key_scale", 1), value / scales.get("value_scale", 1)], -1)

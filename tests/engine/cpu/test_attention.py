@@ -15,7 +15,6 @@ if torch.cuda.is_available():
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends import cpu_attn
 from vllm_specblock.triton_kernels.attention.cpu_packing import store_packed
-from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
 from vllm_specblock.cpu.attention import PackedAttentionImpl, PackedMetadata, packed_cache
 
@@ -102,16 +101,7 @@ def test_a_layer_beside_vllms_kernel(dtype, monkeypatch):
     ]
     slots = torch.tensor([*slots, -1, -1])
     key, value = entries[slots].chunk(2, dim=-1)
-    queries = TreeAttentionBatch(
-        batch.block_table,
-        batch.query_start,
-        start,
-        batch.seq_len,
-        int(batch.seq_len.max()),
-        batch.prefix_len,
-        batch.mask_words,
-        batch.tree_start,
-    )
+    queries = batch.queries()
     impl = PackedAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS)
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype))
     monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)

@@ -132,11 +132,7 @@ def test_greedy_rows_take_the_first_of_equals(both):
 
 
 def along_a_tree(turn: int, heat: float) -> tuple[int, int]:
-    """Checks three random trees over four tokens, some drafts forbidden, some not run.
-
-    Returns:
-        How many nodes' tokens were drawn, and how many drafts accepted.
-    """
+    """Check three random trees over four tokens -> (nodes drawn, drafts accepted)."""
     random, nodes = torch.Generator().manual_seed(turn), 9
     parent = torch.cat(
         [torch.randint(node, (5, 1), generator=random) for node in range(1, nodes + 1)], dim=1

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.engines import DRAFTER, ROOT, TARGET, configure
+from support.processes import run_python
 from support.targets import edit_config
 from typer.testing import CliRunner
 from vllm import envs
@@ -225,9 +223,4 @@ def test_what_runs_the_kernels(monkeypatch):
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="of a CPU build")
 def test_nothing_is_wrong_on_a_cpu_without_any_switch():
-    switches = "VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"
-    env = {k: v for k, v in os.environ.items() if k not in switches}
-    command = [sys.executable, "-m", "vllm_specblock", "doctor"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("Nothing is wrong.")
+    assert run_python("-m", "vllm_specblock", "doctor")[-1] == "Nothing is wrong."

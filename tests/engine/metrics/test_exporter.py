@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ import torch
 from prometheus_client import REGISTRY
 from support.dashboard import asked, of_adaptation, unanswered
 from support.engines import TARGET, Engine, make_engine, prompts
+from support.processes import run_python
 from support.verification import to_be_counted
 from vllm import SamplingParams
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
@@ -183,10 +182,7 @@ print(generate_latest(get_prometheus_registry()).decode())
 def test_they_read_like_vllms_own(tmp_path, several_servers):
     """The page of `/metrics`, with one API server and with several."""
     environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)} if several_servers else {}
-    command = [sys.executable, "-c", BESIDE]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    page = done.stdout.splitlines()
+    page = run_python("-c", BESIDE, **environment)
     theirs = [line for line in page if "vllm:theirs" in line and "_created" not in line]
     ours = [line for line in page if "specblock_agreed" in line]
     assert len(ours) == 4  # help, type, two engines

@@ -11,6 +11,7 @@ from vllm_specblock.triton_kernels.attention.tree_attention import (
     ScoreOptions,
     VisibleEntries,
 )
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.triton_kernels.attention.tree_attention_reference import tree_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -96,6 +97,20 @@ class Batch:
             VisibleEntries(*tables, self.mask_words, self.tree_start),
             bounds,
             ScoreOptions(self.query.shape[-1] ** -0.5, **scores),
+        )
+
+    def queries(self, **bounds) -> TreeAttentionBatch:
+        """The batch as an engine has it."""
+        return TreeAttentionBatch(
+            self.block_table,
+            self.query_start,
+            self.query_start.tolist(),
+            self.seq_len,
+            int(self.seq_len.max()),
+            self.prefix_len,
+            self.mask_words,
+            self.tree_start,
+            **bounds,
         )
 
     def oracle(self, window=None, soft_cap=0.0, key_scale=1.0, value_scale=1.0, sinks=None):

@@ -200,10 +200,7 @@ def rows_of(batch: Batch) -> list[tuple[int, int, int, int]]:
 
 
 def plain_trunk(trunk: torch.nn.Module, inputs: Tensor, position: Tensor, mask: Tensor) -> Tensor:
-    """Decoder layers over one sequence with an explicit mask, head by head.
-
-    inputs [T, H], position [T] int64, mask [T, T] bool -> [T, H].
-    """
+    """Decoder layers over inputs [T, H] with an explicit mask [T, T], head by head -> [T, H]."""
     hidden = inputs
     for layer in trunk.layers:
         attention, normed = layer.self_attn, layer.input_layernorm(hidden)

@@ -99,13 +99,9 @@ def write(folder: Path, model: DFlashModel, raw: dict[str, Any] = PUBLISHED) -> 
 def plain_logits(
     weights: dict[str, Tensor], raw: dict[str, Any], head: Tensor, features: Tensor, block: Tensor
 ) -> Tensor:
-    """Logits [S, V] of a block behind a text, in the plainest words.
+    """Logits [S, V] of a block [S, H] of embeddings behind a text with features [T, n·H].
 
-    Args:
-        weights: of the checkpoint, float32.
-        head: [V, H], the target's.
-        features: [T, n·H], of all tokens before the block's first.
-        block: [S, H], embeddings of the root and the masks.
+    weights: of the checkpoint; head: [V, H], the target's.
     """
     size, heads, kv_heads = raw["head_dim"], raw["num_attention_heads"], raw["num_key_value_heads"]
 

@@ -21,11 +21,7 @@ _WRITES = {"aten::copy_", "aten::fill_", "aten::_foreach_copy_", "aten::zero_"}
 
 
 class LateDevice(TorchDispatchMode):
-    """A context in which writes into the device's memory are queued.
-
-    Args:
-        seed: of the order in which streams go on.
-    """
+    """A context in which writes into the device's memory are queued."""
 
     def __init__(self, seed: int):
         super().__init__()

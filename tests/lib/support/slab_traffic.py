@@ -26,10 +26,7 @@ STOP = 7
 
 @dataclass
 class Plain:
-    """One request as a reader sees it.
-
-    `rows` are (position, token after it); None: not recorded.
-    """
+    """One request as a reader sees it; rows: (position, token after it); None: not recorded."""
 
     number: int
     prompt: int
@@ -48,11 +45,7 @@ def states_of(number: torch.Tensor | int, position: torch.Tensor) -> list[torch.
 
 
 class Engine:
-    """Requests that come, run in steps, are preempted and go; `seen` counts what happened.
-
-    Args:
-        device: runs the slabs' writes late; None: they are in host memory.
-    """
+    """An engine's steps on slabs, of a late device or in host memory; `seen` counts events."""
 
     def __init__(self, seed: int, rows: int = ROWS, device: LateDevice | None = None):
         self.draw, self.rows, self.device = random.Random(seed), rows, device

@@ -26,13 +26,9 @@ def make_caches(layers=3, width=10, layout="heads first", dtype=torch.float32, d
 
 
 def some_paths(count: int, depth: int, seed: int, nodes: int = 5) -> tuple:
-    """Requests with a verdict each, their rows anywhere in the cache and some of them nowhere.
+    """(slot_mapping, accepted rows, rows of the batch), rows anywhere in the cache or nowhere.
 
-    The last request is padding: it has an old verdict, and no rows. What may not be looked at is
-    far outside.
-
-    Returns:
-        slot_mapping, accepted rows, rows of the batch.
+    The last request is padding: it has an old verdict, and no rows.
     """
     draw = torch.Generator().manual_seed(seed)
     base = torch.randint(1, 3, (count,), generator=draw)
