@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
+from lib.server import Server
 from openai import OpenAI
 from support.dashboard import unanswered
 from support.engines import ROOT
+from support.processes import SWITCHES
 from vllm import SamplingParams
 
 DRAFTER = "examples/tiny_pair/drafter"
@@ -32,46 +30,21 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def process(tmp_path_factory):
     """A server that was told nothing of speculation but the drafter's folder, and its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("serve") / "log"
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
-    }
     options = (
-        f"--port {port} --host 127.0.0.1 --dtype float32 --enforce-eager --max-model-len 512 "
-        f"--kv-cache-memory-bytes {256 << 20} --max-num-seqs 8 --gpu-memory-utilization 0.3 "
+        "--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 8 "
+        f"--kv-cache-memory-bytes {256 << 20} --gpu-memory-utilization 0.3 "
         "--per-request-spec-decode-metrics detailed"
     )
-    command = [Path(sys.executable).with_name("vllm"), "serve", DRAFTER, *options.split()]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            # A shell starts jobs in the background with Ctrl-C ignored, and that is inherited.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    address = f"http://127.0.0.1:{port}"
+    log = tmp_path_factory.mktemp("serve") / "log"
+    # A shell starts jobs in the background with Ctrl-C ignored, and that is inherited.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    server = Server([DRAFTER, *options.split()], log, dict.fromkeys(SWITCHES), ROOT)
+    signal.signal(signal.SIGINT, before)
     try:
-        for _ in range(240):
-            assert process.poll() is None, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=2)
-                break
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(1)
-        else:
-            pytest.fail(log.read_text()[-3000:])
-        yield process, address
+        server.wait()
+        yield server.process, server.address
     finally:
-        process.terminate()
-        process.wait(timeout=60)
+        server.close()
 
 
 def post(url: str, **body) -> dict:
