@@ -22,22 +22,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 64, 32
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_we_pack_as_vllm_does(dtype):
-    ours, theirs = (
-        torch.zeros(4, BLOCK, KV_HEADS, 2 * SIZE, dtype=dtype).transpose(1, 2) for _ in range(2)
-    )
-    packed = packed_cache(theirs, "auto")
-    if packed is None:
-        pytest.skip("vLLM packs the caches of this CPU in another way")
-    key, value = torch.randn(2, 40, KV_HEADS, SIZE).to(dtype)
-    slots = torch.randperm(4 * BLOCK)[:40]
-    slots[7] = -1
-    ops.cpu_attn_reshape_and_cache(key, value, packed.keys, packed.values, slots, packed.isa)
-    store_packed(ours, packed.packing, slots, key, value)
-    assert torch.equal(ours, theirs)
-
-
 def test_tile_registers_are_requested(monkeypatch):
     """A drafter without weights runs no kernel of ours that would, and vLLM's does not."""
     from vllm_specblock.cpu import attention
