@@ -183,10 +183,10 @@ def make_batch(
         own = order[taken : taken + blocks[r]]
         taken += blocks[r]
         block_table[r, : blocks[r]] = own
-        for e in range(num_entries):
-            kv_cache[own[e // block_size], :, e % block_size] = torch.randn(
-                num_kv_heads, 2 * head_size, generator=generator
-            ).to(cache_dtype or dtype)
+        entry = torch.arange(num_entries)
+        entries = torch.randn(num_entries, num_kv_heads, 2 * head_size, generator=generator)
+        entries = entries.to(cache_dtype or dtype).to(dtype)
+        kv_cache[own[entry // block_size], :, entry % block_size] = entries
         window = getattr(request, "context", 0)
         for prefix_len, bits in request.rows(shapes):
             packed = sum(1 << j for j in bits)

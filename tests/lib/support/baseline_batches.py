@@ -11,6 +11,7 @@ import torch
 from support.train_batches import packed
 from support.trees import texts
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from vllm_specblock.train.data.batch import Batch
@@ -200,7 +201,7 @@ def rows_of(batch: Batch) -> list[tuple[int, int, int, int]]:
 
 
 def plain_trunk(trunk: torch.nn.Module, inputs: Tensor, position: Tensor, mask: Tensor) -> Tensor:
-    """Decoder layers over inputs [T, H] with an explicit mask [T, T], head by head -> [T, H]."""
+    """Decoder layers over inputs [T, H] with an explicit mask [T, T] -> [T, H]."""
     hidden = inputs
     for layer in trunk.layers:
         attention, normed = layer.self_attn, layer.input_layernorm(hidden)
@@ -209,13 +210,9 @@ def plain_trunk(trunk: torch.nn.Module, inputs: Tensor, position: Tensor, mask: 
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         query, key = turned(query, position), turned(key, position)
-        share = len(query) // len(key)
-        mixed = []
-        for head, asked in enumerate(query):
-            score = asked @ key[head // share].T / math.sqrt(attention.head_dim)
-            weight = score.masked_fill(~mask, -math.inf).softmax(-1)
-            mixed.append(weight @ value[head // share])
-        hidden = hidden + attention.o_proj(torch.cat(mixed, -1))
+        rows = (x[None] for x in (query, key, value))
+        mixed = scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True)[0]
+        hidden = hidden + attention.o_proj(mixed.transpose(0, 1).flatten(1))
         hidden = layer.mlp(layer.post_attention_layernorm(hidden), hidden)
     return hidden
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from vllm_specblock.drafters.dflash.config import from_json
 from vllm_specblock.drafters.dflash.model import DFlashModel
@@ -103,10 +104,13 @@ def plain_logits(
 
     weights: of the checkpoint; head: [V, H], the target's.
     """
-    size, heads, kv_heads = raw["head_dim"], raw["num_attention_heads"], raw["num_key_value_heads"]
+    size, length = raw["head_dim"], len(features)
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + raw["rms_norm_eps"]) ** -0.5 * weights[name]
+        return rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], raw["rms_norm_eps"])
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return linear(x, weights[f"{name}_proj.weight"])
 
     def turned(x: Tensor, first: int) -> Tensor:  # x [n, heads, D], at positions first, first + 1 …
         where = torch.arange(first, first + len(x)).float()
@@ -115,33 +119,25 @@ def plain_logits(
         left, right = x.chunk(2, -1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
-    length = len(features)
-    context = norm(features @ weights["fc.weight"].T, "hidden_norm.weight")
+    context = norm(linear(features, weights["fc.weight"]), "hidden_norm")
+    sees = torch.ones(len(block), length + len(block), dtype=torch.bool)
+    if raw["dflash_config"].get("causal_head"):
+        sees = sees.tril(length)
     state = block
     for layer in range(raw["num_hidden_layers"]):
-        at = f"layers.{layer}."
-        attention = at + "self_attn."
-
-        def project(x: Tensor, name: str, prefix: str = attention) -> Tensor:
-            return (x @ weights[f"{prefix}{name}_proj.weight"].T).unflatten(-1, (-1, size))
-
-        normed = norm(state, at + "input_layernorm.weight")
+        at, attention = f"layers.{layer}", f"layers.{layer}.self_attn"
+        normed = norm(state, f"{at}.input_layernorm")
         both = torch.cat([context, normed])
-        query = turned(norm(project(normed, "q"), attention + "q_norm.weight"), length)
-        key = turned(norm(project(both, "k"), attention + "k_norm.weight"), 0)
-        value = project(both, "v")
-        mixed = []
-        for one in range(heads):
-            of = one * kv_heads // heads
-            score = query[:, one] @ key[:, of].T / size**0.5
-            if raw["dflash_config"].get("causal_head"):
-                for row in range(len(block)):
-                    score[row, length + row + 1 :] = -torch.inf
-            mixed.append(score.softmax(-1) @ value[:, of])
-        state = state + torch.cat(mixed, -1) @ weights[attention + "o_proj.weight"].T
-        normed = norm(state, at + "post_attention_layernorm.weight")
-        gate, up = (normed @ weights[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        state = (
-            state + (torch.nn.functional.silu(gate) * up) @ weights[at + "mlp.down_proj.weight"].T
+        query, key, value = (
+            project(x, f"{attention}.{name}").unflatten(-1, (-1, size))
+            for x, name in ((normed, "q"), (both, "k"), (both, "v"))
         )
-    return norm(state, "norm.weight") @ head.T
+        query = turned(norm(query, f"{attention}.q_norm"), length)
+        key = turned(norm(key, f"{attention}.k_norm"), 0)
+        rows = (x.transpose(0, 1)[None] for x in (query, key, value))
+        mixed = scaled_dot_product_attention(*rows, attn_mask=sees, enable_gqa=True)[0]
+        state = state + project(mixed.transpose(0, 1).flatten(1), f"{attention}.o")
+        normed = norm(state, f"{at}.post_attention_layernorm")
+        gate, up = (project(normed, f"{at}.mlp.{name}") for name in ("gate", "up"))
+        state = state + project(silu(gate) * up, f"{at}.mlp.down")
+    return linear(norm(state, "norm"), head)

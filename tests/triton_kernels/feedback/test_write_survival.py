@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.tensors import column
 
 from vllm_specblock.feedback.acceptance_estimator import (
     BINS_PER_NAT,
@@ -12,7 +13,7 @@ from vllm_specblock.feedback.acceptance_estimator import (
     kinds,
 )
 
-from ..tree.test_store_tree import in_a_table, random_trees
+from ..tree.test_store_tree import random_trees
 
 TABLES = ("judged", "reached", "believed")
 
@@ -37,7 +38,7 @@ def assert_as_torch(forms, score: torch.Tensor, heat: torch.Tensor, most: float 
         by_slot = torch.full((count + 4, num_nodes), float("nan"))
         by_slot[slots] = score
         by_slot, *rows = (x.to(forms.device) for x in (by_slot, slots, heat))
-        slots, heat_there = map(in_a_table, rows)
+        slots, heat_there = map(column, rows)
         module.write_survival_triton(slots, by_slot, heat_there, *seen, steps)
     for name in TABLES:
         setattr(exact, name, getattr(exact, name).double())

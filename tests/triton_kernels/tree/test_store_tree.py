@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.tensors import assert_equal, on
+from support.tensors import assert_equal, column, on
 from support.trees import to_tree
 from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
 
@@ -52,15 +52,6 @@ def random_trees(num_requests: int, num_nodes: int) -> DraftTree:
     return grown(parents, num_nodes, fall=12 / (num_nodes + 8), seed=num_nodes)
 
 
-def in_a_table(x: torch.Tensor) -> torch.Tensor:
-    """The same values as a column, or a slice, of something larger that is full of garbage."""
-    inner = x.shape[1:] or (1,)
-    table = x.new_full((len(x), *(count + 3 for count in inner)), GARBAGE[x.dtype])
-    for axis, count in enumerate(inner, 1):
-        table = table.narrow(axis, 1, count)
-    return (table if x.dim() > 1 else table[:, 0]).copy_(x)
-
-
 def assert_same(kernels, tree: DraftTree, chain=None, paused=None, given=None) -> torch.Tensor:
     """Store by the kernel, of `given`, and by torch -> tokens; `paused` is of requests."""
     count, nodes = tree.token.shape
@@ -72,9 +63,9 @@ def assert_same(kernels, tree: DraftTree, chain=None, paused=None, given=None) -
     def by_kernel(states, slots, *rest):
         tree, chain, paused, tokens = on(kernels.device, rest)
         kept = KeptTrees._make(getattr(states, name) for name in KeptTrees._fields)
-        chain = chain if chain is None else in_a_table(chain)
+        chain = chain if chain is None else column(chain)
         launch = kernels.load("store_tree").store_trees_triton
-        return launch(in_a_table(slots.to(kernels.device)), tree, kept, chain, paused, tokens)
+        return launch(column(slots.to(kernels.device)), tree, kept, chain, paused, tokens)
 
     found = []
     for store, device, of in (
