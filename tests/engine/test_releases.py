@@ -56,7 +56,7 @@ def test_rows_of_a_larger_batch_are_cleared(beyond):
         assert table[0].all() and not table[1:4].any() and (table[4:] == 7).all()
 
 
-def test_no_drafts_where_nobody_could_use_them(plain, monkeypatch):
+def test_no_drafts_where_no_request_could_use_them(plain, monkeypatch):
     """From 0.33 on chunks of prompts propose none; the drafters have to follow all the same."""
     engine = make_engine({"num_speculative_tokens": 24}, max_num_batched_tokens=64)
     propose, skipped = engine.speculator.propose, []
@@ -83,7 +83,7 @@ def test_no_drafts_where_nobody_could_use_them(plain, monkeypatch):
 
 
 @pytest.mark.skipif(Version(vllm.__version__) < Version("0.33"), reason="vLLM from 0.33 on")
-def test_the_scheduler_says_when_nobody_could_use_them(plain, monkeypatch):
+def test_the_scheduler_says_when_no_request_could_use_them(plain, monkeypatch):
     """As vLLM does it itself from 0.33 on: in chunks of a prompt, and in the last step."""
     engine = make_engine({"num_speculative_tokens": 24}, max_num_batched_tokens=64)
     assert engine.core.scheduler.can_skip_drafts

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory):
-    """A server that was told nothing of speculation but the drafter's folder, and its address."""
+    """A server that is given the drafter's folder alone, and its address."""
     options = (
         "--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 8 "
         f"--kv-cache-memory-bytes {256 << 20} --gpu-memory-utilization 0.3 "

@@ -57,38 +57,24 @@ def test_other_quantised_caches_are_refused(cache_dtype):
         TreeAttentionImpl(HEADS, SIZE, 0.25, KV_HEADS, kv_cache_dtype=cache_dtype)
 
 
-def stand_in_flash(
-    query,
-    key,
-    value,
-    *,
-    cu_seqlens_q,
-    seqused_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    softmax_scale,
-    causal,
-    softcap,
-    block_table,
-    window_size=(-1, -1),
-    out=None,
-):
+def stand_in_flash(query, key, value, *, window_size=(-1, -1), out=None, **given):
     """What FlashAttention's interface promises, for a paged cache."""
-    assert causal and key.stride(-1) == value.stride(-1) == 1
+    a = SimpleNamespace(**given)
+    assert a.causal and key.stride(-1) == value.stride(-1) == 1
     out = torch.full_like(query, torch.nan) if out is None else out
     group = query.shape[1] // key.shape[2]
-    for r, length in enumerate(seqused_k.tolist()):
-        rows = slice(int(cu_seqlens_q[r]), int(cu_seqlens_q[r + 1]))
-        assert rows.stop - rows.start <= max_seqlen_q and length <= max_seqlen_k
+    for r, length in enumerate(a.seqused_k.tolist()):
+        rows = slice(int(a.cu_seqlens_q[r]), int(a.cu_seqlens_q[r + 1]))
+        assert rows.stop - rows.start <= a.max_seqlen_q and length <= a.max_seqlen_k
         if length == 0:
             continue
         k, v = (
-            x[block_table[r].long()].flatten(0, 1)[:length].repeat_interleave(group, 1)
+            x[a.block_table[r].long()].flatten(0, 1)[:length].repeat_interleave(group, 1)
             for x in (key, value)
         )
-        scores = torch.einsum("qhd,khd->hqk", query[rows], k) * softmax_scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.einsum("qhd,khd->hqk", query[rows], k) * a.softmax_scale
+        if a.softcap:
+            scores = a.softcap * torch.tanh(scores / a.softcap)
         age = torch.arange(length - len(query[rows]), length)[:, None] - torch.arange(length)
         scores[:, (age < 0) | (age > window_size[0] if window_size[0] >= 0 else False)] = -torch.inf
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)

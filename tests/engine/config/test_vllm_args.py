@@ -328,7 +328,7 @@ def test_a_head_without_weights():
         ({}, {"enable_lora": True}, False),
     ],
 )
-def test_budgets_follow_from_costs_on_a_cpu_unless_somebody_says_otherwise(given, changes, adapts):
+def test_budgets_follow_from_costs_on_a_cpu_by_default(given, changes, adapts):
     assert plan_of(given, **changes).adaptive == adapts
 
 
