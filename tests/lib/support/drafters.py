@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.engines import Engine, Output
 from support.matrix import PROMPTS
+from support.trees import to_tree
 
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
 from vllm_specblock.engine.runner.draft_policy import SingleDrafter
@@ -39,17 +40,7 @@ class ScriptedHead(Drafter):
 
     def draft(self, requests=None) -> DraftTree:
         slots = self.slots if requests is None else self.slots[requests]
-        drafted = [self._one(req_idx) for req_idx in slots.tolist()]
-        N = self.num_nodes
-        token = torch.zeros(len(drafted), N, dtype=torch.int64)
-        parent = torch.full((len(drafted), N), -1, dtype=torch.int32)
-        logprob = torch.full((len(drafted), N), float("-inf"))
-        size = torch.tensor([len(nodes) for nodes in drafted], dtype=torch.int32)
-        for request, nodes in enumerate(drafted):
-            for index, (up, what) in enumerate(nodes):
-                token[request, index], parent[request, index] = what, up
-                logprob[request, index] = -0.01 * index
-        return DraftTree.from_nodes(token, parent, logprob, size)
+        return to_tree([self._one(req_idx) for req_idx in slots.tolist()], self.num_nodes)
 
     def _one(self, req_idx: int) -> list[tuple[int, int]]:
         """(parent, token) of each node."""
