@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from textwrap import dedent
 
 import pytest
 import torch
+from support.processes import run_python
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from vllm_specblock.engine import compat
@@ -134,8 +133,7 @@ def test_nothing_is_imported_to_look():
         "list(broken(installed())); "
         "print([name for name in ('vllm', 'torch', 'triton') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["[]"]
+    assert run_python("-c", code) == ["[]"]
 
 
 @pytest.mark.parametrize("counted", [False, True])

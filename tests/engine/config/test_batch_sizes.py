@@ -67,7 +67,7 @@ def test_steps_of_whole_trees_are_captured():
         {"compilation_config": CompilationConfig(max_cudagraph_capture_size=32)},
     ],
 )
-def test_sizes_that_somebody_set_stay(changes):
+def test_given_sizes_stay(changes):
     assert sizes(60, **changes) is None
 
 

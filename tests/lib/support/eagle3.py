@@ -40,10 +40,7 @@ def small_eagle3(own_embedding: bool = False, **changes: Any) -> Eagle3Model:
 class PlainEagle3:
     """Every state is computed from the whole path before it, row by row and head by head.
 
-    Args:
-        embed: token -> [H].
-        features: [≥ end, 3·Ht] of the committed text, low layers first.
-        text: [> end] int64; text[end] is the root.
+    features: [≥ end, 3·Ht] of the committed text; text: [> end], the root is text[end].
     """
 
     def __init__(

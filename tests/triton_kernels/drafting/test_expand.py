@@ -7,6 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.drafted_blocks import coarse_block, few_examples, random_block
+from support.tensors import assert_equal, on, wide
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
 
@@ -42,10 +43,7 @@ def certain_block(*args):
 
 
 def assert_same_tree(got, wanted: DraftTree) -> None:
-    for name in DraftTree.TENSORS:
-        mine, theirs = getattr(got, name), getattr(wanted, name)
-        assert mine.dtype == theirs.dtype, name
-        assert torch.equal(mine.cpu(), theirs), name
+    assert_equal(*({name: getattr(x, name) for name in DraftTree.TENSORS} for x in (got, wanted)))
 
 
 @few_examples(8)
@@ -56,8 +54,7 @@ def test_select_equals_torch(kernels, count, vocab, budget, seed):
     for joins in (True, False):
         chosen = fields if joins else (*fields[:-1], None)
         wanted = select.reference(*chosen, budget, max(1, depth))
-        moved = [x if x is None else x.to(kernels.device) for x in chosen]
-        got = launch(*moved, budget, max(1, depth))
+        got = launch(*on(kernels.device, chosen), budget, max(1, depth))
         assert_same_tree(got, wanted.tree)
         live = fields[3] < CLOSED
         assert torch.equal(got.node.cpu()[live], wanted.node[live])
@@ -68,7 +65,7 @@ def test_select_at_serving_size(kernels):
     wanted = select.reference(*fields, 60, depth).tree
     assert wanted.size[0] == 60 and wanted.depth.max() > 2
     launch = kernels.load("select_tree").select_triton
-    assert_same_tree(launch(*(x.to(kernels.device) for x in fields), 60, depth), wanted)
+    assert_same_tree(launch(*on(kernels.device, fields), 60, depth), wanted)
 
 
 def test_select_tells_siblings_apart_by_their_low_bits(kernels):
@@ -81,17 +78,16 @@ def test_select_tells_siblings_apart_by_their_low_bits(kernels):
     path_hash = extend_hash(torch.tensor(ROOT_HASH), token)
     fields = (token, torch.zeros_like(token), score, key, path_hash)
     launch = kernels.load("select_tree").select_triton
-    got = launch(*(x.to(kernels.device) for x in fields), 256, 1)
-    assert got.size.tolist() == [count - 1]
+    assert launch(*on(kernels.device, fields), 256, 1).size.tolist() == [count - 1]
 
 
 def test_select_takes_views_of_wider_rows_and_no_requests(kernels):
     fields, depth = scattered(3, 40, 2, 3)
     wanted = select.reference(*fields, 12, depth).tree
-    wide = [torch.nn.functional.pad(x, (0, 9), value=1).to(kernels.device) for x in fields]
+    views = on(kernels.device, [wide(x, other=1) for x in fields])
     launch = kernels.load("select_tree").select_triton
-    assert_same_tree(launch(*(x[:, :40] for x in wide), 12, depth), wanted)
-    assert launch(*(x[:0, :40] for x in wide), 12, depth).token.shape == (0, 12)
+    assert_same_tree(launch(*views, 12, depth), wanted)
+    assert launch(*(x[:0] for x in views), 12, depth).token.shape == (0, 12)
 
 
 SHAPES = st.builds(

@@ -6,6 +6,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.drafted_blocks import few_examples
+from support.tensors import assert_equal, on
 from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits, NextRows
 
 from vllm_specblock.drafters.eagle3.growth import Levels
@@ -27,36 +28,8 @@ def a_level(draw: torch.Generator, coarse: bool, *shape: int) -> tuple[torch.Ten
     return logprob, torch.rand(*shape[:-1], 50, generator=draw).argsort(-1)[..., : shape[-1]]
 
 
-def assert_equal(got, wanted, names) -> None:
-    for name in names:
-        mine, theirs = getattr(got, name), getattr(wanted, name)
-        if theirs is None:
-            assert mine is None, name
-            continue
-        assert mine.dtype == theirs.dtype and torch.equal(mine.cpu(), theirs), name
-
-
-def assert_grows_as_torch(
-    kernels, growth: LevelLimits, requests: int, coarse: bool, seed: int
-) -> DraftTree:
-    draw, device = torch.Generator().manual_seed(seed), kernels.device
-    kernel = kernels.load("grow_level")
-    # A column of a table, as a caller may have it.
-    position = torch.randint(0, 10**5, (requests, 3), generator=draw)[:, 1]
-    plain, fused = Levels(growth, position), kernel.GrowingLevels(growth, position.to(device))
-    first = a_level(draw, coarse, requests, 1, growth.top_k)
-    rows = plain.attach(None, None, *first)
-    of_kernel = fused.attach(None, None, *(x.to(device) for x in first))
-    for level in range(2, growth.depth + 1):
-        assert_equal(of_kernel, rows, NextRows._fields)
-        there = torch.rand(requests, growth.width, generator=draw) < 0.8
-        there = None if level == 3 else there
-        said = a_level(draw, coarse, requests, growth.width, growth.top_k)
-        rows = plain.attach(rows, there, *said)
-        there = None if there is None else there.to(device)
-        of_kernel = fused.attach(of_kernel, there, *(x.to(device) for x in said))
-    assert_equal(of_kernel, rows, DraftTree.TENSORS)
-    return rows
+def assert_same(got, wanted, names) -> None:
+    assert_equal(*({name: getattr(x, name) for name in names} for x in (got, wanted)))
 
 
 GROWTHS = st.tuples(st.integers(1, 8), st.integers(1, 10), st.integers(1, 10), st.integers(1, 70))
@@ -70,7 +43,25 @@ GROWTHS = GROWTHS.map(lambda d: LevelLimits(d[0], d[1], min(d[1], d[2]), d[3]))
 @example(LevelLimits(8, 1, 1, 8), 3, False, 1)
 @example(LevelLimits(3, 10, 2, 60), 3, True, 2)  # fewer rows than children
 def test_levels_equal_torch(kernels, growth, requests, coarse, seed):
-    assert_grows_as_torch(kernels, growth, requests, coarse, seed)
+    draw, device = torch.Generator().manual_seed(seed), kernels.device
+    kernel = kernels.load("grow_level")
+    # A column of a table, as a caller may have it.
+    position = torch.randint(0, 10**5, (requests, 3), generator=draw)[:, 1]
+    plain = Levels(growth, position)
+    fused = kernel.GrowingLevels(growth, on(device, position))
+    rows = of_kernel = there = None
+    for level in range(1, growth.depth + 1):
+        width = growth.width
+        if level == 1:
+            width = 1
+        else:
+            assert_same(of_kernel, rows, NextRows._fields)
+            there = torch.rand(requests, width, generator=draw) < 0.8
+            there = None if level == 3 else there
+        said = a_level(draw, coarse, requests, width, growth.top_k)
+        rows = plain.attach(rows, there, *said)
+        of_kernel = fused.attach(of_kernel, *on(device, (there, *said)))
+    assert_same(of_kernel, rows, DraftTree.TENSORS)
 
 
 def test_no_requests(kernels):
