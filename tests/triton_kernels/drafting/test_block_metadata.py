@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.strides import column
+from vllm_specblock.triton_kernels.drafting.expand import NextStarts
 from vllm_specblock.triton_kernels.drafting.first_block_metadata import first_block_metadata
 from vllm_specblock.triton_kernels.drafting.later_block_metadata import later_block_metadata
 
@@ -46,19 +47,14 @@ def some_rows(requests: int, width: int, device) -> SimpleNamespace:
     )
 
 
-def some_starts(requests: int, starts: int, size: int, block: int, device) -> SimpleNamespace:
+def some_starts(requests: int, starts: int, size: int, block: int, device) -> NextStarts:
     """Anywhere in the rows so far; the drafting row is among them."""
     shape = (starts, requests)
     row = torch.randint(0, 1 + (block - 2) * starts, shape)
     row[torch.rand(shape) < 0.2] = 0
     position = torch.randint(0, size, shape)
     valid = torch.rand(shape) > 0.2
-    return SimpleNamespace(
-        **{
-            name: x.t().to(device)
-            for name, x in (("row", row), ("position", position), ("valid", valid))
-        }
-    )
+    return NextStarts._make(x.t().to(device) for x in (row, row, row, position, valid))
 
 
 class Builder(DraftAttentionBuilder):
@@ -92,11 +88,12 @@ def both(kernels, monkeypatch):
 
     monkeypatch.setattr(later.torch, "empty", stale)
 
-    def make(size: int, starts: int, path_rope: bool = False) -> list[DraftAttentionBuilder]:
+    def make(size: int, starts: int, path_rope: bool) -> list[DraftAttentionBuilder]:
+        by_level = path_rope and size == 1  # as EAGLE-2's levels are
         caches = [
             torch.empty(0, device=kernels.device)
         ] * 2  # the last layer's queries are those of the newest rows
-        args = (caches, size, starts, BLOCKS, MAX, path_rope)
+        args = (caches, size, starts, BLOCKS, MAX, path_rope, by_level)
         return [Builder(forms, *args) for forms in (references, launches)]
 
     return make

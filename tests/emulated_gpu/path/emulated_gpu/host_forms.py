@@ -218,25 +218,26 @@ def merge_and_rank(a: Arguments, grid: Grid) -> None:
     a.bucket_ptr.copy_((state @ a.second_ptr.float().T).argmax(-1))
 
 
-def attach_block(a: Arguments, requests: int) -> None:
-    """[R, rows, K, B] candidates behind those of the blocks before."""
+def attach_block(a: Arguments, requests: int) -> torch.Tensor:
+    """Attach [R, rows, K, B] candidates; returns their keys as starts."""
     grow, given, cells = a.GROW, a.drafts, (requests, a.GROW.ROWS, a.GROW.K, a.GROW.B)
     token, path_hash, key, parent, may_start, _ = a.fields_ptr.unbind()
-    score, first = a.score_ptr, 1
-    if grow.BLOCK == 1:
+    score, first = a.score_ptr, 1 + a.done * grow.K * grow.B
+    if grow.ROOT:
         for field, value in ((token, 0), (path_hash, ROOT_HASH), (key, 0), (parent, 0), (score, 0)):
             field[:, 0] = value
         node = torch.zeros(requests, 1, dtype=torch.int64)
         total, text, above = score[:, :1], path_hash[:, :1], key[:, :1]
     else:
-        node, first = given.start_node, 1 + (1 + (grow.BLOCK - 2) * grow.S) * grow.K * grow.B
+        node = given.start_node
         total = torch.where(given.start_valid, score.gather(1, node), float("-inf"))
         text, above = path_hash.gather(1, node), key.gather(1, node) & (MAX_DEPTH * DEPTH_ONE)
-        if grow.BLOCK < grow.BLOCKS:
+        if grow.REOPENS:
             begun = torch.where(given.start_valid, text, ROOT_HASH)
-            a.started_ptr[:, grow.BLOCK - 2] = begun
-    word = given.top_token.view(cells)
-    width = given.branching[given.bucket].view(cells[:3])[..., None]
+            a.started_ptr.flatten(1)[:, a.done - 1 :][:, : grow.S] = begun
+    word, width = given.top_token.view(cells), torch.tensor(grow.B)
+    if given.bucket is not None:
+        width = given.branching[given.bucket].view(cells[:3])[..., None]
     wanted = torch.arange(grow.B) < width.clamp(min=1)
     gain = torch.where(wanted, given.top_logprob.view(cells), float("-inf"))
     gain = gain.fmin(torch.zeros(()))  # 0 for NaN, as in a kernel: padding rows have any value
@@ -254,28 +255,29 @@ def attach_block(a: Arguments, requests: int) -> None:
     up[:, :, 0] = node[..., None]
     here = slice(first, first + index.numel())
     fields = [(token, word), (path_hash, texts), (key, rank), (parent, up), (score, totals)]
-    if grow.BLOCK < grow.BLOCKS:
-        open_key = torch.where(width > 0, rank, rank | CLOSED)
+    open_key = torch.where(width > 0, rank, rank | CLOSED)
+    if grow.REOPENS:
         open_key[:, 0, -1, 0] |= FIRST
         fields.append((may_start, open_key))
     for field, values in fields:
         field[:, here] = values.flatten(1)
+    return open_key.flatten(1)
 
 
 def attach_and_start(a: Arguments, grid: Grid) -> None:
-    attach_block(a, grid[0])
-    grow, count = a.GROW, a.COUNT
-    token, path_hash, key, _, may_start, _ = a.fields_ptr[:, :, :count].unbind()
-    closed = torch.arange(1, max(count, grow.S + 1)).clamp(max=count - 1) | CLOSED
-    open_key = closed.repeat(grid[0], 1)
-    open_key[:, : count - 1] = may_start[:, 1:]
-    if grow.BLOCK > 1:
+    open_key, grow, count = attach_block(a, grid[0]), a.GROW, a.COUNT
+    token, path_hash, key, _, may_start, _ = a.fields_ptr.unbind()
+    final = (a.done + grow.ROWS) * grow.K * grow.B
+    if grow.STARTED:
+        path_hash, key = path_hash[:, :count], key[:, :count]
         order, winner = candidates.join(key, path_hash)
         best = torch.empty_like(order, dtype=torch.bool)
         best.scatter_(1, order, winner == torch.arange(count))
-        started = a.started_ptr[:, : grow.BLOCK - 1].flatten(1)
+        started = a.started_ptr.flatten(1)[:, : grow.STARTED]
         free = best & ~(path_hash[..., None] == started[:, None]).any(-1)
-        open_key[:, : count - 1] = torch.where(free[:, 1:], open_key[:, : count - 1], closed)
+        closed = torch.arange(1, count) | CLOSED
+        open_key = torch.where(free[:, 1:], may_start[:, 1:count], closed)
+    open_key = F.pad(open_key, (0, max(0, grow.S - open_key.shape[1])), value=final | CLOSED)
     chosen = open_key.sort(1).values[:, : grow.S]
     node = chosen & INDEX_BITS
     drafted = (node - 1) // grow.B
@@ -288,8 +290,9 @@ def attach_and_select(a: Arguments, grid: Grid) -> None:
     attach_block(a, grid[0])
     count, depth = a.SELECT.COUNT, a.GROW.K * a.GROW.BLOCKS
     token, path_hash, key, parent = a.fields_ptr[:4, :, :count].unbind()
+    texts = path_hash if a.JOINS else None
     chosen = candidates.select.reference(
-        token, parent, a.score_ptr[:, :count], key, path_hash, a.SELECT.BUDGET, depth
+        token, parent, a.score_ptr[:, :count], key, texts, a.SELECT.BUDGET, depth
     )
     for name in a.tree._fields[:-1]:
         getattr(a.tree, name).copy_(getattr(chosen.tree, name))
