@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 from support.recorded_rows import some_slabs, some_step
@@ -14,17 +12,13 @@ from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
 
 def on(device: torch.device, found):
-    """Tensors of a dataclass on a device, strides as they are."""
+    """Tensors on a device, strides as they are."""
     if isinstance(found, torch.Tensor):
         there = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=device)
         return there.copy_(found)
-    if isinstance(found, SlabTensors | VerifiedTrees):
+    if isinstance(found, SlabTensors | StepToRecord | VerifiedTrees):
         return type(found)(*(on(device, each) for each in found))
-    if isinstance(found, tuple):
-        return tuple(on(device, each) for each in found)
-    if isinstance(found, StepToRecord):
-        return type(found)(*(on(device, getattr(found, f.name)) for f in fields(found)))
-    return found
+    return tuple(on(device, each) for each in found) if isinstance(found, tuple) else found
 
 
 def same(mine: SlabTensors, theirs: SlabTensors) -> None:

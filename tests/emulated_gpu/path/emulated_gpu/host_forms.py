@@ -99,14 +99,10 @@ def attend(query: torch.Tensor, entries: torch.Tensor, seen: torch.Tensor, a: Ar
 
 
 def rotate_pair(a: Arguments, grid: Grid) -> None:
-    each = (
-        (a.query_ptr, a.query_out_ptr, a.queries, a.query_norm_ptr),
-        (a.key_ptr, a.key_out_ptr, a.keys, a.key_norm_ptr),
-    )
-    for states, out, count, norm in each:
-        at = torch.arange(count)
+    for of, count in ((a.query, a.queries), (a.key, a.keys)):
+        states, out, norm, at = of.source, of.out, of.norm, torch.arange(count)
         rows = at // a.ROPE.EACH
-        if states is a.query_ptr and a.keep_ptr is not None:
+        if of is a.query and a.keep_ptr is not None:
             rows = a.keep_ptr[rows]
             states = states[rows * a.ROPE.EACH + at % a.ROPE.EACH] if a.ROPE.PICKS else states
         angle = (a.base_ptr[rows] + at % a.ROPE.EACH).float()[:, None, None] * a.turn_ptr[
@@ -197,23 +193,22 @@ def merge_chunks(a: Arguments, grid: Grid) -> tuple[torch.Tensor, ...]:
 
 def merge_and_rank(a: Arguments, grid: Grid) -> None:
     values, most, lower, weight, spread, total = merge_chunks(a, grid)
-    rank = a.RANK
-    if rank.SCOPE == 0:
+    if a.SCOPE == 0:
         within = most + total.log()
         entropy = total.log() - ((spread + weight * lower) * lower.exp()).sum(-1) / total
     else:
-        below = (values - most[:, None])[:, : rank.SCOPE]
+        below = (values - most[:, None])[:, : a.SCOPE]
         mass = below.exp().sum(-1)
         within = most + mass.log()
         entropy = mass.log() - (below.exp() * below).sum(-1) / mass
     features = [
-        values[:, : rank.LOGPROBS] - within[:, None],
+        values[:, : a.LOGPROBS] - within[:, None],
         most[:, None] - values[:, [1, 2, 4]],
         (values[:, :1] - within[:, None]).exp(),
         entropy[:, None],
     ]
     psi = torch.cat(features, -1).to(a.of_state_ptr.dtype).float()
-    columns = a.first_ptr[:, a.size : a.size + rank.LOGPROBS + 5].float()
+    columns = a.first_ptr[:, a.size : a.size + a.LOGPROBS + 5].float()
     state = F.silu(a.of_state_ptr.float() + psi @ columns.T)
     a.bucket_ptr.copy_((state @ a.second_ptr.float().T).argmax(-1))
 
@@ -309,14 +304,14 @@ def accept_path(a: Arguments, grid: Grid) -> None:
 
 def tree_mask(a: Arguments, grid: Grid) -> None:
     requests = grid[0] - 1
-    starts = a.node_start_ptr[: requests + 1].long()
+    starts = a.rows.node_start[: requests + 1].long()
     counts = starts.diff()
     request = torch.arange(requests).repeat_interleave(counts)
     node = torch.arange(int(starts[-1])) - starts[request]
-    row = a.query_start_ptr[request + 1] - counts[request] + node
-    slots = a.req_idx_ptr[:requests].long()
+    row = a.rows.query_start[request + 1] - counts[request] + node
+    slots = a.rows.req_idx[:requests].long()
     rows = BatchRows(
-        a.position_ptr[: a.num_rows], a.query_start_ptr, a.seq_len_ptr, slots, starts,
+        a.rows.position[: a.num_rows], a.rows.query_start, a.rows.seq_len, slots, starts,
         row, slots[request], node,
     )  # fmt: skip
     build_tree_mask.reference(rows, a.depth_ptr, a.ancestors_ptr, a.out)
@@ -395,7 +390,7 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "kernel_unified_attention": (unified_attention, ""),
     "reshape_and_cache_kernel_flash": (reshape_and_cache, "key_cache_ptr value_cache_ptr"),
     "_tree_attention_kernel": (tree_attention, "into.out"),
-    "_rotate_pair_kernel": (rotate_pair, "query_out_ptr key_out_ptr"),
+    "_rotate_pair_kernel": (rotate_pair, "query.out key.out"),
     "_add_norm_kernel": (add_norm, "total_ptr normed_ptr"),
     "_norm_pair_kernel": (norm_pair, "out_ptr"),
     "_layer_shift_kernel": (layer_shift, "out_ptr"),
