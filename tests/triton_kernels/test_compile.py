@@ -15,7 +15,6 @@ from vllm_specblock.triton_kernels.attention import attention_schedule, tree_att
 from vllm_specblock.triton_kernels.drafting import (
     expand,
     first_block_metadata,
-    grow_level,
     later_block_metadata,
 )
 from vllm_specblock.triton_kernels.feedback import (
@@ -259,16 +258,13 @@ def test_growth_compiles(compiler):
     ("depth", "top_k", "width"), [(3, 10, 8), (2, 1, 1), (3, 10, 1), (2, 32, 32)]
 )
 def test_growing_levels_compiles(compiler, depth, top_k, width):
-    growing, _ = compiler(grow_level, may_spill=False)
-    limits = grow_level.LevelLimits(depth, top_k, width, 60)
-    levels = grow_level.GrowingLevels(limits, whole(2, 3)[:, 1])
-    said = whole(2, 1, top_k)
-    grown = levels.attach(None, None, said.float(), said)
-    for level in range(2, depth + 1):
-        said = whole(2, width, top_k)
-        there = grown.valid if level % 2 else None
-        grown = levels.attach(grown, there, said.float(), said)
-    assert len(growing.compiled) == depth - 1
+    starting, _ = compiler(expand, may_spill=False)
+    levels = expand.Growing(expand.TreeShape.levels(depth, top_k, width, 60), whole(4), 2)
+    grown = None
+    for rows in [1] + [width] * (depth - 1):
+        said = whole(2, rows, 1, top_k)
+        grown = levels.attach(grown, said.float(), said)
+    assert len(starting.compiled) == depth - 1
 
 
 @pytest.mark.parametrize("num_nodes", [1, 64, 256])
@@ -296,7 +292,7 @@ def test_metadata_of_blocks_compiles(compiler, size, starts, mask_words):
     row, known, rows = whole(2, starts), whole(5, 3), 1 + 3 * starts
     for last, reach in ((known[:2, 0], None), (row[:, 0], whole(2, 5))):
         later_block_metadata.later_block_metadata_triton(
-            later_block_metadata.StartPointers(row, row, row.bool()),
+            expand.NextStarts(row, row, row, row, row.bool()),
             later_block_metadata.CommittedRows(known[:, 1], known[:, 1], last),
             whole(rows, size, mask_words),
             torch.zeros(2, 9, dtype=torch.int32),
@@ -304,6 +300,7 @@ def test_metadata_of_blocks_compiles(compiler, size, starts, mask_words):
             3,
             16,
             4096,
+            by_level=reach is not None,
         )
 
 

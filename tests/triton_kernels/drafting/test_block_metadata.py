@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.tensors import assert_equal, column, on
+from vllm_specblock.triton_kernels.drafting.expand import NextStarts
 from vllm_specblock.triton_kernels.drafting.first_block_metadata import first_block_metadata
 from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     CommittedRows,
     RowPointers,
-    StartPointers,
     later_block_metadata,
 )
 
@@ -41,13 +41,14 @@ def some_rows(requests: int) -> SimpleNamespace:
     )
 
 
-def some_starts(requests: int, starts: int, size: int, block: int) -> StartPointers:
+def some_starts(requests: int, starts: int, size: int, block: int) -> NextStarts:
     """Anywhere in the rows so far; the drafting row is among them."""
     shape = (starts, requests)
     row = torch.randint(0, 1 + (block - 2) * starts, shape)
     row[torch.rand(shape) < 0.2] = 0
     position = torch.randint(0, size, shape)
-    return StartPointers(row.t(), position.t(), (torch.rand(shape) > 0.2).t())
+    valid = torch.rand(shape) > 0.2
+    return NextStarts._make(x.t() for x in (row, row, row, position, valid))
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_as_torch_sees(launches, kernels, requests, size, starts, width, path_ro
     for block in range(2, BLOCKS + 1):
         where = some_starts(requests, starts, size, block)
         given = where, committed, builder.own, table
-        limits = block, TOKENS, MAX
+        limits = block, TOKENS, MAX, path_rope and size == 1  # as EAGLE-2's levels are
         found = launch_later(*on(device, given), there, *limits)
         wanted = later_block_metadata.reference(*given, kept, *limits)
         assert_equal(tuple(found), tuple(wanted))

@@ -100,18 +100,30 @@ SHAPES = st.builds(
 )
 
 
-@few_examples(8)
-@given(SHAPES, st.sampled_from([random_block, certain_block]), st.integers(0, 10**6))
-@example(TreeShape(3, 3, 5, (2, 4, 6, 4), 60), random_block, 2)  # twins that are both open
-@example(TreeShape(3, 3, 5, (2, 4, 6, 0), 60), random_block, 3)
-def test_growth_equals_torch(kernels, shape, make, seed):
-    draw = torch.Generator().manual_seed(seed)
-    device, requests = kernels.device, 2
+LEVELS = st.tuples(st.integers(1, 8), st.integers(1, 10), st.integers(1, 10), st.integers(1, 70))
+LEVELS = LEVELS.map(lambda d: TreeShape.levels(d[0], d[1], min(d[1], d[2]), d[3]))
+
+
+@few_examples(16)
+@given(
+    st.one_of(SHAPES, LEVELS),
+    st.sampled_from([random_block, certain_block]),
+    st.integers(0, 3),
+    st.integers(0, 10**6),
+)
+@example(TreeShape(3, 3, 5, (2, 4, 6, 4), 60), random_block, 2, 2)  # twins that are both open
+@example(TreeShape(3, 3, 5, (2, 4, 6, 0), 60), random_block, 2, 3)
+@example(TreeShape.levels(1, 1, 1, 5), random_block, 2, 0)
+@example(TreeShape.levels(8, 1, 1, 8), random_block, 3, 1)
+@example(TreeShape.levels(3, 10, 2, 60), certain_block, 3, 2)  # fewer rows than children
+def test_growth_equals_torch(kernels, shape, make, requests, seed):
+    draw, device = torch.Generator().manual_seed(seed), kernels.device
+    given = 2 if shape.by_level else 3  # levels have no buckets
     kernel = kernels.load("expand")
     branching = torch.tensor(shape.branching)
     plain = Expansion(shape, branching, requests)
     fused = kernel.Growing(shape, branching.to(device), requests)
-    block = make(draw, shape, 11, requests, 1)
+    block = make(draw, shape, 11, requests, 1)[:given]
     wanted = plain.attach(None, *block)
     got = fused.attach(None, *(x.to(device) for x in block))
     for m in range(2, shape.num_blocks + 1):
@@ -120,12 +132,13 @@ def test_growth_equals_torch(kernels, shape, make, seed):
             mine, theirs = getattr(got, name).cpu(), getattr(wanted, name)
             assert torch.equal(mine[wanted.valid], theirs[wanted.valid]), name
         # A caller reads hidden states at all of them, valid or not.
-        assert (got.row >= 0).all() and (got.row < 1 + (m - 2) * shape.num_starts).all()
+        first = shape.rows(m - 2) if shape.by_level else 0
+        assert (got.row >= first).all() and (got.row < shape.rows(m - 1)).all()
         assert (got.position >= 0).all() and (got.position < shape.block_size).all()
         no_room = torch.rand(wanted.valid.shape, generator=draw) < 0.2
         wanted.valid[no_room] = False
         got.valid[no_room.to(device)] = False
-        block = make(draw, shape, 11, requests, shape.num_starts)
+        block = make(draw, shape, 11, requests, shape.num_starts)[:given]
         wanted = plain.attach(wanted, *block)
         got = fused.attach(got, *(x.to(device) for x in block))
     assert_same_tree(got, wanted)

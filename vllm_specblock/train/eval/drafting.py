@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_specblock.config import DEFAULT_NODES, Eagle3Config, SpecBlockConfig, parse_drafter
 from vllm_specblock.drafters.common.layers import Attend
-from vllm_specblock.drafters.eagle3.growth import grow, limits_of
+from vllm_specblock.drafters.eagle3.growth import LevelRows, grow, level_shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
@@ -21,7 +21,6 @@ from vllm_specblock.train.eval.dense_cache import DenseCache
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
-from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits, NextRows
 
 
 class LearnedBeta:
@@ -116,14 +115,15 @@ class Eagle3Draft:
         self,
         drafter: Eagle3Model,
         sequence: EvalSequence,
-        growth: LevelLimits,
+        shape: TreeShape,
         calibration: DraftCalibration | None = None,
         temperature: float = 0.0,
     ) -> None:
         weight = drafter.fc.weight
-        self.drafter, self.sequence, self.growth = drafter, sequence, growth
+        self.drafter, self.sequence, self.shape = drafter, sequence, shape
         self.embed = sequence.embed if drafter.embed_tokens is None else drafter.embed_tokens
         self.cache = DenseCache(drafter.config, weight.dtype, weight.device)
+        self.branching = torch.tensor(shape.branching, device=weight.device)
         self.beta = LearnedBeta(calibration, temperature, weight.device)
 
     @torch.no_grad()
@@ -134,12 +134,15 @@ class Eagle3Draft:
         feature = self.drafter.fuse(self.sequence.hidden[row])
         attend = _rows_of_one(self.cache.append())
         state = self.drafter.run(self.embed(tokens[row + 1]), feature, row, attend)[-1:]
-        levels = self.cache.grow()
+        earlier = self.cache.grow()
 
-        def attention(_level: int, rows: NextRows) -> tuple[Attend, None]:
-            return _rows_of_one(levels.starts(rows.row[0], rows.position[0])), None
+        def attention(level: int, rows: NextStarts) -> tuple[Attend, LevelRows]:
+            attend = _rows_of_one(earlier.starts(rows.row[0], rows.position[0]))
+            source = rows.row[0] - self.shape.rows(level - 2)
+            return attend, LevelRows(rows.valid, source, (row[-1:] + level - 1).expand_as(source))
 
-        tree = grow(self.drafter, self.embed, self.growth, state, row[-1:], attention, beta)
+        levels = Expansion(self.shape, self.branching, num_requests=1)
+        tree = grow(self.drafter, self.embed, levels, state, attention, beta)
         self.beta.before = root, tree
         return tree
 
@@ -166,10 +169,10 @@ def serving_shape(
 
 def serving_growth(
     drafter: Eagle3Model, options: Eagle3Config | None = None, nodes: int = DEFAULT_NODES
-) -> LevelLimits:
+) -> TreeShape:
     """The trees that serving grows with `options` (default: its own) and a budget of `nodes`."""
     options = options or Eagle3Config()
-    return limits_of(options, nodes, nodes, drafter.config.draft_vocab_size)
+    return level_shape(options, nodes, nodes, drafter.config.draft_vocab_size)
 
 
 def chain_shape(drafter: SpecBlockModel, blocks: int) -> TreeShape:

@@ -145,7 +145,7 @@ def load_drafter(
         learned = DraftCalibration(device, num_slots=1) if levels.calibrate_drafts else None
         return LoadedDrafter(
             pairing,
-            growth.depth,
+            growth.num_blocks,
             "level",
             lambda text: Eagle3Draft(eagle3, text, growth, learned),
             learned,

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from lib.interpreter import teach_bf16_dot, teach_whole_arrays
 
+from emulated_gpu.launch_records import launch_record
+
 SHUFFLE = os.environ.get("EMU_SHUFFLE") == "1"
 HOST_FORMS = os.environ.get("EMU_HOST_FORMS") == "1"
 BOUNDS = os.environ.get("EMU_BOUNDS") == "1"
@@ -232,6 +234,19 @@ def storages(arg: Any) -> Iterable[tuple[int, int]]:
         yield arg.storage_range
 
 
+RECORD = os.environ.get("EMU_RECORD_LAUNCHES")
+recorded: set[str] = set()
+
+
+def record(self, given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Add a launch to the file that `EMU_RECORD_LAUNCHES` names, as far as a compiler sees it."""
+    line = launch_record(self.fn, given, self.constexprs, options)
+    if line not in recorded:
+        recorded.add(line)
+        with open(RECORD, "a") as file:
+            file.write(line + "\n")
+
+
 @functools.cache
 def parameters(fn: Callable) -> tuple[list[str], dict[str, Any]]:
     """Names of a kernel's arguments, and defaults."""
@@ -247,6 +262,7 @@ def launch(self, *args: Any, **kwargs: Any) -> None:
     patch_interpreter(interpreter)
     known, defaults = parameters(self.fn)
     args = tuple(on_host(arg) for arg in args)
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
     kwargs = {name: on_host(arg) for name, arg in kwargs.items() if name in known}
     for hook in self.pre_run_hooks:
         hook(*args, **kwargs)
@@ -259,6 +275,8 @@ def launch(self, *args: Any, **kwargs: Any) -> None:
     if 0 in grid:
         return
     name = f"{self.fn.__module__}.{self.fn.__name__}"
+    if RECORD and self.fn.__module__.startswith("vllm_specblock."):
+        record(self, given, options)
     ranges = [found for arg in given.values() for found in storages(arg)]
 
     def interpret() -> None:
