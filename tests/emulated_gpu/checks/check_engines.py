@@ -17,8 +17,6 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["TRITON_F32_DEFAULT"] = "ieee"
-# The steps that vLLM times at the start have a short context, and each runs once.
-os.environ["VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN"] = "16"
 
 from support.engines import (
     FULL_GRAPHS,
@@ -34,7 +32,6 @@ from support.learned import LEARNERS, write_learned
 from transformers import AutoTokenizer
 from vllm import SamplingParams, __version__
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 TOKENS = int(os.environ.get("CHECK_TOKENS", 8))
 RECORD = os.environ.get("CHECK_RECORD")
@@ -64,7 +61,6 @@ SMALL = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 80,
     "kv_cache_memory_bytes": 16 << 20,
-    "kernel_config": {"enable_flashinfer_autotune": False, "enable_jit_warmup": False},
 }
 SIZES = {"cudagraph_capture_sizes": [9, 36]}
 GRAPHS = {"enforce_eager": False, "compilation_config": FULL_GRAPHS | SIZES}
@@ -192,9 +188,8 @@ class Compared:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_tokens_are_those_of_plain_vllm(name, dtype, tmp_path, monkeypatch):
+def test_tokens_are_those_of_plain_vllm(name, dtype, tmp_path):
     """Once on an empty cache, once with prefix hits, and once beside aborted requests."""
-    monkeypatch.setattr(adaptive_verification, "_PROFILE_REPLAYS", 1)
     _, speculative, changes = ENGINES[name]
     speculative = {"num_speculative_tokens": 8, **speculative}
     if speculative.get("model") in LEARNERS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ DRAFTER = ROOT / "examples/tiny_pair/drafter"
 MAX_MODEL_LEN = 512
 FULL_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 EAGLE3 = {"model": str(ROOT / "examples/two_heads/eagle3")}
+EMULATED = {
+    "max_num_batched_tokens": MAX_MODEL_LEN,
+    "kernel_config": {"enable_flashinfer_autotune": False, "enable_jit_warmup": False},
+}
+"""On an emulated GPU, where warm-up runs of vLLM's own sizes take minutes."""
 KINDS = {
     "SpecBlock": {},
     "n-gram": {"kind": "ngram", "model": None},
@@ -105,6 +111,8 @@ def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
         "distributed_executor_backend": "uni",
         "disable_log_stats": False,
     }
+    if os.environ.get("EMULATED_GPU") == "1":
+        settings |= EMULATED
     if speculative is not None:
         settings["speculative_config"] = {
             "method": "specblock",

@@ -24,6 +24,7 @@ VLLM = tuple(f"{folder}/" for folder in (_VLLM.submodule_search_locations if _VL
 STAND_INS = ("_reference.py", "_numba.py")
 """Ends of the files that run in a kernel's place."""
 CPU_ONLY = f"{ROOT / 'vllm_specblock' / 'cpu'}/"
+EMULATOR = f"{ROOT / 'tests' / 'emulated_gpu'}/"
 
 _METHODS = {
     getattr(torch.Tensor, name)
@@ -57,12 +58,12 @@ def reads_values(op, args) -> bool:
 def check(what: str) -> None:
     """Raise HostRead unless the read that is under way is one of host memory.
 
-    The innermost frame of ours or of vLLM decides: vLLM's own reads are its own affair.
+    The innermost frame of ours, of vLLM or of the emulated GPU decides: only ours are judged.
     """
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith((*VLLM, CPU_ONLY)) or file.endswith(STAND_INS):
+        if file.startswith((*VLLM, CPU_ONLY, EMULATOR)) or file.endswith(STAND_INS):
             return
         if file.startswith(PACKAGES):
             line = linecache.getline(file, frame.f_lineno)
