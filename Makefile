@@ -26,7 +26,7 @@ test: setup
 # Without engines: what a change of trees, kernels, heads or training breaks shows here already.
 test-fast: setup
 	$(VENV)/bin/pytest --numprocesses $(WORKERS) --dist worksteal --ignore tests/engine \
-		--ignore $(COMPILED) -m "not engine"
+		--ignore $(COMPILED) -m "not engine" $(COVERAGE)
 
 # What the plugin leans on in vLLM, held against the installed one, or against the sources of any
 # other: make contract VLLM=0.33.0. Nothing of it is installed or run.
