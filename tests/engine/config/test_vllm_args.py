@@ -33,7 +33,7 @@ def test_accepted():
     config = configure({"num_blocks": 3, "branching": [1, 2, 3, 4]})
     assert config.speculative_config.num_speculative_tokens == 24
     assert config.num_lookahead_tokens >= 24, "later blocks borrow these slots"
-    plan = vllm_args.read_back(config.additional_config)
+    plan = config.speculative_config.specblock
     (head,) = plan.drafters
     assert head.kind == "specblock" and head.folder == str(DRAFTER)
     assert head.options.num_blocks == 3 and head.options.branching == [1, 2, 3, 4]
@@ -44,9 +44,9 @@ def test_accepted():
 
 def test_weights_in_eight_bits_want_a_gpu_that_has_them(monkeypatch):
     config = configure({"quantization": "fp8", "calibrate_drafts": False})
-    (head,) = vllm_args.read_back(config.additional_config).drafters
+    (head,) = config.speculative_config.specblock.drafters
     assert head.options.quantization == "fp8" and head.options.calibrate_drafts is False
-    plan = vllm_args.read_back(config.additional_config)
+    plan = config.speculative_config.specblock
     for capability, fine in ((80, False), (89, True), (90, True)):
         gpu = SimpleNamespace(
             is_cuda=lambda: True,
@@ -81,15 +81,15 @@ def test_default_numbers_of_nodes_and_blocks():
         assert nodes == (12 if current_platform.is_cpu() else 60)
     for nodes, wanted, blocks in ((15, {}, 1), (16, {}, 2), (12, {"num_blocks": 2}, 2)):
         config = configure({"num_speculative_tokens": nodes, **wanted})
-        (head,) = vllm_args.read_back(config.additional_config).drafters
+        (head,) = config.speculative_config.specblock.drafters
         assert head.options.num_blocks == blocks
 
 
 def test_other_methods_are_left_alone():
     given = {"method": "ngram", "num_speculative_tokens": 3}
-    config = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
-    built = config.create_engine_config()
-    assert built.speculative_config.method == "ngram" and "specblock" not in built.additional_config
+    args = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
+    config = args.create_engine_config().speculative_config
+    assert config.method == "ngram" and not is_ours(config)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_adapters_on_a_gpu(monkeypatch):
     parallel = EngineArgs(model=str(TARGET)).create_engine_config().parallel_config
     gpu = SimpleNamespace(is_cpu=lambda: False)
     monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", gpu)
-    with pytest.raises(OptionError, match=r"LoRA only on a CPU.*drop enable_lora\.$"):
+    with pytest.raises(OptionError, match=r"LoRA on a GPU, .*drop enable_lora\.$"):
         validate.check_runner(EngineArgs(model=str(TARGET), enable_lora=True), parallel)
 
 
@@ -235,7 +235,7 @@ def test_two_heads():
     """In keys with dashes, as on a command line."""
     second = {"kind": "ngram", "max-match": 5}
     given = {"second-drafter": second, "draft-policy": "merge", "budget": "split"}
-    plan = vllm_args.read_back(configure(given).additional_config)
+    plan = configure(given).speculative_config.specblock
     assert [head.kind for head in plan.drafters] == ["specblock", "ngram"]
     assert plan.drafters[1].options.max_match == 5
     assert plan.combine.draft_policy == "merge" and plan.combine.budget == "split"
@@ -244,7 +244,7 @@ def test_two_heads():
 
 def test_a_head_without_weights():
     config = configure({"kind": "ngram", "model": None})
-    plan = vllm_args.read_back(config.additional_config)
+    plan = config.speculative_config.specblock
     assert plan.drafters[0].folder is None and plan.layers == ()
     draft = config.speculative_config.draft_model_config
     assert (draft.get_hidden_size(), draft.get_vocab_size()) == (192, 2048)
@@ -293,7 +293,7 @@ def test_wrong_combinations(speculative, parts):
 )
 def test_budgets_follow_from_costs_on_a_cpu_unless_somebody_says_otherwise(given, changes, adapts):
     config = configure(given, **changes)
-    assert vllm_args.read_back(config.additional_config).adaptive == adapts
+    assert config.speculative_config.specblock.adaptive == adapts
 
 
 @pytest.mark.parametrize(
@@ -343,17 +343,17 @@ ADAPT = {"adapt": {"policy": "watch", "requests": "marked"}}
 
 
 def test_adaptation_is_off_and_can_be_on():
-    assert vllm_args.read_back(configure().additional_config).adapting is None
-    plan = vllm_args.read_back(configure({"adapt": False}).additional_config)
+    assert configure().speculative_config.specblock.adapting is None
+    plan = configure({"adapt": False}).speculative_config.specblock
     assert plan.adapting is None
-    plan = vllm_args.read_back(configure(ADAPT).additional_config)
+    plan = configure(ADAPT).speculative_config.specblock
     assert plan.adapting == plan.drafters[0] and plan.adapting.adapt.requests == "marked"
     second = {"model": str(TABLES), "adapt": {"policy": "watch"}}
-    plan = vllm_args.read_back(configure({"second_drafter": second}).additional_config)
+    plan = configure({"second_drafter": second}).speculative_config.specblock
     assert plan.adapting == plan.drafters[1]
-    plan = vllm_args.read_back(configure({"adapt": True}).additional_config)
+    plan = configure({"adapt": True}).speculative_config.specblock
     assert plan.adapting.adapt.policy == "bandit"
-    plan = vllm_args.read_back(configure({"adapt": {"trainer": "a/folder"}}).additional_config)
+    plan = configure({"adapt": {"trainer": "a/folder"}}).speculative_config.specblock
     assert str(plan.adapting.adapt.folder) == "a/folder"
 
 
@@ -377,8 +377,7 @@ def test_adaptation_that_cannot_be(speculative, parts):
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
 def test_adaptation_among_ranks_and_of_a_target_elsewhere(monkeypatch, on_cpu):
     watch, learns, busy = (
-        vllm_args.read_back(configure(given).additional_config)
-        for given in (ADAPT, {"adapt": True}, ADAPT)
+        configure(given).speculative_config.specblock for given in (ADAPT, {"adapt": True}, ADAPT)
     )
     busy.adapting.adapt.__dict__["trainer"] = "cuda:1"
     rank = {"data_parallel_size_local": 1, "distributed_executor_backend": "mp", "nnodes": 1}

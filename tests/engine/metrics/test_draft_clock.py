@@ -23,7 +23,7 @@ def test_only_whole_spans_count():
 
 def test_time_inside_any_propose():
     speculator = SimpleNamespace(propose=lambda batch, after: time.sleep(0.01) or after)
-    watch = Stopwatch(speculator, on_gpu=False)
+    watch = Stopwatch(speculator, "cpu")
     for has_prefill in (False, True, False):
         assert speculator.propose(SimpleNamespace(has_prefill=has_prefill), "drafts") == "drafts"
     nanoseconds, steps = watch.take()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from vllm_specblock.config import CombineConfig, NGramConfig, OptionError, SpecB
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 from vllm_specblock.engine.config import vllm_args
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
-from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
+from vllm_specblock.engine.runner.draft_policy import SkippingMergedDrafters
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="for a host's memory")
 NODES = 24
@@ -78,7 +79,7 @@ def test_it_drafts_what_one_drafts_that_was_never_left_out(first):
     turns = iter([first, False, False, True, False, True, False, False, True])
     controller = SimpleNamespace(asks=lambda *_: next(turns))
     merged = SkippingMergedDrafters(
-        [sometimes, lookup], options, NODES, 4, torch.device("cpu"), controller
+        [sometimes, lookup], options, NODES, torch.device("cpu"), 4, controller
     )
     draw = torch.Generator().manual_seed(0)
     states = torch.randn(3, 1, MAX_LEN, width, generator=draw)
@@ -106,12 +107,11 @@ def test_it_drafts_what_one_drafts_that_was_never_left_out(first):
 
 def a_plan(**changes) -> ResolvedConfig:
     heads = (
-        ResolvedDrafter(kind="specblock", folder=str(DRAFTER), options=SpecBlockConfig()),
-        ResolvedDrafter(kind="ngram", folder=None, options=NGramConfig()),
+        ResolvedDrafter("specblock", SpecBlockConfig(), str(DRAFTER)),
+        ResolvedDrafter("ngram", NGramConfig()),
     )
-    return ResolvedConfig(
-        drafters=heads, combine=CombineConfig(**{"draft_policy": "merge", **changes})
-    )
+    combine = CombineConfig(**{"draft_policy": "merge", **changes})
+    return ResolvedConfig(heads, num_speculative_tokens=12, adaptive=False, combine=combine)
 
 
 def test_where_a_drafter_is_left_out():
@@ -130,5 +130,5 @@ def test_where_a_drafter_is_left_out():
     ):
         with pytest.raises(OptionError, match=r"'skip_drafter' is true, but .*: drop the key\.$"):
             skips(a_plan(skip_drafter=True, **changes), parallel)
-    two_drafters = a_plan().model_copy(update={"drafters": a_plan().drafters[:1] * 2})
+    two_drafters = replace(a_plan(), drafters=a_plan().drafters[:1] * 2)
     assert not skips(two_drafters)

@@ -7,7 +7,7 @@ import random
 import torch
 
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
-from vllm_specblock.engine.runner.draft_policy import SingleDrafter
+from vllm_specblock.engine.runner.draft_policy import DraftPolicy
 from vllm_specblock.tree import DraftTree
 
 
@@ -104,7 +104,8 @@ def install(engine, kind: str, future: dict[tuple[int, ...], list[int]]):
         head.slots = input_batch.idx_mapping
         return propose(input_batch, *args, **kwargs)
 
-    speculator.draft_policy, speculator.propose = SingleDrafter(head), noting
+    speculator.draft_policy = DraftPolicy([head], None, head.num_nodes, torch.device("cpu"))
+    speculator.propose = noting
 
     def restore():
         speculator.draft_policy = before
