@@ -29,7 +29,7 @@ FAMILIES = "tests/targets/results.json"
 COMBINATIONS = "tests/engine/runner/test_combinations.py"
 CASES = "tests/lib/support/matrix.py"
 QUANTISED = "tests/engine/runner/test_quantised_target.py"
-FALLBACK = "vllm_specblock/engine/runner/chain_fallback.py"
+FALLBACK = "vllm_specblock/engine/request_drafts.py"
 BLOCK = re.compile(r"(<!-- generated .*?-->\n).*(<!-- end -->)", re.DOTALL)
 
 

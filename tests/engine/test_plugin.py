@@ -115,7 +115,7 @@ def test_register_twice_patches_once():
 ELSEWHERE = """
 import json, sys
 from vllm_specblock import plugin
-plugin._vllm_version = lambda: sys.argv[1]
+plugin.installed_version = lambda package: sys.argv[1]
 plugin.register()
 plugin.register()
 plugin.prepare_cpu()

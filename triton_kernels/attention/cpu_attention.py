@@ -39,7 +39,6 @@ from .cpu_threads import team_size
 
 if TYPE_CHECKING:
     from .tree_attention import ScoreOptions
-    from .tree_attention_batch import TreeAttentionBatch
 
 _LEAST_WORK = 2048
 """Rows × entries of one KV head that justify a thread: some 5 µs."""
@@ -122,7 +121,7 @@ class LayerCall:
 
 
 def attend_batch(
-    batch: TreeAttentionBatch,
+    batch: Any,
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     out: torch.Tensor,
@@ -151,12 +150,12 @@ def attend_batch(
     return attend_packed(query, kv_cache, packing, batch.block_table, plan, *scores)
 
 
-def causal_requests(batch: TreeAttentionBatch) -> np.ndarray:
+def causal_requests(batch: Any) -> np.ndarray:
     """Return [R] bool, requests with causal rows only; computed once per batch."""
     return batch.once("causal", lambda: find_causal(*_rows(batch, batch.mask_words)))
 
 
-def _rows(batch: TreeAttentionBatch, mask_words: torch.Tensor) -> Rows:
+def _rows(batch: Any, mask_words: torch.Tensor) -> Rows:
     tensors = batch.seq_len, batch.prefix_len, mask_words, batch.tree_start
     return rows_of(batch.query_start_host, *tensors)
 

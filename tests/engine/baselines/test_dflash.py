@@ -12,7 +12,6 @@ from support.matrix import PROMPTS, params
 from vllm_specblock.config import DFlashConfig, OptionError
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
 from vllm_specblock.drafters.dflash.model import FILES
-from vllm_specblock.engine.config import vllm_args
 from vllm_specblock.engine.runner.speculator import TreeSpeculator
 from vllm_specblock.train.target.features import load_target
 
@@ -67,7 +66,7 @@ def test_what_is_asked_of_the_target(kind, tmp_path):
     config = configure({"model": str(folder), "depth": 3})
     draft = config.speculative_config.draft_model_config.hf_config
     assert draft.eagle_aux_hidden_state_layer_ids == [1, 3, 5, 6]
-    plan = vllm_args.read_back(config.additional_config)
+    plan = config.speculative_config.specblock
     assert plan.drafters[0].kind == kind and plan.drafters[0].options.depth == 3
     with pytest.raises(OptionError, match=f"of a drafter of kind '{kind}'"):
         configure({"model": str(folder), "top_k": 3})

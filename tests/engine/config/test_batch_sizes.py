@@ -10,7 +10,7 @@ from vllm.config import CompilationConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from vllm_specblock.engine.config.batch_sizes import capture_trees, make_room
+from vllm_specblock.engine.config.vllm_args import capture_trees, make_room
 
 LLM, SERVER = UsageContext.LLM_CLASS, UsageContext.OPENAI_API_SERVER
 DEVICES = {

@@ -34,7 +34,7 @@ def refused(*parts: str, **kwargs) -> None:
 
 
 def plan_of(speculative=None, **changes) -> ResolvedConfig:
-    return vllm_args.read_back(configure(speculative, **changes).additional_config)
+    return configure(speculative, **changes).speculative_config.specblock
 
 
 def put_on_a_gpu(monkeypatch) -> SimpleNamespace:
@@ -49,7 +49,7 @@ def test_accepted():
     config = configure({"num_blocks": 3, "branching": [1, 2, 3, 4]})
     assert config.speculative_config.num_speculative_tokens == 24
     assert config.num_lookahead_tokens >= 24, "later blocks borrow these slots"
-    plan = vllm_args.read_back(config.additional_config)
+    plan = config.speculative_config.specblock
     (head,) = plan.drafters
     assert head.kind == "specblock" and head.folder == str(DRAFTER)
     assert head.options.num_blocks == 3 and head.options.branching == [1, 2, 3, 4]
@@ -98,9 +98,9 @@ def test_default_numbers_of_nodes_and_blocks():
 
 def test_other_methods_are_left_alone():
     given = {"method": "ngram", "num_speculative_tokens": 3}
-    config = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
-    built = config.create_engine_config()
-    assert built.speculative_config.method == "ngram" and "specblock" not in built.additional_config
+    args = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
+    config = args.create_engine_config().speculative_config
+    assert config.method == "ngram" and not is_ours(config)
 
 
 NGRAM = {"kind": "ngram"}
@@ -203,7 +203,7 @@ def test_what_works_on_a_cpu_only(monkeypatch):
     args = EngineArgs(model=str(TARGET), kv_cache_dtype="fp8", enable_lora=True)
     with pytest.raises(OptionError, match=r"only on a CPU.*use 'auto'\.$"):
         validate.check_cache(args, SimpleNamespace())
-    with pytest.raises(OptionError, match=r"LoRA only on a CPU.*drop enable_lora\.$"):
+    with pytest.raises(OptionError, match=r"LoRA on a GPU, .*drop enable_lora\.$"):
         validate.check_runner(args, ParallelConfig())
 
 
@@ -310,7 +310,7 @@ def test_where_a_drafter_is_left_out_of_steps(given, changes, skips):
 
 def test_a_head_without_weights():
     config = configure({"kind": "ngram", "model": None})
-    plan = vllm_args.read_back(config.additional_config)
+    plan = config.speculative_config.specblock
     assert plan.drafters[0].folder is None and plan.layers == ()
     draft = config.speculative_config.draft_model_config
     assert (draft.get_hidden_size(), draft.get_vocab_size()) == (192, 2048)

@@ -172,8 +172,10 @@ def test_a_wrong_command(words, says):
 
 
 def test_another_release_is_wrong_and_nothing_is_imported_then(monkeypatch):
-    real = setup.installed
-    monkeypatch.setattr(setup, "installed", lambda name: "0.31.2" if name == "vllm" else real(name))
+    real = setup.installed_version
+    monkeypatch.setattr(
+        setup, "installed_version", lambda name: "0.31.2" if name == "vllm" else real(name)
+    )
     monkeypatch.setattr(pair, "pair", lambda *_: pytest.fail("it looked at the pair"))
     found = by_name(TARGET, DRAFTER)
     assert found["vLLM"].verdict == "wrong" and "this is 0.31.2" in found["vLLM"].advice
@@ -183,8 +185,10 @@ def test_another_release_is_wrong_and_nothing_is_imported_then(monkeypatch):
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "vllm", "triton"])
 def test_a_package_that_is_not_there(package, monkeypatch):
-    real = setup.installed
-    monkeypatch.setattr(setup, "installed", lambda name: real(name) if name != package else None)
+    real = setup.installed_version
+    monkeypatch.setattr(
+        setup, "installed_version", lambda name: real(name) if name != package else None
+    )
     name = {"vllm": "vLLM"}.get(package, package)
     (finding,) = [each for each in setup.versions() if each.name == name]
     assert finding.verdict == "wrong" and "nstall" in finding.advice
@@ -209,7 +213,7 @@ def test_what_runs_the_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(setup.shutil, "which", lambda name: on["compiler"])
-    monkeypatch.setattr(setup, "installed", lambda name: on["vllm"])
+    monkeypatch.setattr(setup, "installed_version", lambda name: on["vllm"])
     assert "compiles them for sm_90" in setup.kernels().found
     on["compiler"] = None
     assert setup.kernels().verdict == "wrong" and "C compiler" in setup.kernels().found

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
-from vllm_specblock.engine.offline.answering import grown, read_counters
+from vllm_specblock.engine.offline.answering import read_counters
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 NODES = 12
@@ -61,7 +61,7 @@ def run(engine: Engine, params: Sequence[SamplingParams], texts=PROMPTS, aborted
                     seen.metrics[where] = sequence.spec_decode_metrics.to_dict()
                 if where[0] in aborted and len(seen.given[where]) == 3:
                     llm.abort_request([where[0]])
-    seen.counters = grown(before, read_counters(engine.llm.get_metrics()))
+    seen.counters = read_counters(engine.llm.get_metrics()) - before
     return seen
 
 

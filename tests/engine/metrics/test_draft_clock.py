@@ -10,7 +10,7 @@ from vllm_specblock.engine.metrics.draft_clock import Stopwatch
 
 def test_time_inside_any_propose():
     speculator = SimpleNamespace(propose=lambda batch, after: time.sleep(0.01) or after)
-    watch = Stopwatch(speculator, on_gpu=False)
+    watch = Stopwatch(speculator, "cpu")
     for has_prefill in (False, True, False):
         assert speculator.propose(SimpleNamespace(has_prefill=has_prefill), "drafts") == "drafts"
     nanoseconds, steps = watch.take()

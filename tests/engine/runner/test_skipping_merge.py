@@ -7,7 +7,7 @@ from support.engines import make_engine, note_calls
 from support.matrix import Checker, every_case, params
 from vllm.platforms import current_platform
 
-from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
+from vllm_specblock.engine.runner.draft_policy import SkippingMergedDrafters
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="for a host's memory")
 NODES = 24

@@ -11,7 +11,7 @@ from support.matrix import PROMPTS
 from support.trees import to_tree
 
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
-from vllm_specblock.engine.runner.draft_policy import SingleDrafter
+from vllm_specblock.engine.runner.draft_policy import DraftPolicy
 from vllm_specblock.tree import DraftTree
 
 
@@ -98,5 +98,7 @@ def install(
         head.slots = input_batch.idx_mapping
         return propose(input_batch, *args, **kwargs)
 
-    patch.setattr(speculator, "draft_policy", SingleDrafter(head))
+    patch.setattr(
+        speculator, "draft_policy", DraftPolicy([head], None, head.num_nodes, torch.device("cpu"))
+    )
     patch.setattr(speculator, "propose", noting)
