@@ -35,7 +35,7 @@ from baselines.positions import loss_and_choice
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.train.data.batch import Batch
-from vllm_specblock.train.eval.drafting import Eagle3Draft
+from vllm_specblock.train.eval.drafting import draft_eagle3
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,
@@ -151,7 +151,7 @@ class Eagle3(Learner, Eagle3Model):
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
         """Trees of `self.growth` along one text."""
-        return Eagle3Draft(self, sequence, self.growth)
+        return draft_eagle3(self, sequence, self.growth)
 
     def save(self, directory: Path) -> None:
         """A checkpoint for vLLM's method "eagle3"."""
