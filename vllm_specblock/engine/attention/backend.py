@@ -190,7 +190,7 @@ class TreeAttentionImpl(AttentionImpl):
 
     def typed(
         self, kv_cache: torch.Tensor, layer: AttentionLayer
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the cache in its own dtype, where vLLM has uint8 for fp8, and its scales."""
         if not self.fp8:
             return kv_cache, {}
