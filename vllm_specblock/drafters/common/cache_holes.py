@@ -37,9 +37,8 @@ class CacheHoles:
         return self.skips > 0 and int(self.seen) != 2 * self.skips  # a host tensor
 
     def skip(self, kv_slot: Tensor) -> None:
-        """Drafters do not write the rows in `kv_slot` [T] int64; negative: no row."""
-        block = torch.where(kv_slot >= 0, kv_slot // self.block_size, -1)
-        block = block.remainder(len(self.missing))
+        """Drafters do not write the rows in `kv_slot` [T] int64; −1: no row."""
+        block = (kv_slot // self.block_size).remainder(len(self.missing))  # rounds down: −1 is last
         self.missing.scatter_reduce_(0, block, kv_slot % self.block_size, "amin")
         self.skips += 1
 
