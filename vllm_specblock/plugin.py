@@ -20,11 +20,7 @@ def _vllm_version() -> str:
 
 
 def register() -> None:
-    """Make `method: "specblock"` known to this process; idempotent.
-
-    With an unsupported release, engines with that method fail: silently serving without drafts
-    would mislead the user.
-    """
+    """Make `method: "specblock"` known to this process, or fail with an unsupported vLLM."""
     found = _vllm_version()
     if not is_supported(found):
         from vllm_specblock.engine.config import unsupported
@@ -45,8 +41,7 @@ def register() -> None:
 def prepare_cpu() -> None:
     """Let Model Runner V2 find Triton on a CPU build, if all engines are to have that runner.
 
-    A platform plugin, since nothing else of ours runs before vLLM decides whether Triton is
-    available. Always returns None: "not my platform". See also `cpu/runner.py`.
+    A platform plugin runs before vLLM looks for Triton. Returns None: "not my platform".
     """
     found = _vllm_version()
     if "cpu" in found and _runner_is_wanted() and is_supported(found):

@@ -8,13 +8,6 @@ SUPPORTED_VLLM: dict[str, str] = {
 }
 """Minor release of vLLM → where engines of it can draft."""
 
-TESTED_VLLM: dict[str, str] = {
-    "0.32": "all of `tests/`, with its CPU build",
-    "0.33": "its CUDA wheel on an emulated GPU; a part of `tests/engine`, over the compiled parts "
-    "of 0.32's CPU build",
-}
-"""Minor release of vLLM → what was tested with it (details: `docs/support.md`)."""
-
 
 def is_supported(version: str) -> bool:
     """Return whether `version` (e.g. ``"0.32.0+cpu"``) is of a supported minor release."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_specblock.drafters.common.layers import DraftLM
-from vllm_specblock.drafters.dflash.product_trees import ProductTrees
+from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,

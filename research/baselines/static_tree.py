@@ -170,6 +170,5 @@ class TreePlan:
         for level in self.levels:
             total[:, level + 1] = total[:, self.parent[level]] + logprob[:, level]
         parent = self.parent.expand_as(token)
-        return select_nodes(
-            token, parent, total[:, 1:], self.depth, None, budget, self.max_depth
-        ).tree
+        scores, depth = total[:, 1:], self.depth
+        return select_nodes(token, parent, scores, depth, None, budget, self.max_depth)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support.trees import texts
 from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
 
-from vllm_specblock.config import Eagle3Config
 from vllm_specblock.drafters.eagle3.growth import Levels, limits_of
+from vllm_specblock.drafters.options import Eagle3Config
 
 
 def levels_of(growth: LevelLimits, requests: int = 1) -> Levels:

@@ -20,9 +20,10 @@ from support.engines import (
 )
 from support.matrix import PROMPTS, params
 
-from vllm_specblock.config import DFlashConfig, OptionError
+from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
 from vllm_specblock.drafters.dflash.model import FILES
+from vllm_specblock.drafters.options import DFlashConfig
 from vllm_specblock.engine.config import vllm_args
 from vllm_specblock.engine.runner.speculator import TreeSpeculator
 from vllm_specblock.train.target.features import load_target

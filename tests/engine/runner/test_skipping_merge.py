@@ -13,8 +13,9 @@ from support.matrix import Checker, every_case, params
 from support.trees import texts
 from vllm.platforms import current_platform
 
-from vllm_specblock.config import CombineConfig, NGramConfig, OptionError, SpecBlockConfig
+from vllm_specblock.config import CombineConfig, OptionError
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
+from vllm_specblock.drafters.options import NGramConfig, SpecBlockConfig
 from vllm_specblock.engine.config import vllm_args
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters

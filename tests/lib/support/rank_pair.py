@@ -24,8 +24,8 @@ from vllm_specblock.adapt.serving import observer
 from vllm_specblock.adapt.serving.refresh import Refresh
 from vllm_specblock.adapt.serving.swaps import EVERY, Swaps
 from vllm_specblock.drafters.common.linear import process_after_loading
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.refresh import held, prepare
 
 

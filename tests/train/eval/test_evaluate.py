@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.targets import tiny_target
 
-from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.chain import ChainFigures, bucket_figures, chain_along
 from vllm_specblock.train.eval.dense_cache import DenseCache

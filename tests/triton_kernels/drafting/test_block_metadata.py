@@ -10,8 +10,8 @@ from support.strides import column
 from vllm_specblock.triton_kernels.drafting.first_block_metadata import first_block_metadata
 from vllm_specblock.triton_kernels.drafting.later_block_metadata import later_block_metadata
 
-from vllm_specblock.drafters.specblock import draft_attention
-from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
+from vllm_specblock.drafters.common import draft_attention
+from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder
 
 MAX, TOKENS, BLOCKS = 203, 8, 4  # the length limit, tokens of a cache block, M
 QUERIES = ("query_start", "seq_len", "prefix_len", "mask_words", "tree_start")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.config import Eagle3Config
+from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder, PagedAttention
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
-from vllm_specblock.drafters.common.paged_attention import PagedAttention
 from vllm_specblock.drafters.eagle3.growth import grow, limits_of
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
+from vllm_specblock.drafters.options import Eagle3Config
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.grow_level import NextRows
 
@@ -18,8 +17,7 @@ from vllm_specblock.triton_kernels.drafting.grow_level import NextRows
 class Eagle3Drafter(NetworkDrafter):
     """Catch-up on the committed rows and level 1 are one forward; each later level is another.
 
-    A level is to the cache what a block of one position is (`draft_attention.py`). The target's
-    embedding is used unless the checkpoint brings one that differs.
+    To the cache, a level is a block of one position (`draft_attention.py`).
     """
 
     kind = "eagle3"
@@ -50,11 +48,13 @@ class Eagle3Drafter(NetworkDrafter):
         )
 
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        position = self.attention_builder.newest
-        state, position, beta = of_requests(requests, self.state, position, self.beta)
-        self.attention_builder.begin(requests)
-        return grow(self.model, self.embed, self.growth, state, position, self._level, beta)
+        builder = self.attention_builder
+        newest = builder.position[builder.row]
+        state, position, beta = of_requests(requests, self.state, newest, self.beta)
+        builder.begin(requests)
 
-    def _level(self, level: int, rows: NextRows) -> tuple[PagedAttention, torch.Tensor]:
-        attend, there = self.attention_builder.next(level, rows)
-        return attend, there.valid
+        def attention(level: int, rows: NextRows) -> tuple[PagedAttention, torch.Tensor]:
+            attend, there = builder.next(level, rows)
+            return attend, there.valid
+
+        return grow(self.model, self.embed, self.growth, state, position, attention, beta)

@@ -12,7 +12,6 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_specblock.combine.budget import shares
 from vllm_specblock.config import CombineConfig
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.interface import Drafter
@@ -54,7 +53,7 @@ def load_drafters(
     combine = resolved.combine
     budgets: tuple[int, ...] = (config.num_speculative_tokens,)
     if combine is not None:
-        budgets = shares(config.num_speculative_tokens, combine.draft_policy, combine.budget)
+        budgets = combine.shares(config.num_speculative_tokens)
     head = partial(target_head_weight, target_model)
     drafters: list[Drafter] = [
         load_drafter(config, each, resolved.layers, budget, embed, head, device)

@@ -10,7 +10,7 @@ import torch
 from vllm_specblock.combine.merge import merge
 from vllm_specblock.combine.route import route
 from vllm_specblock.config import CombineConfig
-from vllm_specblock.drafters.common.cache_holes import CacheHoles
+from vllm_specblock.drafters.common.missed_rows import CacheHoles
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.tree import DraftTree

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_specblock.config import CombineConfig
-from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
+from vllm_specblock.drafters.common.missed_rows import Backlog, MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
 from vllm_specblock.engine.runner.draft_policy import Proposal, TwoDrafters
 from vllm_specblock.feedback.controller import Controller

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.tree import DraftTree, ancestor_words, words_for
+from vllm_specblock.tree import DraftTree, climb, words_for
 from vllm_specblock.triton_kernels.op import op
 from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees, store_trees_triton
 
@@ -32,7 +32,7 @@ class TreeStates:
         self.num_nodes, self.max_depth = num_nodes, max_depth
         self._chain_parent = torch.arange(num_nodes, dtype=torch.int32, device=device)
         self._chain_depth = torch.arange(num_nodes + 1, device=device)
-        self._chain_ancestors = ancestor_words(self._chain_parent[None])[0]
+        self._chain_ancestors = climb(self._chain_parent[None])[0][0]
         shape = (num_slots, num_nodes)
         self.parent = torch.empty(shape, dtype=torch.int32, device=device)
         self.depth = torch.empty(num_slots, num_nodes + 1, dtype=torch.int64, device=device)

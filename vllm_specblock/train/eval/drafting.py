@@ -8,10 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from vllm_specblock.config import DEFAULT_NODES, Eagle3Config, SpecBlockConfig, parse_drafter
+from vllm_specblock.config import DEFAULT_NODES, parse_drafter
 from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.growth import grow, limits_of
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.options import Eagle3Config, SpecBlockConfig
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -99,7 +100,7 @@ class SpecBlockDraft:
 
     def forwards(self) -> Tensor:
         """[N], which forward (block 1 … M) each node of the last tree comes from; 0: no node."""
-        return self.last.blocks(self.last.select())[0]
+        return self.last.blocks()[0]
 
     @cached_property
     @torch.no_grad()
