@@ -16,8 +16,7 @@ from vllm_specblock.drafters.common.config import (
 )
 
 ARCHITECTURE = "DFlashDraftModel"
-_SPECULATORS = "jetspec"
-"""A drafter with causal blocks in the speculators library, whose layouts are refused."""
+_SPECULATORS = "jetspec"  # a drafter with causal blocks in the speculators library
 
 
 class DFlashShape(DecoderShape):

@@ -19,8 +19,7 @@ from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.grow_level import GrowingLevels, LevelLimits, NextRows
 from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES
 
-_DEPTH, _NODES_PER_LEVEL = 8, 4
-"""Default depth of a tree, and nodes for each of its levels, see `Eagle3Config.depth`."""
+_DEPTH, _NODES_PER_LEVEL = 8, 4  # defaults, see `Eagle3Config.depth`
 
 
 def limits_of(

@@ -26,8 +26,7 @@ Layout = Literal["ours", "published"]
 TOP_LOGPROBS = 10
 """Log-probabilities among the rank features ψ (appendix B)."""
 
-PUBLISHED_RANK_TOPK = 20
-"""`rank_topk` of the published rank heads; their config does not say."""
+PUBLISHED_RANK_TOPK = 20  # of the published rank heads; their config does not say
 
 MODEL_TYPE = "specblock"
 ARCHITECTURE = "SpecBlockDrafter"
