@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specblock.config import METHOD
-from vllm_specblock.engine.offline.answering import (
-    Answering,
-    grown,
-    main,
-    read_counters,
-    stopwatch_of,
-)
+from vllm_specblock.engine.offline.answering import Answering, main, read_counters, stopwatch_of
 
 WARM = 3
 """Outputs of every request before a window begins."""
@@ -84,7 +78,7 @@ def window(llm: Any, job: dict[str, Any], name: str, stopwatch: Any) -> tuple[fl
     Args:
         stopwatch: `engine.metrics.draft_clock.Stopwatch`, or None where nothing is drafted.
     """
-    counters: list[dict[str, int]] = []
+    counters: list[Counter[str]] = []
     found = Counter[str]()
 
     def read(counts: bool) -> None:
@@ -93,7 +87,7 @@ def window(llm: Any, job: dict[str, Any], name: str, stopwatch: Any) -> tuple[fl
             found[DRAFTING] = 0 if stopwatch is None else stopwatch.take()[0]
 
     steps = decode_steps(llm, job["prompts"], job["max_tokens"], name, read)
-    found.update(grown(*counters))
+    found.update(counters[1] - counters[0])
     found[STEPS] = sum(tokens > 0 for _, tokens in steps)
     found[TOKENS] = sum(tokens for _, tokens in steps)
     return sum(seconds for seconds, _ in steps), found

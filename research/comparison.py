@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ import typer
 from drafter_zoo import ABLATIONS, BASELINES
 from pydantic import Field
 from transformers import AutoConfig
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.bench.table import markdown_table
 from vllm_specblock.cli.from_model import options_of
@@ -31,7 +33,7 @@ from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recip
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.distributed import ranks
-from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape, uniform_shape
+from vllm_specblock.train.eval.drafting import draft_specblock, serving_shape
 from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
 from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import Draft, EvalSequence, Learner, TrainBatch
@@ -234,8 +236,17 @@ def branchings(drafter: SpecBlockModel, nodes: int) -> dict[str, Callable[[EvalS
     """SpecBlock with trees of `nodes` nodes that are branched otherwise than in serving."""
     uniform = uniform_shape(serving_shape(drafter, SpecBlockConfig(), nodes))
     papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), nodes)
-    draft = partial(SpecBlockDraft, drafter)
+    draft = partial(draft_specblock, drafter)
     return {PAPER: partial(draft, shape=papers), UNIFORM: partial(draft, shape=uniform)}
+
+
+def uniform_shape(shape: TreeShape, width: int | None = None) -> TreeShape:
+    """Ablation: the same width at every position. The default is the least width, from 2 on, with
+    1.5 times as many candidates as the budget: those of equal text join, and a comparison needs a
+    full tree."""
+    cells = shape.rows(shape.num_blocks) * shape.block_size
+    width = width or max(2, -(-3 * shape.budget // (2 * cells)))
+    return replace(shape, branching=(width,) * 4)
 
 
 def table(summary: dict[str, Any]) -> str:

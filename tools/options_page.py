@@ -7,8 +7,6 @@ python tools/options_page.py --check    # exit status 1 if it is out of date
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
 import re
 import sys
 import textwrap
@@ -65,27 +63,13 @@ def render(page: str) -> str:
 
 
 def _items(model: type[BaseModel], keys: list[str]) -> Iterator[str]:
-    docs: dict[str, str] = {}
-    for each in model.__mro__:
-        if issubclass(each, BaseModel) and each is not BaseModel:
-            docs = _docstrings(each) | docs
     for key in keys:
-        default = model.model_fields[key].default
+        default, text = model.model_fields[key].default, model.model_fields[key].description or ""
         shown = str(default).lower() if isinstance(default, bool) else str(default)
         values = _values(model.model_json_schema()["properties"][key])
         facts = "; ".join(filter(None, [values, "" if default is None else f"default `{shown}`"]))
-        text = f"- `{key}`{f' ({facts})' if facts else ''}: {' '.join(docs.get(key, '').split())}"
-        yield textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def _docstrings(model: type) -> dict[str, str]:
-    """Return the string that follows each field of a class."""
-    (cls,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
-    found = {}
-    for field, text in zip(cls.body, cls.body[1:]):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            found[ast.unparse(field.target)] = ast.literal_eval(text.value)
-    return found
+        item = f"- `{key}`{f' ({facts})' if facts else ''}: {' '.join(text.split())}"
+        yield textwrap.fill(item, 100, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _values(schema: dict[str, Any]) -> str:

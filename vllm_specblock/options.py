@@ -25,7 +25,9 @@ class TargetError(OptionError):
 class Options(BaseModel):
     """Options model; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
 
 _Kind = TypeVar("_Kind", bound=Options)

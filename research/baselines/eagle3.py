@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from baselines.folder import write_folder
 from baselines.groups import (
@@ -35,7 +35,7 @@ from baselines.positions import loss_and_choice
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.train.data.batch import Batch
-from vllm_specblock.train.eval.drafting import Eagle3Draft
+from vllm_specblock.train.eval.drafting import draft_eagle3
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,
@@ -48,7 +48,7 @@ from vllm_specblock.train.learner import (
 
 DECAY = 0.8
 """Weight of a step's loss relative to the step before, as in the authors' code."""
-GROWTH = LevelLimits(depth=7, top_k=10, width=10, budget=60)
+GROWTH = TreeShape.levels(depth=7, top_k=10, width=10, budget=60)
 
 
 class Eagle3(Learner, Eagle3Model):
@@ -67,11 +67,12 @@ class Eagle3(Learner, Eagle3Model):
         d2t: Tensor,
         t2d: Tensor,
         steps: int = 7,
-        growth: LevelLimits = GROWTH,
+        growth: TreeShape = GROWTH,
     ):
         super().__init__(shape)
-        self.steps, most = steps, min(growth.top_k, len(d2t))
-        self.growth = replace(growth, top_k=most, width=min(growth.width, most))
+        self.steps, most = steps, min(growth.width, len(d2t))
+        starts = min(growth.num_starts, most)
+        self.growth = replace(growth, branching=(most,) * 4, num_starts=starts)
         self.d2t.copy_(d2t)
         self.register_buffer("t2d", t2d.clone())
 
@@ -85,7 +86,7 @@ class Eagle3(Learner, Eagle3Model):
         head: Tensor | None = None,
         *,
         steps: int = 7,
-        growth: LevelLimits = GROWTH,
+        growth: TreeShape = GROWTH,
         **sizes: Any,
     ) -> Eagle3:
         """An untrained drafter shaped after its target; the global generator is left alone.
@@ -150,7 +151,7 @@ class Eagle3(Learner, Eagle3Model):
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
         """Trees of `self.growth` along one text."""
-        return Eagle3Draft(self, sequence, self.growth)
+        return draft_eagle3(self, sequence, self.growth)
 
     def save(self, directory: Path) -> None:
         """A checkpoint for vLLM's method "eagle3"."""

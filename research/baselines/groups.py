@@ -99,18 +99,6 @@ class Kept:
         self.layers[layer] = new
         return new
 
-    def held(self, layer: int, *_: Tensor) -> KeyValue:
-        """The layer's, without what this pass brings."""
-        return self.layers[layer]
-
-    def map(self, change: Callable[[Tensor], Tensor], dim: int) -> Kept:
-        """What `change` makes of every key and value, to be joined along `dim` from now on."""
-        copy = Kept(dim)
-        copy.layers = {
-            layer: (change(key), change(value)) for layer, (key, value) in self.layers.items()
-        }
-        return copy
-
 
 def group_attention(
     query: Tensor, prefix: KeyValue, own: KeyValue, sees: Tensor, inside: Tensor

@@ -1,4 +1,4 @@
-"""What the drafters share whose every row drafts K positions with one LM head.
+"""Learners whose every row drafts K positions with one LM head.
 
 Row i has the target's features of x_i and the token x_{i+1}, the root; its position k = 1..K
 predicts x_{i+1+k}.
@@ -7,23 +7,21 @@ predicts x_{i+1+k}.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from baselines.groups import draw_weights, seeded
 from vllm_specblock.drafters.common.layers import DraftLM
-from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
-    Draft,
     Learner,
     LossOutput,
     TrainBatch,
     draft_labels,
 )
 from vllm_specblock.train.losses import head_loss
-from vllm_specblock.tree import DraftTree
 
 
 class Positions(DraftLM):
@@ -42,45 +40,67 @@ class Positions(DraftLM):
 
 
 class PositionsLearner(Learner):
-    """Draft vocabulary and loss; goes before a `Positions` among the base classes.
+    """Draft vocabulary and loss; goes before a `DraftLM` among the base classes.
 
-    Attributes:
+    Args:
+        shape: sizes of the network.
+        d2t: [Vd] int64, target id − draft id.
         t2d: [V] bool, whether a target id has a draft id.
+        head: [Vd, H], first weights of the LM head; None: random.
+        budget: N, nodes of a drafted tree.
     """
 
     lm_head: nn.Linear
     d2t: Tensor
     norm: Any
-    best: Any
-    budget: int
 
-    def begin(self, d2t: Tensor, t2d: Tensor, head: Tensor | None) -> None:
-        """Name the draft vocabulary, and give the LM head its first weights.
-
-        Args:
-            d2t: [Vd] int64, what a draft id lacks to its target id.
-            t2d: [V] bool.
-            head: [Vd, H]; None: random.
-        """
+    def __init__(
+        self, shape: Any, d2t: Tensor, t2d: Tensor, head: Tensor | None = None, budget: int = 60
+    ) -> None:
+        super().__init__(shape)
+        self.budget = budget
+        self.draw()
         self.register_buffer("t2d", t2d.clone())
+        self.take_head(d2t, head)
+
+    def draw(self) -> None:
+        """Draw the first weights of everything but the LM head."""
+        draw_weights(self)
+
+    def take_head(self, d2t: Tensor, head: Tensor | None) -> None:
+        """Set the draft vocabulary and the LM head's first weights."""
         self.d2t.copy_(d2t)
         weight = self.lm_head.weight
         if head is None:
             head = torch.randn(weight.shape) * weight.shape[1] ** -0.5
         weight.data.copy_(head)
 
-    def product_draft(self, states: Tensor) -> Draft:
-        """Trees of the best N = `self.budget` paths of the product of a row's positions.
+    @staticmethod
+    def shape_like(target_config: Any, draft_vocab_size: int, **sizes: Any) -> Any:
+        """Sizes of a drafter for a target."""
+        raise NotImplementedError
 
-        states: [T, K, H], of each row of a text; a root follows its row.
+    @classmethod
+    def for_target(
+        cls,
+        target_config: Any,
+        d2t: Tensor,
+        t2d: Tensor,
+        seed: int,
+        head: Tensor | None = None,
+        *,
+        budget: int = 60,
+        **sizes: Any,
+    ) -> Self:
+        """Return a drafter for a target; the global generator is left alone.
+
+        Args:
+            target_config: of transformers.
+            seed: of the weights.
+            sizes: as `shape_like` takes them.
         """
-        trees = ProductTrees(states.shape[1], len(self.d2t), self.budget, states.device)
-
-        @torch.no_grad()
-        def draft(root: int) -> DraftTree:
-            return trees.grow(*self.best(states[root - 1 : root], trees.width))
-
-        return draft
+        shape = cls.shape_like(target_config, len(d2t), **sizes)
+        return seeded(seed, lambda: cls(shape, d2t, t2d, head, budget))
 
     def outcome(
         self, states: Tensor, train_batch: TrainBatch, weights: Sequence[float], blocks: int = 1

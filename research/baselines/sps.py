@@ -21,9 +21,10 @@ from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
 from baselines.causal_rows import CausalRows
 from baselines.config import SmallShape
 from baselines.folder import write_folder, write_mapping
-from baselines.groups import Kept, draw_weights, masked_attention, seeded
+from baselines.groups import draw_weights, masked_attention, seeded
 from baselines.options import SpSConfig
 from baselines.positions import loss_and_choice
+from baselines.served_draft import ServedDraft
 from vllm_specblock.drafters.common.config import layers_of
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
@@ -233,8 +234,8 @@ class SmallModel(Learner, SmallLanguageModel):
         return LossOutput(loss, *tally, torch.zeros_like(loss))
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
-        """Greedy chains of `self.depth` tokens along one text."""
-        return Along(self, sequence)
+        options = SpSConfig(calibrate_drafts=False, depth=self.depth)
+        return ServedDraft(SpSDrafter, self, options, self.depth, sequence, layers=())
 
     def save(self, directory: Path) -> None:
         """What we serve, and a transformers model for vLLM's method "draft_model"."""
@@ -251,44 +252,3 @@ class SmallModel(Learner, SmallLanguageModel):
         }
         write_folder(directory, "sps", config, dict(self.named_parameters()))
         write_mapping(directory, self.d2t, self.t2d)
-
-
-class Along:
-    """Drafts along one text: catch up on the committed tokens, then one token at a time."""
-
-    def __init__(self, learner: SmallModel, sequence: EvalSequence):
-        self.learner, self.sequence = learner, sequence
-        self.cache = Kept(dim=0)
-        self.length = self.known = 0  # tokens in the cache, and those of them that are committed
-
-    @torch.no_grad()
-    def __call__(self, root: int) -> DraftTree:
-        self._cut(min(self.known, root))
-        token = self.sequence.tokens[self.known : root + 1]
-        tokens, scores, score = [], [], torch.zeros(1, 1, device=token.device)
-        for _ in range(self.learner.depth):
-            logprob, best = self.learner.best(self._run(token)[-1:])
-            token = best[:, 0]
-            score = score + logprob
-            tokens.append(best)
-            scores.append(score)
-        self._cut(root + 1)
-        size = torch.tensor([len(tokens)], dtype=torch.int32, device=token.device)
-        return DraftTree.chain(torch.cat(tokens, 1), torch.cat(scores, 1), size)
-
-    def _run(self, tokens: Tensor) -> Tensor:
-        """Append tokens [n]: states [n, H]."""
-        first, self.length = self.length, self.length + len(tokens)
-        position = torch.arange(first, self.length, device=tokens.device)
-        mask = torch.arange(self.length, device=tokens.device) <= position[:, None]
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            seen = self.cache.extend(layer, key[:, 0], value[:, 0])
-            mixed = masked_attention(query[None, :, 0], *(x[None] for x in seen), mask[None])
-            return mixed[0][:, None]
-
-        return self.learner.model(tokens, position, attend)
-
-    def _cut(self, tokens: int) -> None:
-        self.cache = self.cache.map(lambda kept: kept[:tokens], dim=0)
-        self.length = self.known = tokens

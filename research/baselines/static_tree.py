@@ -6,15 +6,13 @@ out once, on the host.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_specblock.candidates import select_nodes
+from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.tree import DraftTree
 
 
@@ -28,27 +26,13 @@ def static_tree(hit: Tensor, budget: int) -> tuple[list[int], list[int]]:
         parents and ranks, one each per node, parents first: the node of its parent (0 = root,
         i + 1 = the i-th entry), and which choice of its position it takes.
     """
-    # A path's children score no more than itself and wait until it is taken; so does the next
-    # choice beside it. What the heap hands out next is therefore the best of all that is left.
-    score = hit.double().log().tolist()  # a host list, before there is any step
-    order = [sorted(range(len(row)), key=lambda rank: -row[rank]) for row in score]
-    serial = itertools.count()
-    heap: list[tuple[float, int, int, int, int, float]] = []
-
-    def offer(depth: int, slot: int, parent: int, before: float) -> None:
-        if depth < len(order) and slot < len(order[depth]):
-            total = before + score[depth][order[depth][slot]]
-            if total > -math.inf:
-                heapq.heappush(heap, (-total, depth, next(serial), slot, parent, before))
-
-    nodes: list[tuple[int, int]] = []
-    offer(0, 0, 0, 0.0)
-    while heap and len(nodes) < budget:
-        negative, depth, _, slot, parent, before = heapq.heappop(heap)
-        nodes.append((parent, order[depth][slot]))
-        offer(depth, slot + 1, parent, before)
-        offer(depth + 1, 0, len(nodes), -negative)
-    return [parent for parent, _ in nodes], [rank for _, rank in nodes]
+    rates = hit.cpu().sort(dim=1, descending=True)
+    width, ranks = hit.shape[1], rates.indices[None]
+    tree = ProductTrees(len(hit), width, budget, "cpu").grow(
+        rates.values.log().float()[None], ranks
+    )
+    count = int(tree.size[0])
+    return tree.parent[0, :count].tolist(), tree.token[0, :count].tolist()
 
 
 def default_hits(positions: int, width: int) -> Tensor:

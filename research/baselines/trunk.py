@@ -6,14 +6,9 @@ the token after it. Who sees whom is the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Self
-
 import torch
 from torch import Tensor, nn
 
-from baselines.groups import draw_weights, seeded
-from baselines.positions import PositionsLearner
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.specblock.config import DrafterConfig
@@ -67,59 +62,3 @@ class Trunk(nn.Module):
         for index, layer in enumerate(self.layers):
             hidden = layer(index, hidden, rope, attend, keep if index == last else None)
         return hidden[:, 0] if keep is not None else hidden.view(entries.shape)
-
-
-_ROWS_AT_ONCE = 256
-
-
-class TrunkLearner(PositionsLearner):
-    """First weights; goes before the network among the base classes.
-
-    Args:
-        config: sizes. What it says of the rank head and the shift is not read.
-        d2t, t2d: draft vocabulary.
-        head: [Vd, H], first weights of the LM head, the target's final norm folded in.
-        budget: N, nodes of a drafted tree.
-    """
-
-    trunk: Trunk
-
-    def __init__(
-        self,
-        config: DrafterConfig,
-        d2t: Tensor,
-        t2d: Tensor,
-        head: Tensor | None = None,
-        budget: int = 60,
-    ):
-        super().__init__(config)
-        draw_weights(self.trunk)
-        self.begin(d2t, t2d, head)
-        self.budget = budget
-
-    @staticmethod
-    def shape_like(target_config: Any, draft_vocab_size: int, **sizes: Any) -> DrafterConfig:
-        """Sizes of a drafter for a target; `sizes` as `sizes_like` takes them, and its own."""
-        raise NotImplementedError
-
-    @classmethod
-    def for_target(
-        cls,
-        target_config: Any,
-        d2t: Tensor,
-        t2d: Tensor,
-        seed: int,
-        head: Tensor | None = None,
-        *,
-        budget: int = 60,
-        **sizes: Any,
-    ) -> Self:
-        """A drafter for a target with this transformers config; `seed` of the weights."""
-        config = cls.shape_like(target_config, len(d2t), **sizes)
-        return seeded(seed, lambda: cls(config, d2t, t2d, head, budget))
-
-
-def passes_over(rows: int) -> Iterator[slice]:
-    """`rows` rows of a text in passes that bound the memory of a long one."""
-    for start in range(0, rows, _ROWS_AT_ONCE):
-        yield slice(start, min(start + _ROWS_AT_ONCE, rows))

@@ -37,7 +37,7 @@ def test_every_case_combination_and_family_is_on_it(tool):
     pytest.importorskip("vllm")
     from support.matrix import CASES
 
-    assert tool.keys_of(tool.CASES, "CASES") == list(CASES)
+    assert list(tool.dictionary_of(tool.CASES, "CASES")) == list(CASES)
     assert all(name in page for name in CASES)
     assert all(name in page for name in families)
-    assert all(f"| {name} | " in page for name in tool.keys_of(tool.QUANTISED, "FORMS"))
+    assert all(f"| {name} | " in page for name in tool.dictionary_of(tool.QUANTISED, "FORMS"))

@@ -38,7 +38,7 @@ class DFlashDrafter(NetworkDrafter):
         if config.causal:
             self.kind = "jetspec"
         self.max_depth = min(options.depth or config.masks, num_nodes, lookahead)
-        width = min(num_nodes, config.vocab_size)
+        width = min(num_nodes, len(self.model.d2t))
         self.trees = ProductTrees(self.max_depth, width, num_nodes, device)
         self.masks = torch.full((1, self.max_depth), config.mask_token_id, device=device)
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-
-from lib.results_store import ROOT
+from support.engines import TARGET
 
 RANK = 8
-TARGET = ROOT / "examples/tiny_pair/target"
 EMBEDDINGS = ("embed_tokens", "lm_head")
 
 
