@@ -27,7 +27,7 @@ from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.bench.table import markdown_table
 from vllm_specblock.cli.from_model import options_of
-from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
 from vllm_specblock.train.data.prompts import read_prompts

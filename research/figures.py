@@ -18,7 +18,7 @@ from tqdm import tqdm
 from vllm_specblock.cli.options import Chat, Device, NewTokens, Precision, PromptTokens, TreeNodes
 from vllm_specblock.cli.prompt_steps import prompt_tensor, steps_of_prompt
 from vllm_specblock.config import DEFAULT_NODES, OptionError
-from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import write_json

@@ -52,8 +52,7 @@ def _refuse_engines(found: str) -> None:
 def prepare_cpu() -> None:
     """Let Model Runner V2 find Triton on a CPU build, if all engines are to have that runner.
 
-    A platform plugin, since nothing else of ours runs before vLLM decides whether Triton is
-    available. Always returns None: "not my platform". See also `cpu/runner.py`.
+    A platform plugin runs before vLLM looks for Triton. Returns None: "not my platform".
     """
     found = installed_version("vllm") or "unknown"
     if "cpu" in found and _runner_is_wanted() and is_supported(found):

@@ -10,13 +10,6 @@ SUPPORTED_VLLM: dict[str, str] = {
 }
 """Minor release of vLLM → where engines of it can draft."""
 
-TESTED_VLLM: dict[str, str] = {
-    "0.32": "all of `tests/`, with its CPU build",
-    "0.33": "its CUDA wheel on an emulated GPU; a part of `tests/engine`, over the compiled parts "
-    "of 0.32's CPU build",
-}
-"""Minor release of vLLM → what was tested with it (details: `docs/support.md`)."""
-
 
 def installed_version(package: str) -> str | None:
     """Return the version of a distribution; None: it is not installed."""

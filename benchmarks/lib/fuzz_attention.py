@@ -11,7 +11,7 @@ from vllm_specblock.triton_kernels.attention.cpu_packing import packing_of, stor
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
 from lib.fuzz_case import MOST_REQUESTS, Case, Tensors
-from vllm_specblock.tree import ancestor_words
+from vllm_specblock.tree import climb
 
 
 class Attention(NamedTuple):
@@ -62,7 +62,7 @@ def draw_attention(rng: random.Random, draw: torch.Generator) -> Attention:
             length,
             int(length.max()),
             before.repeat_interleave(rows),
-            ancestor_words(parent).flatten(0, 1),
+            climb(parent)[0].flatten(0, 1),
             before,
         )
 

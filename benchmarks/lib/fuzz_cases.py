@@ -17,8 +17,8 @@ from vllm_specblock.candidates import rank_key, select
 from vllm_specblock.combine.merge import merge
 from vllm_specblock.combine.route import route
 from vllm_specblock.commit.move import move_path
-from vllm_specblock.config import NGramConfig
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
+from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.drafters.specblock.growth import expansion
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.tree import MAX_NODES, DraftTree
@@ -141,9 +141,8 @@ def selection(rng: random.Random, draw: torch.Generator) -> Case:
     key[:, 0] = 0
 
     def call() -> Tensors:
-        made = select(token, parent, score, key, text if joins else None, budget, 255)
-        node = made.node.clamp(max=budget + 1)
-        return *tensors_of(made.tree), torch.where(score > float("-inf"), node, 0)
+        texts = text if joins else None
+        return tensors_of(select(token, parent, score, key, texts, budget, 255))
 
     return Case(requests, call)
 

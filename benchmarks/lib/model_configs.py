@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
+from vllm_specblock.drafters.common.config import default_layer_ids
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.config import default_layer_ids
 from vllm_specblock.train import untrained
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
-from vllm_specblock.triton_kernels.warm_up import compile_attention
 
-from vllm_specblock.drafters.common.chunked_advance import MAX_ROWS
-from vllm_specblock.drafters.common.paged_attention import PagedAttention
+from vllm_specblock.drafters.common.draft_attention import PagedAttention
 from vllm_specblock.drafters.interface import CommittedTokens
 
 
@@ -26,6 +24,7 @@ class CausalRows:
 
     def __init__(self, caches: list[Tensor], max_position: int) -> None:
         self.caches, self.max_position = caches, max_position
+        self.rows_per_token, self.word_counts = 1, {1}
 
     def step(self, rows: CommittedTokens) -> None:
         """Begin a step: later forwards stand behind the newest of `rows`."""
@@ -94,12 +93,6 @@ class CausalRows:
         """[n, count] bool: whether rows behind the newest have a slot at all."""
         ahead = torch.arange(1, count + 1, device=self.position.device)
         return self.position[:, :1] + ahead < self.max_position
-
-    def warm_up(self, block_table: Tensor, most_rows: int, num_heads: int) -> None:
-        """Compile the attention; arguments as `Drafter.warm_up` has them."""
-        cache = self.caches[0]
-        query = cache.new_empty(1, num_heads, cache.shape[-1] // 2)
-        compile_attention(query, cache, block_table, 1, min(most_rows, MAX_ROWS), self.max_position)
 
     def _places(
         self, newest: Tensor, table: Tensor, ahead: int, count: int

@@ -27,9 +27,9 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     unpickled,
     with_mapping,
 )
+from vllm_specblock.drafters.common.config import CheckpointError, checked, layers_of
 from vllm_specblock.drafters.detect import KIND
-from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
-from vllm_specblock.drafters.specblock.config_json import checked, layers_of
+from vllm_specblock.drafters.specblock.config import DrafterConfig
 
 Shape = MedusaShape | DrafterConfig | SmallShape
 

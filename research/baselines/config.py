@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_specblock.drafters.specblock.config import Count, DrafterConfig, NetworkShape
+from vllm_specblock.drafters.common.config import Count, NetworkShape
+from vllm_specblock.drafters.specblock.config import DrafterConfig
 
 
 class MedusaShape(BaseModel):

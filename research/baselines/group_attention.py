@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
-from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 from baselines.static_tree import TreePlan
 from vllm_specblock.commit.store import store_kv
-from vllm_specblock.drafters.common.chunked_advance import MAX_ROWS
-from vllm_specblock.drafters.common.paged_attention import PagedAttention
+from vllm_specblock.drafters.common.draft_attention import PagedAttention
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.tree import pack_bits
 
@@ -47,6 +45,8 @@ class GroupAttentionBuilder:
         self.mask_words = [
             pack_bits(_sees(step.ancestry, size, plan.starts).to(device)) for step in plan.steps[1:]
         ]
+        self.rows_per_token = size
+        self.word_counts = {1, *(words.shape[-1] for words in self.mask_words)}
 
     def step(self, rows: CommittedTokens) -> None:
         """Begin a step; drafted groups follow the newest of `rows`."""
@@ -149,15 +149,6 @@ class GroupAttentionBuilder:
             self.index, self.block_table, starts, bound, mask_words, (before + starts) * k
         )
         return PagedAttention(self.caches, entry.view(-1, 1), queries), there
-
-    def warm_up(self, block_table: Tensor, most_rows: int, num_heads: int) -> None:
-        """Compile the attention; arguments as `Drafter.warm_up` has them."""
-        cache = self.caches[0]
-        query = cache.new_empty(1, num_heads, cache.shape[-1] // 2)
-        mask_words = max((mask_words.shape[-1] for mask_words in self.mask_words), default=1)
-        most = min(most_rows, MAX_ROWS) * self.size
-        for count in {1, mask_words}:
-            compile_attention(query, cache, block_table, count, most, self.max_position)
 
     def _ends(self, position: Tensor) -> Tensor:
         """Entries of a row's sequence up to its own group [...] int64; `position` [...]."""

@@ -15,12 +15,8 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_specblock.drafters.specblock.config import (
-    TargetInfo,
-    check_rope_scaling,
-    default_layer_ids,
-)
-from vllm_specblock.drafters.specblock.config_json import rope_of
+from vllm_specblock.drafters.common.config import check_rope_scaling, default_layer_ids, layers_of
+from vllm_specblock.drafters.specblock.config import TargetInfo
 from vllm_specblock.train.attention import sdpa
 
 KeyValue = tuple[Tensor, Tensor]
@@ -45,23 +41,19 @@ def sizes_like(
         changes: keys that shall be others, such as `intermediate_size` and `num_hidden_layers`.
     """
     raw = target_config.to_dict()
-    theta, scaling = rope_of(raw)
-    size, heads = raw["hidden_size"], raw["num_attention_heads"]
+    size = raw["hidden_size"]
     target = TargetInfo(hidden_size=size, vocab_size=raw["vocab_size"], layer_ids=layer_ids)
     return {
         "hidden_size": size,
         "target_hidden_size": size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or size // heads,
+        "num_attention_heads": raw["num_attention_heads"],
+        **layers_of(raw),
         "intermediate_size": raw["intermediate_size"],
         "num_hidden_layers": 2,
         "block_size": block_size,
         "vocab_size": raw["vocab_size"],
         "draft_vocab_size": draft_vocab_size,
         "rms_norm_eps": raw["rms_norm_eps"],
-        "rope_theta": theta,
-        "rope_scaling": scaling,
         "qk_norm": raw["model_type"] == "qwen3",
         "target": target,
         **changes,

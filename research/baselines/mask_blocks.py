@@ -24,10 +24,10 @@ from baselines.folder import write_folder
 from baselines.groups import group_attention, shape_like
 from baselines.positions import PositionsLearner
 from baselines.served_draft import ServedDraft
-from vllm_specblock.config import DFlashConfig
 from vllm_specblock.drafters.dflash.config import ARCHITECTURE, DFlashShape
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
 from vllm_specblock.drafters.dflash.model import DFlashModel
+from vllm_specblock.drafters.options import DFlashConfig
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 
 

@@ -23,7 +23,7 @@ from baselines.options import MedusaConfig
 from baselines.positions import Positions, PositionsLearner
 from baselines.served_draft import LAST, ServedDraft
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
-from vllm_specblock.drafters.dflash.product_trees import ProductTrees
+from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree

@@ -28,7 +28,7 @@ from baselines.trunk import Trunk
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.drafters.common.layers import RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
-from vllm_specblock.drafters.dflash.product_trees import ProductTrees
+from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.config import DrafterConfig
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch

@@ -25,11 +25,11 @@ from baselines.groups import draw_weights, masked_attention, seeded
 from baselines.options import SpSConfig
 from baselines.positions import loss_and_choice
 from baselines.served_draft import ServedDraft
+from vllm_specblock.drafters.common.config import layers_of
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,
@@ -190,15 +190,15 @@ class SmallModel(Learner, SmallLanguageModel):
             head: not used: the drafter's width is its own. Other drafters take it.
             sizes: further fields of SmallShape: hidden_size, num_hidden_layers, and so on.
         """
-        theta, scaling = rope_of(target_config.to_dict())
+        rope = layers_of(target_config.to_dict())
         if "head_dim" not in sizes:
             sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
         shape = SmallShape(
             vocab_size=target_config.vocab_size,
             draft_vocab_size=len(d2t),
             rms_norm_eps=target_config.rms_norm_eps,
-            rope_theta=theta,
-            rope_scaling=scaling,
+            rope_theta=rope["rope_theta"],
+            rope_scaling=rope["rope_scaling"],
             **sizes,
         )
         of_target = "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"

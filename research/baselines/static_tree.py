@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.candidates import select_nodes
-from vllm_specblock.drafters.dflash.product_trees import ProductTrees
+from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.tree import DraftTree
 
 
@@ -154,6 +154,5 @@ class TreePlan:
         for level in self.levels:
             total[:, level + 1] = total[:, self.parent[level]] + logprob[:, level]
         parent = self.parent.expand_as(token)
-        return select_nodes(
-            token, parent, total[:, 1:], self.depth, None, budget, self.max_depth
-        ).tree
+        scores, depth = total[:, 1:], self.depth
+        return select_nodes(token, parent, scores, depth, None, budget, self.max_depth)

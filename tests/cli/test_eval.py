@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
-from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.eval.drafting import draft_specblock, serving_shape
 from vllm_specblock.train.eval.evaluate import sequences_from

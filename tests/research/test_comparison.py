@@ -8,7 +8,7 @@ from comparison import uniform_shape
 from support.records import HIDDEN, small_drafter
 from support.trees import texts
 
-from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.train.eval.drafting import draft_specblock, serving_shape
 from vllm_specblock.train.learner import EvalSequence
 

@@ -30,8 +30,8 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     WEIGHTS,
     opened,
 )
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import TrainError

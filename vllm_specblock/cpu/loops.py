@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_specblock.candidates import select, selection_of
+from vllm_specblock.candidates import select, tree_of
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.feedback.record_step_numba import record_step_numba
@@ -20,4 +20,4 @@ def register() -> None:
     lm_and_rank_head.loop = lm_and_rank_head_numba
     move_path.loop = move_path_numba
     record_step.loop = record_step_numba
-    select.loop = lambda *given: selection_of(select_numba(*given))
+    select.loop = lambda *given: tree_of(select_numba(*given))

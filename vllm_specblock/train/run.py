@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo
+from vllm_specblock.drafters.specblock.config import TargetInfo
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train import provenance, untrained
 from vllm_specblock.train.attention import Kernel

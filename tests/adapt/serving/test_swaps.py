@@ -22,7 +22,7 @@ from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.serving import observer
 from vllm_specblock.adapt.serving.swaps import EVERY, Swaps
-from vllm_specblock.drafters.specblock.options import SpecBlockConfig
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.refresh import RefreshError, held
 
 

@@ -8,8 +8,8 @@ from support.committed import advance, rows_of
 from support.eagle3 import PlainEagle3, small_eagle3
 from support.trees import assert_same_tree, texts
 
-from vllm_specblock.config import Eagle3Config
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
+from vllm_specblock.drafters.options import Eagle3Config
 
 H, V, PAGE, MAX_LEN = 32, 64, 8, 64
 VARIANTS = {

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from support.trees import texts
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
-from vllm_specblock.config import Eagle3Config
 from vllm_specblock.drafters.eagle3.growth import level_shape
+from vllm_specblock.drafters.options import Eagle3Config
 from vllm_specblock.drafters.specblock.growth import Expansion, expansion
 
 

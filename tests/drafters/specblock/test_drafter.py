@@ -11,7 +11,7 @@ from support.dense_cache import DenseCache
 from support.records import small_drafter
 from support.trees import texts
 
-from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel

@@ -9,9 +9,10 @@ from support.committed import along_a_chain, own_caches
 from support.engines import TARGET, configure, make_engine, note_calls, record_drafts
 from support.matrix import PROMPTS, params
 
-from vllm_specblock.config import DFlashConfig, OptionError
+from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
 from vllm_specblock.drafters.dflash.model import FILES
+from vllm_specblock.drafters.options import DFlashConfig
 from vllm_specblock.engine.runner.speculator import TreeSpeculator
 from vllm_specblock.train.target.features import load_target
 

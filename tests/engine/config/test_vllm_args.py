@@ -65,24 +65,10 @@ def test_weights_in_eight_bits_want_a_gpu_that_has_them(monkeypatch):
     gpu = put_on_a_gpu(monkeypatch)
     for capability in (89, 90):
         gpu.has_device_capability = lambda wanted, mine=capability: mine >= wanted
-        validate.check_weights(plan, torch.bfloat16)
+        validate.check_weights(plan)
     gpu.has_device_capability = lambda wanted: wanted <= 80
     with pytest.raises(OptionError, match=r"'fp8', but this GPU has no float8.*drop the key"):
-        validate.check_weights(plan, torch.bfloat16)
-
-
-@pytest.mark.parametrize("tiles", [True, False], ids=["AMX", "no AMX"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_integers_of_eight_bits_want_a_cpu_that_has_them(monkeypatch, tiles, dtype):
-    options = SimpleNamespace(quantization="int8")
-    plan = SimpleNamespace(drafters=[SimpleNamespace(options=options)])
-    cpu = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False)
-    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", cpu)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
-    if tiles and dtype == torch.bfloat16:
-        return validate.check_weights(plan, dtype)
-    with pytest.raises(OptionError, match=r"needs a CPU with AMX tiles and dtype 'bfloat16'"):
-        validate.check_weights(plan, dtype)
+        validate.check_weights(plan)
 
 
 def test_default_numbers_of_nodes_and_blocks():

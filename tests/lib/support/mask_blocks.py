@@ -8,9 +8,9 @@ import torch
 from support.dflash import JETSPEC, PUBLISHED, make_model, plain_logits
 from torch import Tensor
 
-from vllm_specblock.config import DFlashConfig
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
+from vllm_specblock.drafters.options import DFlashConfig
 
 H, V, PAGE, MAX_LEN, NODES = 32, 64, 8, 64, 20
 TABLES = torch.tensor([[3, 7, 1, 12, 5, 6, 9, 10], [4, 2, 8, 11, 13, 14, 15, 16]])

@@ -10,8 +10,8 @@ from support.records import small_drafter
 from support.trees import texts
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
-from vllm_specblock.config import Eagle3Config, SpecBlockConfig
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
+from vllm_specblock.drafters.options import Eagle3Config, SpecBlockConfig
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.drafting import (

@@ -10,7 +10,7 @@ import torch
 from support.dense_cache import DenseCache
 from support.targets import tiny_target
 
-from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.chain import ChainFigures, bucket_figures, chain_along
 from vllm_specblock.train.eval.drafting import draft_specblock

@@ -15,7 +15,7 @@ from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     later_block_metadata,
 )
 
-from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
+from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder
 
 MAX, TOKENS, BLOCKS = 203, 8, 4  # the length limit, tokens of a cache block, M
 

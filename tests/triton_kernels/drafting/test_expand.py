@@ -12,7 +12,7 @@ from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
 
 from vllm_specblock import candidates
-from vllm_specblock.candidates import NEVER, extend_hash, rank_key, select
+from vllm_specblock.candidates import NEVER, extend_hash, keep, rank_key, select
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.tree import DraftTree
 
@@ -55,14 +55,15 @@ def test_select_equals_torch(kernels, count, vocab, budget, seed):
         chosen = fields if joins else (*fields[:-1], None)
         wanted = select.reference(*chosen, budget, max(1, depth))
         got = launch(*on(kernels.device, chosen), budget, max(1, depth))
-        assert_same_tree(got, wanted.tree)
-        live = fields[3] < CLOSED
-        assert torch.equal(got.node.cpu()[live], wanted.node[live])
+        assert_same_tree(got, wanted)
+        *_, key, path_hash = fields
+        live, node = key < CLOSED, keep(key, path_hash if joins else None, budget)[1]
+        assert torch.equal(got.node.cpu()[live], node[live])
 
 
 def test_select_at_serving_size(kernels):
     fields, depth = scattered(1, 577, 3, 1)
-    wanted = select.reference(*fields, 60, depth).tree
+    wanted = select.reference(*fields, 60, depth)
     assert wanted.size[0] == 60 and wanted.depth.max() > 2
     launch = kernels.load("select_tree").select_triton
     assert_same_tree(launch(*on(kernels.device, fields), 60, depth), wanted)
@@ -83,7 +84,7 @@ def test_select_tells_siblings_apart_by_their_low_bits(kernels):
 
 def test_select_takes_views_of_wider_rows_and_no_requests(kernels):
     fields, depth = scattered(3, 40, 2, 3)
-    wanted = select.reference(*fields, 12, depth).tree
+    wanted = select.reference(*fields, 12, depth)
     views = on(kernels.device, [wide(x, other=1) for x in fields])
     launch = kernels.load("select_tree").select_triton
     assert_same_tree(launch(*views, 12, depth), wanted)

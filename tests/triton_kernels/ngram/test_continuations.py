@@ -9,8 +9,8 @@ import torch
 from support.trees import texts
 from vllm_specblock.triton_kernels.ngram.occurrences import Texts
 
-from vllm_specblock.config import NGramConfig
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
+from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.tree import DraftTree
 
 SLOTS = 5

@@ -7,7 +7,7 @@ import torch
 from support.tensors import assert_equal, column, on
 from vllm_specblock.triton_kernels.verify.build_tree_mask import MaskTensors
 
-from vllm_specblock.tree import ancestor_words, depths
+from vllm_specblock.tree import climb
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
 
 WRITTEN = MaskTensors._fields
@@ -17,7 +17,8 @@ def trees_of(slots: int, num_nodes: int, draw) -> tuple[torch.Tensor, torch.Tens
     """Depths and ancestors by slot."""
     below = torch.rand(slots, num_nodes, generator=draw) * torch.arange(1, num_nodes + 1)
     parent = below.int()
-    return torch.nn.functional.pad(depths(parent).long(), (1, 0)), ancestor_words(parent)
+    ancestors, depth = climb(parent)
+    return torch.nn.functional.pad(depth.long(), (1, 0)), ancestors
 
 
 def ragged(counts: list[tuple[int, int]], fillers: int, slots: int, draw) -> BatchRows:

@@ -24,8 +24,8 @@ from vllm_specblock.adapt.policy.interface import EVERY, Action
 from vllm_specblock.adapt.policy.registry import make_policy
 from vllm_specblock.adapt.trainer.version_writer import VersionWriter
 from vllm_specblock.adapt.versions import KEPT, VersionFolder
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target import target_rows
 

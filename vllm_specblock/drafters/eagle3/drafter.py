@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.config import Eagle3Config
+from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder, PagedAttention
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
-from vllm_specblock.drafters.common.paged_attention import PagedAttention
 from vllm_specblock.drafters.eagle3.growth import LevelRows, grow, level_shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
+from vllm_specblock.drafters.options import Eagle3Config
 from vllm_specblock.drafters.specblock.growth import expansion
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.expand import NextStarts
@@ -19,8 +18,7 @@ from vllm_specblock.triton_kernels.drafting.expand import NextStarts
 class Eagle3Drafter(NetworkDrafter):
     """Catch-up on the committed rows and level 1 are one forward; each later level is another.
 
-    A level is to the cache what a block of one position is (`draft_attention.py`). The target's
-    embedding is used unless the checkpoint brings one that differs.
+    To the cache, a level is a block of one position (`draft_attention.py`).
     """
 
     kind = "eagle3"

@@ -13,15 +13,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vllm_specblock.candidates import tree_of
-from vllm_specblock.config import Eagle3Config
 from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.options import Eagle3Config
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.expand import Growing, NextStarts, TreeShape
 
-_DEPTH, _NODES_PER_LEVEL = 8, 4
-"""Default depth of a tree, and nodes for each of its levels, see `Eagle3Config.depth`."""
+_DEPTH, _NODES_PER_LEVEL = 8, 4  # defaults, see `Eagle3Config.depth`
 
 
 class LevelRows(NamedTuple):
@@ -52,7 +51,7 @@ def grow(
     attention: Callable[[int, NextStarts], tuple[Attend, LevelRows]],
     beta: Tensor | None = None,
 ) -> DraftTree:
-    """The trees under the tokens that the newest committed rows have embedded.
+    """Return the trees under the newest committed rows' tokens.
 
     Args:
         embed: [n] target ids -> [n, H].

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 from vllm_specblock.candidates import tree_of
-from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.growth import Expansion, expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.tree import DraftTree

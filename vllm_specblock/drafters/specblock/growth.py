@@ -1,21 +1,14 @@
 """Rank-guided tree growth (SpecBlock paper, §3.2), and by levels EAGLE-2's (arXiv 2406.16858).
 
-All shapes are fixed by the configuration, and no value is read on the host: M blocks of candidates
-lie side by side, most of them unwanted; one pass at the end joins equal ones and keeps the best N.
+Shapes are fixed, and no value is read on the host: M blocks of candidates lie side by side, most of
+them unwanted; one pass at the end joins equal ones and keeps the best N.
 """
 
 from __future__ import annotations
 
 import torch
 
-from vllm_specblock.candidates import (
-    NEVER,
-    Selection,
-    extend_hash,
-    join,
-    rank_key,
-    select,
-)
+from vllm_specblock.candidates import NEVER, extend_hash, join, keep, rank_key, select
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.expand import Growing, NextStarts, TreeShape
 from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
@@ -71,8 +64,7 @@ class Expansion:
     ) -> NextStarts | DraftTree:
         """Hang a block under its starts; return the next starts, or at last the trees.
 
-        A row is a caterpillar: a chain of top-1 tokens, each with its siblings. Position k hangs
-        its tokens under the chain's node of position k − 1.
+        Position k of a row hangs its tokens under the best one of position k − 1.
 
         Args:
             starts: what the last call returned; None: block 1, of one row under the root.
@@ -113,7 +105,7 @@ class Expansion:
         self.rows += rows
 
         if self.block == self.shape.num_blocks:
-            return self.select().tree
+            return self.select()
         may_start = keys.clone() if bucket is None else keys | self.closed[bucket[..., None]]
         if self.shape.by_level:
             return self._starts(may_start.flatten(1), cells.start)
@@ -156,23 +148,24 @@ class Expansion:
         """Candidates so far, the root included."""
         return 1 + self.index[: self.rows].numel()
 
-    def select(self) -> Selection:
+    def select(self) -> DraftTree:
         """Join nodes of equal text, keep the best N, put them in order."""
         token, path_hash, key, parent = (field[:, : self.count] for field in self.fields)
         score = self.score[:, : self.count]
         shape, texts = self.shape, None if self.shape.by_level else path_hash
         return select(token, parent, score, key, texts, shape.budget, shape.max_depth)
 
-    def blocks(self, selection: Selection) -> torch.Tensor:
-        """Return the block, 1 … M, that each kept node comes from: [R, N] int64, 0 if unused."""
-        candidate = selection.kept(self.key[:, : self.count])
-        row = (candidate - 1) // (self.shape.block_size * self.shape.width)
-        starts = self.shape.num_starts
-        return torch.where(candidate > 0, 1 + (row + starts - 1) // starts, 0)
+    def blocks(self) -> torch.Tensor:
+        """Return the block, 1 … M, of each node of the trees: [R, N] int64, 0 if unused."""
+        shape, made = self.shape, slice(self.count)
+        candidate, _ = keep(self.key[:, made], self.path_hash[:, made], shape.budget)
+        row = (candidate - 1) // (shape.block_size * shape.width)
+        block = 1 + (row + shape.num_starts - 1) // shape.num_starts
+        return torch.where(candidate > 0, block, 0)
 
 
 def expansion(shape: TreeShape, width: torch.Tensor, num_requests: int) -> Expansion | Growing:
-    """Make an expansion on the device of `width`: one launch per block unless C is too large."""
+    """Make an expansion for the device of `width`: one launch per block unless C is too large."""
     kind: type[Expansion | Growing] = Expansion
     if takes(width):
         kind = CompiledGrowing

@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu import spec_decode
 
 from vllm_specblock.config import METHOD, OptionError
-from vllm_specblock.drafters.specblock.config_json import ARCHITECTURE
+from vllm_specblock.drafters.specblock.config import ARCHITECTURE
 from vllm_specblock.engine import request_drafts
 from vllm_specblock.engine.config.ours import WHEN_ASKED, asks_for_us, extracts_features, is_ours
 from vllm_specblock.engine.device import DEVICES

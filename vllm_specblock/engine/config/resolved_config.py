@@ -9,19 +9,19 @@ from typing import Any
 
 from vllm.config import ModelConfig
 
-from vllm_specblock.combine.budget import shares
 from vllm_specblock.config import (
     SOURCE_KEYS,
     CombineConfig,
     OptionError,
-    SpecBlockConfig,
     check_num_nodes,
     parse_combine,
     parse_drafter,
     split_keys,
 )
-from vllm_specblock.drafters.common.hub import DRAFTER_FILES, NotDownloadedError, snapshot
+from vllm_specblock.drafters.common.config import CheckpointError
+from vllm_specblock.drafters.common.hub import DRAFTER_FILES, snapshot
 from vllm_specblock.drafters.detect import kind_of
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.registry import DrafterOptions, drafter_kind
 from vllm_specblock.engine.step_observer import ADAPT, adaptation
 from vllm_specblock.options import Options
@@ -113,10 +113,9 @@ def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
         return Path(model).resolve()
     try:
         return snapshot(model, DRAFTER_FILES, **hub)
-    except NotDownloadedError as error:
+    except CheckpointError as error:
         raise OptionError(
-            f"speculative_config key '{where}model' is {model!r}, which is neither a folder here "
-            f"nor a hub id that could be downloaded ({error})."
+            f"speculative_config key '{where}model' is {model!r}, which is {error}"
         ) from None
 
 
@@ -168,10 +167,7 @@ def _check_policy(combine: CombineConfig, num_speculative_tokens: int) -> None:
                 f"speculative_config key '{given[0]}' goes with draft_policy '{other}', but "
                 f"draft_policy is '{policy}': change the one or drop the other."
             )
-    try:
-        shares(num_speculative_tokens, policy, combine.budget)
-    except ValueError as error:
-        raise OptionError(str(error)) from None
+    combine.shares(num_speculative_tokens)
 
 
 def _check_window(options: SpecBlockConfig, config: Any, where: str) -> None:

@@ -195,20 +195,14 @@ def check_combination(
             raise OptionError(f"speculative_config key {both}, but {why}: drop one of them.")
 
 
-def check_weights(resolved: ResolvedConfig, dtype: torch.dtype) -> None:
-    """Refuse 8-bit drafters on a device without the kernels; `dtype`: the target's."""
+def check_weights(resolved: ResolvedConfig) -> None:
+    """Refuse 8-bit drafters on a GPU without float8."""
     asked = {getattr(drafter.options, "quantization", None) for drafter in resolved.drafters}
     old = current_platform.is_cuda() and not current_platform.has_device_capability(89)
     if "fp8" in asked and old:
         raise OptionError(
             "speculative_config key 'quantization' is 'fp8', but this GPU has no float8 (compute "
             "capability 8.9 or later): drop the key."
-        )
-    tiles = current_platform.is_cpu() and torch.cpu._is_amx_tile_supported()
-    if "int8" in asked and not (tiles and dtype == torch.bfloat16):
-        raise OptionError(
-            "speculative_config key 'quantization' is 'int8', but that needs a CPU with AMX tiles "
-            "and dtype 'bfloat16': drop the key."
         )
 
 

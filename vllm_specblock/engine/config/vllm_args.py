@@ -89,7 +89,7 @@ def resolve(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> 
     resolved = resolve_config(given, target, hub)
     validate.check_combination(args, resolved, given, parallel)
     resolved = _with_skipping(resolved, parallel)
-    validate.check_weights(resolved, target.dtype)
+    validate.check_weights(resolved)
     validate.check_adapt(resolved, parallel, target)
     return resolved
 

@@ -12,11 +12,11 @@ from vllm.config import ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_specblock.config import METHOD, OptionError
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.interface import CacheLayer
 from vllm_specblock.drafters.registry import drafter_kind
-from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.engine.config import validate
 from vllm_specblock.engine.config.resolved_config import ResolvedDrafter, fetch_drafter
 from vllm_specblock.engine.config.vllm_args import resolve

@@ -9,7 +9,6 @@ from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.models.interfaces_base import VllmModel
 
-from vllm_specblock.combine.budget import shares
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import drafter_kind
@@ -30,7 +29,7 @@ def load_drafters(
         embed = embed_without_adapters(target_model)
     budgets: tuple[int, ...] = (num_nodes,)
     if combine is not None:
-        budgets = shares(num_nodes, combine.draft_policy, combine.budget)
+        budgets = combine.shares(num_nodes)
     drafters: list[Drafter] = []
     for each, budget in zip(resolved.drafters, budgets):
         kind, options = drafter_kind(each.kind), each.options

@@ -10,8 +10,7 @@ import torch
 from vllm_specblock.combine.merge import merge
 from vllm_specblock.combine.route import route
 from vllm_specblock.config import CombineConfig
-from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
-from vllm_specblock.drafters.common.cache_holes import CacheHoles
+from vllm_specblock.drafters.common.missed_rows import Backlog, CacheHoles, MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.skip_gate import DrafterGate, first_token

@@ -10,8 +10,7 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
-from vllm_specblock.drafters.common.cache_holes import CacheHoles
+from vllm_specblock.drafters.common.missed_rows import Backlog, CacheHoles, MissedRows
 from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
 from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy, SkippingMergedDrafters

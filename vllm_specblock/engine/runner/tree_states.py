@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.tree import DraftTree, ancestor_words, words_for
+from vllm_specblock.tree import DraftTree, climb, words_for
 from vllm_specblock.triton_kernels.op import op
 from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees, store_trees_triton
 
@@ -24,7 +24,7 @@ class TreeStates:
     ) -> None:
         self.num_nodes, self.max_depth = num_nodes, max_depth
         chain = torch.arange(num_nodes, dtype=torch.int32, device=device)
-        self._chain = chain, torch.arange(num_nodes + 1, device=device), ancestor_words(chain[None])
+        self._chain = chain, torch.arange(num_nodes + 1, device=device), climb(chain[None])[0]
 
         def per_slot(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(num_slots, *shape, dtype=dtype, device=device)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from vllm_specblock.config import DEFAULT_NODES, Eagle3Config, SpecBlockConfig, parse_drafter
+from vllm_specblock.config import DEFAULT_NODES, parse_drafter
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
 from vllm_specblock.drafters.eagle3.growth import level_shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.drafters.options import Eagle3Config, SpecBlockConfig
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -80,7 +81,7 @@ class ServedDraft:
     def forwards(self) -> Tensor:
         """[N], which forward, 1 …, each node of the last tree comes from; 0: no node."""
         if self.growth is not None:
-            return self.growth.blocks(self.growth.select())[0]
+            return self.growth.blocks()[0]
         assert self.tree is not None
         return torch.where(self.tree.parent[0] >= 0, self.tree.depth[0], 0)  # its level's
 

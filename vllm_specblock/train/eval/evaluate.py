@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig
+from vllm_specblock.config import DEFAULT_NODES
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.data.batch import Batch

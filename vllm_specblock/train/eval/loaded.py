@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from vllm_specblock.config import DEFAULT_NODES, parse_drafter
+from vllm_specblock.drafters.common.config import CheckpointError, default_layer_ids
 from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.eagle3.checkpoint import FILES as eagle3_files
 from vllm_specblock.drafters.specblock import checkpoint as specblock_files
-from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo, default_layer_ids
+from vllm_specblock.drafters.specblock.config import TargetInfo
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.chain import Chain, chain_along

@@ -8,7 +8,7 @@ from support.committed import rows_of
 from support.lone_drafters import MAX_LEN, PAGE, head_of
 from support.trees import texts
 
-from vllm_specblock.drafters.common import chunked_advance
+from vllm_specblock.drafters.common import network_drafter
 
 
 # A prompt of several parts between requests that decode, with rejected nodes as padding.
@@ -24,14 +24,14 @@ def test_a_head_drafts_the_same(monkeypatch, kind, lengths, padding):
     tables = (torch.randperm(39, generator=draw)[: 13 * count] + 1).view(count, -1)
     found, sizes = [], []
     for most in (10_000, 16):
-        monkeypatch.setattr(chunked_advance, "MAX_ROWS", most)
+        monkeypatch.setattr(network_drafter, "MAX_ROWS", most)
         head, width = head_of(kind)
         states = torch.randn(3, count, MAX_LEN, width, generator=draw.manual_seed(3))
-        chunk_of = chunked_advance.chunk_of
+        part_of = network_drafter.part_of
         monkeypatch.setattr(
-            chunked_advance,
-            "chunk_of",
-            lambda *args, f=chunk_of: sizes.append(args[2] - args[1]) or f(*args),
+            network_drafter,
+            "part_of",
+            lambda *args, f=part_of: sizes.append(args[2] - args[1]) or f(*args),
         )
         done = [0] * count
         trees = []

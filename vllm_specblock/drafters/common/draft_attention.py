@@ -1,4 +1,4 @@
-"""Attention metadata of SpecBlock's blocks over a paged cache of K entries per token.
+"""Attention of a drafter's forwards over a paged cache of K entries per token.
 
 Entry i·K + k is position k of row i. A row of block 1 sees all entries of earlier rows and its own
 up to k: causal attention. A row of a later block sees the entries before its start, the positions
@@ -9,10 +9,13 @@ Later blocks borrow the slots of the request's next tokens, which are reserved f
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import TYPE_CHECKING
+
 import torch
 
-from vllm_specblock.drafters.common.chunked_advance import MAX_ROWS
-from vllm_specblock.drafters.common.paged_attention import PagedAttention
+from vllm_specblock.commit.store import store_kv
+from vllm_specblock.drafters.common.network_drafter import MAX_ROWS
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.tree import pack_bits
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
@@ -20,16 +23,55 @@ from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
     packing_on_cpu,
 )
 from vllm_specblock.triton_kernels.drafting.expand import NextStarts
-from vllm_specblock.triton_kernels.drafting.first_block_metadata import (
-    first_block_metadata,
-)
+from vllm_specblock.triton_kernels.drafting.first_block_metadata import first_block_metadata
 from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     CommittedRows,
     LaterBlockMetadata,
     RowPointers,
     later_block_metadata,
 )
-from vllm_specblock.triton_kernels.warm_up import compile_attention
+
+if TYPE_CHECKING:  # it needs Numba
+    from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
+
+
+class PagedAttention:
+    """The `attend` callable of one drafter forward: stores every row, then attends.
+
+    Args:
+        caches: one [blocks, kv heads, block size · K, 2D] per drafter layer.
+        kv_index: [T, K] int64, where each row's positions are stored; negative for padding.
+        queries: what the rows see.
+        kept: what the rows that the last layer keeps see; default: as `queries`.
+    """
+
+    def __init__(
+        self,
+        caches: list[torch.Tensor],
+        kv_index: torch.Tensor,
+        queries: TreeAttentionBatch,
+        kept: TreeAttentionBatch | None = None,
+    ) -> None:
+        self.caches, self.kv_index = caches, kv_index.flatten()
+        self.queries = [queries] * len(caches)
+        if kept is not None:
+            self.queries[-1] = kept
+
+    @cached_property
+    def packing(self) -> Packing | None:
+        return packing_on_cpu(self.caches[0])
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """query [Q..., heads, D], key and value [T..., kv heads, D] → [Q..., heads, D]."""
+        cache = self.caches[layer]
+        key, value = key.flatten(0, -3), value.flatten(0, -3)
+        store_kv(cache, self.kv_index, key, value, packing=self.packing)
+        out = self.queries[layer].attend(
+            query.flatten(0, -3), cache, query.shape[-1] ** -0.5, packing=self.packing
+        )
+        return out.view_as(query)
 
 
 class DraftAttentionBuilder:
@@ -37,9 +79,6 @@ class DraftAttentionBuilder:
 
     Args:
         caches: as PagedAttention.
-        block_size: K.
-        num_starts: S, rows of every block after the first.
-        num_blocks: M.
         max_position: positions at or beyond it have no slot (the model's length limit).
         path_rope: RoPE counts the tokens on the path to a later block's row; otherwise all rows
             have the base of block 1's drafting row.
@@ -49,9 +88,9 @@ class DraftAttentionBuilder:
     def __init__(
         self,
         caches: list[torch.Tensor],
-        block_size: int,
-        num_starts: int,
-        num_blocks: int,
+        block_size: int,  # K
+        num_starts: int,  # S, rows of every block after the first
+        num_blocks: int,  # M
         max_position: int,
         path_rope: bool = False,
         by_level: bool = False,
@@ -65,6 +104,7 @@ class DraftAttentionBuilder:
         later = torch.arange(rows - 1)
         sees[1 + later, :, later] = torch.ones(block_size, block_size, dtype=torch.bool).tril()
         self.own = pack_bits(sees.flatten(2)).to(device)  # [rows, K, W]
+        self.rows_per_token, self.word_counts = block_size, {self.own.shape[-1]}
         # No row of block 1 has bits.
         self.no_bits = self.own.new_zeros(MAX_ROWS * block_size, self.own.shape[-1])
 
@@ -75,19 +115,10 @@ class DraftAttentionBuilder:
         self.row, self.table = rows.last, rows.block_table
         self.token_block, self.newest_bound = rows.block_size, rows.max_position
 
-    @property
-    def newest(self) -> torch.Tensor:
-        """[R] int64, the position of the row that drafts."""
-        return self.position[self.row]
-
     def first(self, rows: CommittedTokens) -> tuple[PagedAttention, torch.Tensor]:
-        """Block 1: committed rows, of which the last of each request drafts.
+        """Return the attention of block 1, and RoPE's position [T] int64 of each row's first.
 
-        Args:
-            rows: of the step, all or some; those before them are in the cache already.
-
-        Returns:
-            the attention, and [T] int64: RoPE's position of each row's first.
+        rows: of the step, all or some; those before them are in the cache already.
         """
         K, table, requests = self.K, rows.block_table, len(rows.row_start_host) - 1
         of = first_block_metadata(
@@ -102,20 +133,6 @@ class DraftAttentionBuilder:
         queries = sees(of.query_start, [row * K for row in rows.row_start_host], of.prefix_len)
         kept = sees(of.kept_start, [K * r for r in range(requests + 1)], of.kept_prefix)
         return PagedAttention(self.caches, of.kv_index, queries, kept), of.base
-
-    def warm_up(self, block_table: torch.Tensor, most_rows: int, num_heads: int) -> None:
-        """Compile the attention of every block; arguments as `Drafter.warm_up` has them."""
-        cache = self.caches[0]
-        query = cache.new_empty(1, num_heads, cache.shape[-1] // 2)
-        compile_attention(
-            query,
-            cache,
-            block_table,
-            self.own.shape[-1],
-            min(most_rows, MAX_ROWS) * self.K,
-            self.max_position * self.K,
-            packing=packing_on_cpu(cache),
-        )
 
     def begin(self, requests: torch.Tensor | None) -> None:
         """Begin later blocks for some requests ([n] int64; None: all of the step)."""
