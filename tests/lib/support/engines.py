@@ -19,13 +19,15 @@ ROOT = Path(__file__).resolve().parents[3]
 TARGET = ROOT / "examples/tiny_pair/target"
 DRAFTER = ROOT / "examples/tiny_pair/drafter"
 MAX_MODEL_LEN = 512
-FULL_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+FULL_GRAPHS: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+EMULATED: dict[str, Any] = {}
+if os.environ.get("EMULATED_GPU") == "1":  # warm-up runs at vLLM's own sizes take minutes there
+    FULL_GRAPHS["cudagraph_capture_sizes"] = [16, 64, 200]
+    EMULATED = {
+        "max_num_batched_tokens": MAX_MODEL_LEN,
+        "kernel_config": {"enable_flashinfer_autotune": False, "enable_jit_warmup": False},
+    }
 EAGLE3 = {"model": str(ROOT / "examples/two_heads/eagle3")}
-EMULATED = {
-    "max_num_batched_tokens": MAX_MODEL_LEN,
-    "kernel_config": {"enable_flashinfer_autotune": False, "enable_jit_warmup": False},
-}
-"""On an emulated GPU, where warm-up runs of vLLM's own sizes take minutes."""
 KINDS = {
     "SpecBlock": {},
     "n-gram": {"kind": "ngram", "model": None},
@@ -110,9 +112,8 @@ def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
         "gpu_memory_utilization": 0.3,
         "distributed_executor_backend": "uni",
         "disable_log_stats": False,
+        **EMULATED,
     }
-    if os.environ.get("EMULATED_GPU") == "1":
-        settings |= EMULATED
     if speculative is not None:
         settings["speculative_config"] = {
             "method": "specblock",

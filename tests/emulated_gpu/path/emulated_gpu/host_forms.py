@@ -90,10 +90,10 @@ def attend(query: torch.Tensor, entries: torch.Tensor, seen: torch.Tensor, a: Ar
     if a.READ.CAPPED:
         scores = a.soft_cap * torch.tanh(scores / a.soft_cap)
     scores = scores.masked_fill(~seen, float("-inf"))
-    total = scores.logsumexp(-1)
-    if a.into.sinks is not None:
-        total = torch.logaddexp(total, a.into.sinks.float()[:, None])
-    weights = (scores - total.masked_fill(total.isinf(), 0.0)[..., None]).exp()
+    # An extra score with value zero: the sink, or what a row sees that sees nothing.
+    sink = torch.tensor([-1e30]) if a.into.sinks is None else a.into.sinks.float()
+    sink = sink.view(-1, 1, 1).expand(*scores.shape[:2], 1)
+    weights = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
     out = torch.einsum("hqk,khd->qhd", weights, values)
     return out if a.into.value_scale is None else out * a.into.value_scale
 
