@@ -75,8 +75,8 @@ class _Yield:
         self.expected, self.accepted = 0.5 * self.expected + 1.5, 0.5 * self.accepted + 1.5
 
     def verified(self, expected: float, accepted: int) -> None:
-        """Learn from the nodes of a step."""
-        keep = 1 - 1 / TREES
+        """Learn from the nodes of a step; TREES / 2 steps are remembered."""
+        keep = 1 - 2 / TREES
         self.expected = 3 + keep * (self.expected - 3) + expected
         self.accepted = 3 + keep * (self.accepted - 3) + accepted
 
