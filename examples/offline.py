@@ -78,7 +78,7 @@ def generate(
         [list(answer.token_ids) for answer in answers],
         [answer.text for answer in answers],
         seconds,
-        read_counters(llm.get_metrics()) - before,
+        dict(read_counters(llm.get_metrics()) - before),
     )
 
 
