@@ -115,11 +115,8 @@ class Reservoir:
 class Book:
     """Rows of finished requests in four parts: new ones, the reservoir, `recent` and `old`.
 
-    Args:
-        memory: MiB of rows; each part has a quarter.
-
-    Attributes:
-        counts: records by what became of them: `recorded`, `not finite`, `loop`.
+    memory: MiB of rows; each part has a quarter. counts: records by what became of them:
+    `recorded`, `not finite`, `loop`.
     """
 
     def __init__(self, memory: float = 512, seed: int = 0) -> None:

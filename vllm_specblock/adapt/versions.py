@@ -157,11 +157,8 @@ class VersionFolder:
     def read(
         self, name: str | None, wanted: Callable[[str], bool] = lambda parameter: True
     ) -> dict[str, Tensor]:
-        """Read a version's parameters in the dtype they are stored in.
-
-        Args:
-            name: None: the delivered drafter.
-            wanted: filter of parameter names.
+        """Read the `wanted` parameters of a version (None: the delivered drafter), in the dtype
+        they are stored in.
 
         Raises:
             TrainError: the version is missing, incomplete, not finite, or made for another drafter

@@ -49,9 +49,7 @@ def depth_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) ->
 class Judge:
     """Depths of versions on records; each pair is computed once.
 
-    Args:
-        blocks: M of the chains.
-        most: newest records of each part of the book to judge by.
+    blocks: M of the chains; most: newest records of each part of the book to judge by.
     """
 
     def __init__(

@@ -225,9 +225,8 @@ class Slabs:
     def arrived(self) -> Iterator[tuple[Record | None, FinishedRequest | None, bool]]:
         """Yield the parts of requests that reached host memory, in order; each frees its slab.
 
-        Yields:
-            Copied rows of a part (None: no row to learn from); with the last part the request
-            (None: nothing was drafted for it); whether it is the last part.
+        Copied rows of a part (None: no row to learn from); with the last part the request (None:
+        nothing was drafted for it); whether it is the last part.
         """
         while self._leaving and self.copies.is_here(self._leaving[0][0].slab):
             part, ended = self._leaving.popleft()

@@ -25,12 +25,8 @@ WAITS = (1.0, 10.0, 100.0)
 class TrainerProcess:
     """A trainer process, monitored by a thread; serving never waits for either.
 
-    Args:
-        config: its link is set here.
-        link: the engine's side, in shared memory.
-
-    Attributes:
-        gave_up: the trainer is not started again.
+    config: its link is set here. link: the engine's side, in shared memory. gave_up: the trainer
+    is not started again.
     """
 
     def __init__(
