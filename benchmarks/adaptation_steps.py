@@ -24,8 +24,8 @@ from lib.results_store import MEASURED, ResultsStore, markdown_table
 from lib.spec_configs import alone, specblock
 from steady_state import decode_steps
 
-from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
+from vllm_specblock.adapt.versions import StagedVersion
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.refresh import HEADS
 
@@ -101,7 +101,6 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
         drafter: whose weights the engine has.
         what: `heads` or `all`.
     """
-    from vllm_specblock.adapt.serving.refresh import Refresh
     from vllm_specblock.adapt.serving.swaps import Swaps
 
     speculator = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -119,7 +118,7 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
         ran += counts
 
     recorder = speculator.recorder
-    recorder.swaps = Swaps(link, Refresh(speculator.draft_policy.drafters[0].model))
+    recorder.swaps = Swaps(link, speculator.draft_policy.drafters[0].model)
     try:
         while len(link.trips) < 8 and ran < 4096:
             found = decode_steps(llm, prompts, tokens, f"{what}-{ran}", count)

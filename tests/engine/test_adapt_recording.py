@@ -216,12 +216,14 @@ def anywhere(engine: Engine, sink: Kept, text: list[int]) -> bool:
 
 @pytest.mark.parametrize(
     ("said", "records"),
-    [(None, None), (1, True), ("1", True), (True, True), (1.0, True)]
+    [(1, True), ("1", True), (True, True), (1.0, True)]
     + [(each, False) for each in (0, "0", False, "no", 2)],
 )
 def test_an_unclear_value_is_a_no(said, records):
-    extra_args = None if said is None else {recording.SAYS: said}
-    assert recording.wanted(SamplingParams(extra_args=extra_args)) is records
+    marked = SamplingParams(extra_args={recording.SAYS: said})
+    for requests in ("all", "marked"):
+        assert recording.wanted(marked, requests) is records
+        assert recording.wanted(SamplingParams(), requests) is (requests == "all")
 
 
 def test_who_opted_out_is_in_no_buffer(watching, monkeypatch):

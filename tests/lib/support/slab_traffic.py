@@ -14,7 +14,7 @@ from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.feedback.slab_tensors import StepToRecord
 
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
-from vllm_specblock.adapt.serving import slab_copies
+from vllm_specblock.adapt.serving import slabs as slabs_module
 from vllm_specblock.adapt.serving.slabs import Slabs
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
@@ -51,8 +51,8 @@ class Engine:
         self.draw, self.rows, self.device = random.Random(seed), rows, device
         self.slabs = Slabs(SLOTS + 1, HIDDEN, slabs=SLABS, rows=rows)
         if device is not None:
-            if not isinstance(self.slabs.copies, slab_copies.PinnedSlabs):  # as on a GPU
-                self.slabs.copies = slab_copies.PinnedSlabs(self.slabs.tensors)
+            if not isinstance(self.slabs.copies, slabs_module.PinnedSlabs):  # as on a GPU
+                self.slabs.copies = slabs_module.PinnedSlabs(self.slabs.tensors)
             copies = self.slabs.copies
             device.own([*self.slabs.tensors, *copies.rows, *copies.sums])
         self.running: dict[int, Plain] = {}
@@ -233,6 +233,6 @@ def serve_late(seed: int, length: int) -> Counter[str]:
     """The same, of slabs on a device that is behind."""
     with pytest.MonkeyPatch.context() as patch:
         device = LateDevice(seed)
-        device.install(patch, slab_copies)
+        device.install(patch, slabs_module)
         with device:
             return serve(Engine(seed, PROMPT_ROWS + 9 * REACH, device), length)

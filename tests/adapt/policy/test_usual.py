@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from vllm_specblock.adapt.learning.stream import Usual
+from vllm_specblock.adapt.policy.evidence import Usual
 
 
 def test_it_parts_what_a_drafter_knows_from_what_it_does_not():

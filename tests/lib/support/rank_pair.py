@@ -1,0 +1,211 @@
+"""Two threads that stand for an engine's ranks, and what their drafters serve turn by turn."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from support.adapting import VOCAB, Pair
+from support.records import HIDDEN, small_drafter
+from vllm_specblock.drafters.specblock.options import SpecBlockConfig
+
+from vllm_specblock.adapt.options import AdaptConfig
+from vllm_specblock.adapt.policy.interface import Action
+from vllm_specblock.adapt.serving import observer
+from vllm_specblock.adapt.serving.swaps import EVERY, Swaps, _prepare
+from vllm_specblock.adapt.versions import StagedVersion
+from vllm_specblock.drafters.common.linear import process_after_loading
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.drafters.specblock.refresh import held
+
+
+class TwoRanks:
+    """`Ranks` of two threads, which wait for each other."""
+
+    def __init__(self, number: int, said: list[Any], barrier: threading.Barrier) -> None:
+        self.first = number == 0
+        self._number, self._said, self._barrier = number, said, barrier
+
+    def _exchange(self, value: Any) -> list[Any]:
+        self._barrier.wait(60)
+        self._said[self._number] = value
+        self._barrier.wait(60)
+        return list(self._said)
+
+    def alike(self, number: int) -> bool:
+        return len(set(self._exchange(number))) == 1
+
+    def from_first(self, numbers: Sequence[int]) -> list[int]:
+        return self._exchange(numbers)[0]
+
+
+def on_both_ranks(script: Callable[..., Any], *args: Any) -> list[Any]:
+    """What a script returns on each rank; it is given the ranks, its number and the arguments."""
+    said, barrier = [None, None], threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [
+            pool.submit(script, TwoRanks(number, said, barrier), number, *args)
+            for number in range(2)
+        ]
+        return [each.result() for each in futures]
+
+
+# ---- drafters and versions ----
+
+
+_SEEDING = threading.Lock()
+
+
+def drafter_of(seed: int) -> SpecBlockModel:
+    with _SEEDING:  # torch has one seed for all threads
+        return small_drafter(seed, vocab=VOCAB)
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    made = drafter_of(seed)
+    return {name: value.detach() for name, value in made.named_parameters()}
+
+
+def served(seed: int) -> SpecBlockModel:
+    return process_after_loading(drafter_of(seed).eval(), None)
+
+
+def digest(drafter: SpecBlockModel) -> str:
+    """Of every tensor that serves, bit for bit."""
+    found = sha256()
+    for _, value in sorted(held(drafter)):
+        found.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return found.hexdigest()[:8]
+
+
+def digest_of(seed: int) -> str:
+    return digest(served(seed))
+
+
+class Script:
+    """A link at which versions turn up when a script says.
+
+    Args:
+        arrivals: by turn, the version's number, whose weights are of that seed; negative: with a
+            number that is not finite.
+    """
+
+    def __init__(self, arrivals: dict[int, int]) -> None:
+        self.arrivals, self.now = arrivals, 0
+        self.taken: list[tuple[int, int]] = []
+        self.refused: list[int] = []
+
+    def staged(self) -> StagedVersion | None:
+        come = [turn for turn in self.arrivals if turn <= self.now]
+        if not come:
+            return None
+        number = [self.arrivals.pop(turn) for turn in sorted(come)][-1]
+        tensors = weights(abs(number))
+        if number < 0:
+            tensors["norm.weight"] = tensors["norm.weight"] * float("nan")
+        return StagedVersion(abs(number), 0, Action.FULL, tensors, abs(number))
+
+    def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
+        self.taken.append((self.now, version.number))
+
+    def refuse(self, version: StagedVersion, reason: str = "not finite") -> None:
+        self.refused.append(version.number)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {}
+
+
+# ---- scripts ----
+
+
+def swaps_of(link: Script, model: SpecBlockModel, ranks: TwoRanks | None, late: int = 0) -> Swaps:
+    """late: a version is prepared beside up to so many turns, as for a GPU."""
+    swaps = Swaps(link, model, ranks)
+    if late:
+        draw = random.Random(late)
+        swaps._pool = SimpleNamespace(
+            submit=lambda _, *args: Late(partial(_prepare, *args), draw.randint(late // 2, late))
+        )
+    return swaps
+
+
+class Late:
+    """A future that is done after some turns."""
+
+    def __init__(self, call: Callable[[], Any], turns: int) -> None:
+        self.result, self.turns = cache(call), turns
+
+    def done(self) -> bool:
+        self.turns -= 1
+        return self.turns < 0
+
+
+def scripted(
+    ranks: TwoRanks,
+    number: int,
+    arrivals: list[dict[int, int]],
+    turns: int,
+    late: tuple[int, int] = (0, 0),
+) -> SimpleNamespace:
+    """What serves after each turn; late: per rank, see `swaps_of`."""
+    model, link = served(0), Script(arrivals[number])
+    versions, seen = swaps_of(link, model, ranks, late[number]), []
+    for link.now in range(1, turns + 1):
+        versions.turn()
+        seen.append(digest(model))
+    return SimpleNamespace(seen=seen, taken=link.taken, refused=link.refused)
+
+
+def starting(ranks: TwoRanks, number: int, bad: bool) -> SimpleNamespace:
+    """A start whose choice changes before the second rank reads it.
+
+    Args:
+        bad: the second rank cannot read it.
+    """
+    model, reads = served(0), 0
+
+    def current() -> StagedVersion | None:
+        nonlocal reads
+        reads += 1
+        if bad:
+            return None if number else StagedVersion(5, 0, Action.FULL, weights(5), 5)
+        seed = 7 if number or reads > 1 else 6
+        return StagedVersion(seed, 0, Action.FULL, weights(seed), seed)
+
+    link = Script({})
+    link.current = current
+    Swaps(link, model, ranks).start()
+    return SimpleNamespace(seen=digest(model), reads=reads)
+
+
+def linked(ranks: TwoRanks, number: int, folder: Path) -> SimpleNamespace:
+    """A start with a version that is current in a folder, where a person then chooses another."""
+    model, pair = served(3), Pair.at(folder / "pair")
+    drafter: Any = SimpleNamespace(model=model)
+    target: Any = SimpleNamespace(
+        model=str(pair.target), get_hidden_size=lambda: HIDDEN, dtype=torch.float32
+    )
+    resolved: Any = SimpleNamespace(folder=str(pair.drafter), options=SpecBlockConfig(num_blocks=1))
+    options = AdaptConfig(trainer=str(folder / "requests"))
+    swaps, sink = observer.link_up(target, resolved, options, drafter, ranks)
+    seen = [digest(model)]
+    if ranks.first:
+        swaps.link.versions.use(None)
+    for _ in range(12 * EVERY):
+        swaps.turn()
+        seen.append(digest(model))
+        time.sleep(2e-3)
+    swaps.link.close()
+    return SimpleNamespace(
+        seen=seen, trainer=swaps.trainer is not None, sink=sink, counts=swaps.link.counts
+    )
