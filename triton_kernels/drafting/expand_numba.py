@@ -44,30 +44,17 @@ class CompiledGrowing(Growing):
             node, valid = starts.node, starts.valid
         fields = (*self.fields[:5].numpy(), self.score.numpy(), self.started.numpy())
         given = (node, valid, logprob.float(), token, bucket)
-        _attach_block(
-            *fields,
-            self.branching.numpy(),
-            *(x.detach().contiguous().numpy() for x in given),
-            block,
-            shape.count(block - 1) if block > 1 else 1,
-            block < shape.num_blocks,
-        )
+        arrays = (x.detach().contiguous().numpy() for x in given)
+        first, goes_on = shape.count(block - 1) if block > 1 else 1, block < shape.num_blocks
+        _attach_block(*fields, self.branching.numpy(), *arrays, block, first, goes_on)
         if block == shape.num_blocks:
             own, path_hash, key, parent = self.fields[:4]
             return select_numba(own, parent, self.score, key, path_hash, shape.budget)
         size = requests, shape.num_starts
         next_starts = [torch.empty(size, dtype=torch.int64) for _ in range(4)]
         next_starts.append(torch.empty(size, dtype=torch.bool))
-        _choose_starts(
-            *fields[:3],
-            *fields[4:5],
-            fields[6],
-            *(x.numpy() for x in next_starts),
-            block,
-            shape.count(block),
-            shape.block_size,
-            shape.width,
-        )
+        drafted = *fields[:3], fields[4], fields[6], *(x.numpy() for x in next_starts)
+        _choose_starts(*drafted, block, shape.count(block), shape.block_size, shape.width)
         return NextStarts._make(next_starts)
 
 
