@@ -24,7 +24,7 @@ from pydantic import Field
 from transformers import AutoConfig
 
 from vllm_specblock.bench.table import markdown_table
-from vllm_specblock.cli.from_model import options_of
+from vllm_specblock.cli.options import options_of
 from vllm_specblock.config import SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
