@@ -200,8 +200,9 @@ def test_last_is_what_the_head_reads(watching, monkeypatch):
     flush(watching)
     (record,) = sink.records
     labels = record.labels
-    logits = watching.runner.model.compute_logits(record.last[labels])
-    assert labels.sum() >= 99 and torch.equal(logits.argmax(-1), record.tokens[labels])
+    last = record.last[labels].to(watching.runner.device)
+    likeliest = watching.runner.model.compute_logits(last).argmax(-1).cpu()
+    assert labels.sum() >= 99 and torch.equal(likeliest, record.tokens[labels])
     # Read as a prompt, the same text leaves the same rows, in other sums.
     sink.offers.clear()
     watching.llm.reset_prefix_cache()

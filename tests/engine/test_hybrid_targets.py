@@ -85,6 +85,7 @@ def target(request, tmp_path_factory):
     }
 
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU")
 only_mamba = pytest.mark.parametrize("target", ["Mamba-2"], indirect=True)
 
 

@@ -150,6 +150,7 @@ def test_a_user_session(server, plain):
     assert "vllm:specblock_chosen_trees_total" not in dashboard
 
 
+@needs_command
 def test_ctrl_c_with_a_request_in_flight(process):
     """The server ends within seconds, and none of its processes is left. The last test here."""
     running, address = process

@@ -46,8 +46,8 @@ from vllm_specblock.triton_kernels.verify import (
     build_tree_mask,
     reallocate_drafts,
 )
-from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.tree import DraftTree
 
 from .conftest import INTERPRETED
@@ -82,6 +82,8 @@ class Compile:
         for parameter in kernel.params:
             grouped = isinstance(bound[parameter.name], tuple)
             assert not (grouped and parameter.do_not_specialize), "Triton heeds it for no group"
+            kind = type(bound[parameter.name])  # Triton before 3.7 looks for names in it alone
+            assert "_fields" in vars(kind) or not hasattr(kind, "_fields")
         options, *source = kernel._pack_args(backend, named, bound, found, options)
         source = ASTSource(kernel, *source)
         self.compiled.append(triton_compile(source, target=target, options=options.__dict__))
@@ -234,12 +236,12 @@ def test_fp8_linear_compiles(compiler, dtype, rows):
     fp8_linear.fp8_linear_triton(x, weight, torch.ones(4096), x if rows < 100 else None)
 
 
-def result_of(num_nodes: int, known: torch.dtype = torch.int64) -> VerificationResult:
+def result_of(num_nodes: int, known: torch.dtype = torch.int64) -> VerifiedTrees:
     """Of 3 requests; `known`: of what an eager step and a graph have in other dtypes."""
     table, score = torch.zeros(3, 3, dtype=known), torch.zeros(5, num_nodes)
     slot = table[0] if known == torch.int32 else table[:, 0]
     of_requests = slot, slot, torch.zeros(3, dtype=torch.int32), whole(3, 9)
-    return VerificationResult(*of_requests, score, score.to(torch.uint8), score[:, 0].contiguous())
+    return VerifiedTrees(*of_requests, score, score.to(torch.uint8), score[:, 0].contiguous())
 
 
 KNOWN = pytest.mark.parametrize(

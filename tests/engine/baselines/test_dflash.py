@@ -55,7 +55,7 @@ def test_step_by_step_the_logits_are_those_of_vllms_own(kind, tmp_path, monkeypa
     assert not isinstance(engine.speculator, TreeSpeculator)
     drafts = record_drafts(engine, monkeypatch)
     theirs = note_calls(
-        monkeypatch, engine.speculator.model, "compute_logits", lambda logits, *_: logits
+        monkeypatch, engine.speculator.model, "compute_logits", lambda logits, *_: logits.cpu()
     )
     target = load_target(TARGET, "fp32", torch.device("cpu"))
     model = FILES.load(folder)

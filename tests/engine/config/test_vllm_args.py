@@ -19,6 +19,8 @@ from vllm_specblock.config import OptionError
 from vllm_specblock.engine.config import validate, vllm_args
 from vllm_specblock.engine.config.ours import is_ours
 
+on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="refused before on a GPU")
+
 
 def refused(*parts: str, **kwargs) -> None:
     with pytest.raises(ValueError) as error:
@@ -66,6 +68,8 @@ def test_weights_in_eight_bits_want_a_gpu_that_has_them(monkeypatch):
 def test_integers_of_eight_bits_want_a_cpu_that_has_them(monkeypatch, tiles, dtype):
     options = SimpleNamespace(quantization="int8")
     plan = SimpleNamespace(drafters=[SimpleNamespace(options=options)])
+    cpu = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False)
+    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", cpu)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
     if tiles and dtype == torch.bfloat16:
         return validate.check_weights(plan, dtype)
@@ -119,15 +123,21 @@ def test_wrong_options(speculative, parts):
         ({"max_num_batched_tokens": 20}, ["max_num_batched_tokens is 20", "25 tokens"]),
         ({"attention_backend": "TRITON_ATTN"}, ["attention_backend is TRITON_ATTN"]),
         ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype is 'fp8_e5m2'", "supports 'auto'"]),
-        (
+        pytest.param(
             {"enable_lora": True, "speculative": {"enable_adaptive_verification": True}},
             ["'enable_adaptive_verification' is true and enable_lora", "drop one of them"],
+            marks=on_a_cpu,
         ),
-        (
+        pytest.param(
             {"enable_lora": True, "speculative": {"adapt": True}},
             ["'adapt' is given and enable_lora", "drop one of them"],
+            marks=on_a_cpu,
         ),
-        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size is 2", "supports 1 only"]),
+        pytest.param(  # vLLM wants as many GPUs
+            {"pipeline_parallel_size": 2},
+            ["pipeline_parallel_size is 2", "supports 1 only"],
+            marks=on_a_cpu,
+        ),
         ({"runner": "pooling"}, ["runner is 'pooling'", "drafts generated text only"]),
         ({"kv_offloading_size": 1.0}, ["KV connectors", "drop kv_transfer_config"]),
     ],
@@ -139,6 +149,8 @@ def test_wrong_surroundings(changes, parts):
 def test_a_cache_of_8_bits_that_this_machine_cannot_have(monkeypatch):
     args, target = EngineArgs(model=str(TARGET), kv_cache_dtype="fp8"), SimpleNamespace()
     target.get_head_size = lambda: 40
+    cpu = SimpleNamespace(is_cpu=lambda: True)
+    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", cpu)
     with pytest.raises(OptionError, match=r"multiples of 32 \(here 40 and 32\): use 'auto'\.$"):
         validate.check_cache(args, target)
     gpu = SimpleNamespace(is_cpu=lambda: False)
@@ -386,6 +398,7 @@ def test_adaptation_among_ranks_and_of_a_target_elsewhere(monkeypatch, on_cpu):
     here, there = SimpleNamespace(model=str(TARGET)), SimpleNamespace(model="some/target")
     platform = SimpleNamespace(is_cpu=lambda: on_cpu)
     monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", platform)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     validate.check_adapt(watch, two, there)
     validate.check_adapt(learns, two, here)
     for apart in ({"nnodes": 2}, {"distributed_executor_backend": "ray"}):

@@ -133,6 +133,15 @@ def test_a_drafter_alone(tmp_path):
     assert "eagle3" in eagle["drafter"].found and eagle["memory"].found.startswith("weights")
 
 
+def test_offline(monkeypatch):
+    """vLLM then looks for the files of the target, or of its default one, as soon as it can."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    found = by_name(drafter=DRAFTER)
+    assert {"runner", "drafter"} <= found.keys()
+    found = by_name("no/such", DRAFTER)["target"]
+    assert found.verdict == "wrong" and "vLLM does not take it" in found.advice
+
+
 EAGLE3 = ROOT / "examples/two_heads/eagle3"
 
 

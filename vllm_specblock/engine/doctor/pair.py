@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ Refused = (OptionError, CheckpointError)
 def runner() -> Finding:
     """Check that this environment runs the runner that trees need."""
     try:
-        validate.check_runner(EngineArgs(), ParallelConfig())
+        validate.check_runner(EngineArgs(model=os.curdir), ParallelConfig())
     except OptionError as error:
         return wrong("runner", "not Model Runner V2", as_line(error))
     return Finding("runner", "Model Runner V2")
@@ -35,9 +36,10 @@ def runner() -> Finding:
 
 def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
     """Yield findings about a target, its drafters and their memory; arguments as in `examine`."""
-    model, args = None, EngineArgs() if target is None else EngineArgs(model=target)
+    model = None
     if target is not None:
         try:
+            args = EngineArgs(model=target)  # offline, vLLM looks for a hub id's files here
             model = args.create_model_config()
         except Exception as error:  # any error of vLLM or transformers
             yield wrong("target", target, f"vLLM does not take it: {as_line(error)}")
