@@ -16,7 +16,7 @@ from lib.results_store import ResultsStore, markdown_table
 from tqdm import tqdm
 
 from vllm_specblock.bench.process import EngineProcess, end_all, job_of
-from vllm_specblock.bench.schedule import rotated
+from vllm_specblock.bench.questions import rotated
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 
 LEARNERS: dict[str, dict[str, Any] | None] = {

@@ -26,7 +26,7 @@ from transformers import AutoConfig
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.bench.table import markdown_table
-from vllm_specblock.cli.from_model import options_of
+from vllm_specblock.cli.options import options_of
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe

@@ -15,8 +15,8 @@ import typer
 from paper_measure import DrafterFigures, measure
 from tqdm import tqdm
 
+from vllm_specblock.cli.draft_tree import prompt_tensor, steps_of_prompt
 from vllm_specblock.cli.options import Chat, Device, NewTokens, Precision, PromptTokens, TreeNodes
-from vllm_specblock.cli.prompt_steps import prompt_tensor, steps_of_prompt
 from vllm_specblock.config import DEFAULT_NODES, OptionError
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.train.config import TrainError

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from vllm_specblock.bench.draft_tree import forward_colour, legend_line, save_svg, terminal_tree
+from vllm_specblock.cli.draft_tree import forward_colour, legend_line, save_svg, terminal_tree
 from vllm_specblock.train.eval.steps import Step
 
 matplotlib.use("Agg")

@@ -169,10 +169,7 @@ def rows_of(
 ) -> Rows:
     """Return numpy views for numba; only `query_start` is copied."""
     tensors = seq_len[: len(query_start) - 1], prefix_len, mask_words, tree_start
-    return Rows(
-        np.array(query_start, dtype=np.int64),
-        *(x.numpy() for x in tensors),  # a host tensor each
-    )
+    return Rows(np.array(query_start), *(x.numpy() for x in tensors))  # a host tensor each
 
 
 def plan_packed(

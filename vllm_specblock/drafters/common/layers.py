@@ -7,7 +7,7 @@ weights that read the same input.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from vllm_specblock.drafters.common.config import NetworkShape
 from vllm_specblock.drafters.common.linear import Joined, add_linear, silu_mul
 from vllm_specblock.triton_kernels.layers.norms import add_norm
-from vllm_specblock.triton_kernels.layers.rms_norm_numba import rms_norm_numba, runs_loop
 from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair
 from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
+from vllm_specblock.triton_kernels.optional_numba import takes
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, query [Q..., nh, D], key [T..., nkv, D], value [T..., nkv, D]) -> [Q..., nh, D].
@@ -29,13 +29,19 @@ callable owns the cache, the mask and the scaling by 1/sqrt(D).
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMS norm with float32 arithmetic inside; gives the dtype of its input."""
+    """RMS norm with float32 arithmetic inside; gives the dtype of its input.
+
+    Attributes:
+        loop: f(x, weight, eps) for CPUs, registered in `cpu/install.py`; None: torch's own.
+    """
 
     eps: float
+    loop: ClassVar[Callable[[Tensor, Tensor, float], Tensor] | None] = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if runs_loop(x, self.weight):
-            return rms_norm_numba(x, self.weight, self.eps)
+        loop, alike = RMSNorm.loop, x.dtype == self.weight.dtype
+        if loop is not None and alike and takes(x) and not torch.is_grad_enabled():
+            return loop(x, self.weight, self.eps)
         # Autocast would make float32 of the result on a GPU.
         with torch.autocast(x.device.type, enabled=False):
             return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)

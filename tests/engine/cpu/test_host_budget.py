@@ -7,8 +7,8 @@ import pytest
 from support.engines import make_engine
 from vllm.platforms import current_platform
 
-from vllm_specblock.cpu import measure_step_cost
-from vllm_specblock.cpu.measure_step_cost import padded, sizes
+from vllm_specblock.cpu import host_budget
+from vllm_specblock.cpu.host_budget import padded, sizes
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM measures on a GPU")
 
@@ -26,7 +26,7 @@ def test_sizes_are_those_in_which_steps_come():
 def test_an_engine_knows_its_costs_before_the_first_request(monkeypatch):
     speculative = {"num_speculative_tokens": 24, "enable_adaptive_verification": True}
     kept = []
-    monkeypatch.setattr(measure_step_cost.logger, "info", lambda *args: kept.append(args))
+    monkeypatch.setattr(host_budget.logger, "info", lambda *args: kept.append(args))
     engine = make_engine(speculative, max_num_seqs=4)
     cost = engine.runner.adaptive_verification.controller.cost
     assert kept
