@@ -236,7 +236,8 @@ def trunk_of(drafter: SpecBlockModel) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, value in drafter.named_parameters():
         if not trains(Action.HEADS, name):
-            digest.update(value.detach().contiguous().flatten().view(torch.uint8).numpy())
+            raw = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(raw.numpy().tobytes())
     return digest.hexdigest()
 
 
