@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +33,24 @@ FALLBACK = "vllm_specblock/engine/runner/chain_fallback.py"
 BLOCK = re.compile(r"(<!-- generated .*?-->\n).*(<!-- end -->)", re.DOTALL)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def write_or_check(path: Path, render: Callable[[str], str], doc: str) -> int:
+    """Write a page with new tables, or with --check compare it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
-    page = render()
+    page = path.read_text(encoding="utf-8")
     if not parser.parse_args().check:
-        PAGE.write_text(page, encoding="utf-8")
+        path.write_text(render(page), encoding="utf-8")
         return 0
-    if PAGE.read_text(encoding="utf-8") == page:
+    if render(page) == page:
         return 0
-    print("docs/support.md is out of date: run python tools/support_matrix.py", file=sys.stderr)
+    command = f"python tools/{Path(sys.argv[0]).name}"
+    print(f"docs/{path.name} is out of date: run {command}", file=sys.stderr)
     return 1
 
 
-def render() -> str:
+def render(page: str) -> str:
     """Return the page with new tables."""
     text = "\n".join([*_targets(), *_fewer_bits(), *_drafters(), *_sampling()])
-    page = PAGE.read_text(encoding="utf-8")
     return BLOCK.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
 
 
@@ -147,4 +148,4 @@ def dictionary_of(path: str, name: str) -> dict[str, ast.expr]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, render, __doc__))
