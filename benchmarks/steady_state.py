@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specblock.config import METHOD
-from vllm_specblock.engine.offline.answering import (
-    Answering,
-    grown,
-    main,
-    read_counters,
-    stopwatch_of,
-)
+from vllm_specblock.engine.offline.answering import Answering, main, read_counters, stopwatch_of
 
 WARM = 3
 """Outputs of every request before a window begins."""
@@ -80,7 +74,7 @@ def decode_steps(
 
 def window(llm: Any, job: dict[str, Any], name: str, stopwatch: Any) -> tuple[float, Counter]:
     """Return the seconds and the counters of one pass; stopwatch: None without a drafter."""
-    counters: list[dict[str, int]] = []
+    counters: list[Counter[str]] = []
     found = Counter[str]()
 
     def read(counts: bool) -> None:
@@ -89,7 +83,7 @@ def window(llm: Any, job: dict[str, Any], name: str, stopwatch: Any) -> tuple[fl
             found[DRAFTING] = 0 if stopwatch is None else stopwatch.take()[0]
 
     steps = decode_steps(llm, job["prompts"], job["max_tokens"], name, read)
-    found.update(grown(*counters))
+    found.update(counters[1] - counters[0])
     found[STEPS] = sum(tokens > 0 for _, tokens in steps)
     found[TOKENS] = sum(tokens for _, tokens in steps)
     return sum(seconds for seconds, _ in steps), found

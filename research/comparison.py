@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ import torch
 import typer
 from pydantic import Field
 from transformers import AutoConfig
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.bench.table import markdown_table
 from vllm_specblock.cli.from_model import options_of
@@ -28,7 +30,7 @@ from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recip
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.distributed import ranks
-from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape, uniform_shape
+from vllm_specblock.train.eval.drafting import draft_specblock, serving_shape
 from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
 from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import Learner, TrainBatch
@@ -214,9 +216,18 @@ def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
         drafter = trainer.train_states["specblock"].learner.drafter
         uniform = uniform_shape(serving_shape(drafter, SpecBlockConfig(), config.nodes))
         papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), config.nodes)
-        draft = partial(SpecBlockDraft, drafter)
+        draft = partial(draft_specblock, drafter)
         found |= {PAPER: partial(draft, shape=papers), UNIFORM: partial(draft, shape=uniform)}
     return found
+
+
+def uniform_shape(shape: TreeShape, width: int | None = None) -> TreeShape:
+    """Ablation: the same width at every position. The default is the least width, from 2 on, with
+    1.5 times as many candidates as the budget: those of equal text join, and a comparison needs a
+    full tree."""
+    cells = shape.rows(shape.num_blocks) * shape.block_size
+    width = width or max(2, -(-3 * shape.budget // (2 * cells)))
+    return replace(shape, branching=(width,) * 4)
 
 
 def table(summary: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ FAMILIES = "tests/targets/results.json"
 COMBINATIONS = "tests/engine/runner/test_combinations.py"
 CASES = "tests/lib/support/matrix.py"
 QUANTISED = "tests/engine/runner/test_quantised_target.py"
-FALLBACK = "vllm_specblock/engine/runner/chain_fallback.py"
+FALLBACK = "vllm_specblock/engine/request_drafts.py"
 BLOCK = re.compile(r"(<!-- generated .*?-->\n).*(<!-- end -->)", re.DOTALL)
 
 
@@ -119,7 +119,9 @@ def _drafters() -> Iterator[str]:
 
 def _sampling() -> Iterator[str]:
     yield from _section("Sampling", "verified", "tested cases")
-    looks_back = set(re.findall(r"\bparams\.(\w+)", (ROOT / FALLBACK).read_text(encoding="utf-8")))
+    source = (ROOT / FALLBACK).read_text(encoding="utf-8")
+    body = source.partition("def looks_back(")[2].partition("\n\n\n")[0]
+    looks_back = set(re.findall(r"\bparams\.(\w+)", body))
     whole, chain = [], []
     for name, given in dictionary_of(CASES, "CASES").items():
         keys = {each.value for each in given.keys} if isinstance(given, ast.Dict) else set()

@@ -51,13 +51,21 @@ _AMX = Machine(
     0.4,
     tile=16,
 )
-_GPU = Machine((1, 64, 128, 1024), (6.0, 6.2, 8.5, 48), 0.005, 0.01, 0.25, nodes=24)
+# One H200, Llama-3.1-8B's shapes (`results/h200_end_to_end.json`).
+_GPU = Machine(
+    (1, 25, 61, 104, 204, 416, 488, 1024),
+    (4.87, 5.2, 5.4, 5.6, 6.9, 12.0, 12.7, 26.0),
+    0.01,
+    0.035,
+    0.3,
+    nodes=24,
+)
 MACHINES = {
     "CPU, n-gram": _CPU._replace(costly=False),
     "CPU, SpecBlock": _CPU._replace(draft=(3.0, 0.2)),
     "AMX, SpecBlock": _AMX._replace(draft=(2.5, 0.1)),
     "GPU, n-gram": _GPU._replace(draft=(0.15, 0.0), costly=False),
-    "GPU, SpecBlock": _GPU._replace(draft=(1.2, 0.01)),
+    "GPU, SpecBlock": _GPU._replace(draft=(0.95, 0.14)),
 }
 
 TEXTS = {"good": (0.3, 0.65), "sampled": (0.12, 0.4), "bad": (0.03, 0.15), "random": (0.0, 0.01)}

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from baselines.folder import write_folder
 from baselines.groups import KeyValue, extend, group_attention, masked_attention, shape_like
@@ -26,7 +26,7 @@ from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.train.data.batch import Batch
-from vllm_specblock.train.eval.drafting import Eagle3Draft
+from vllm_specblock.train.eval.drafting import draft_eagle3
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,
@@ -91,8 +91,8 @@ class Eagle3(NamedLearner, Eagle3Model):
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
         width = min(10, len(self.d2t))
-        limits = LevelLimits(depth=7, top_k=width, width=width, budget=self.budget)
-        return Eagle3Draft(self, sequence, limits)
+        shape = TreeShape.levels(depth=7, top_k=width, width=width, budget=self.budget)
+        return draft_eagle3(self, sequence, shape)
 
     def save(self, directory: Path) -> None:
         """A checkpoint for vLLM's method "eagle3"."""

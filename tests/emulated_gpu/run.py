@@ -43,6 +43,8 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
+        # The steps that vLLM times at the start have a short context.
+        "VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN": "16",
         # Releases replace each other's entries, and importing each model's file takes 10 s.
         "VLLM_CACHE_ROOT": str(build / "cache"),
         "CUDA_MODULE_LOADING": "LAZY",

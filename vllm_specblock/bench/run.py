@@ -84,9 +84,8 @@ def prepare(config: BenchConfig, fresh: bool = False) -> Bench:
     methods, sets = resolve(config), read_sets(config)
     groups([*methods.values()], config.at_once)
     target = describe_target(config.target)
-    tokens = ChatTokens(
-        load_tokenizer(config.target), target.vocab_size, frozenset(), config.template_options
-    )
+    tokenizer = load_tokenizer(config.target)
+    tokens = ChatTokens(tokenizer, target.vocab_size, config.template_options)
     reader = Reader(tokens, config.raw)
     machine = describe_machine()
     length = reader.needed(sets, config.max_new_tokens)

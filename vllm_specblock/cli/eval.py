@@ -46,9 +46,6 @@ def evaluate(
     blocks: Annotated[
         int | None, typer.Option(min=1, max=8, help="M, blocks of a tree. Default: 2, as on a GPU.")
     ] = None,
-    uniform: Annotated[
-        bool, typer.Option("--uniform", help="Also trees of one width, without the rank head.")
-    ] = False,
     calibrate_drafts: Annotated[
         bool, typer.Option(help="Calibrate scores by accepted tokens, as in serving.")
     ] = True,
@@ -98,7 +95,7 @@ def evaluate(
     given = {} if blocks is None else {"num_blocks": blocks}
     options = parse_drafter(given | {"calibrate_drafts": calibrate_drafts}, "specblock")
     budgets = list(dict.fromkeys(nodes or [DEFAULT_NODES]))
-    shapes = figures_of.shapes_of(weights, options, budgets, uniform)
+    shapes = figures_of.shapes_of(weights, options, budgets)
 
     results = []
     for heat in dict.fromkeys(temperature or [0.0, 1.0]):

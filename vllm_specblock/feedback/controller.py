@@ -32,8 +32,6 @@ SHARE = 0.006
 HORIZON = 64
 """Steps in which drafting has to win back the time to read prompts and missed rows."""
 
-_GAIN = 1.5  # of drafting, while nothing is known
-
 
 class Step(NamedTuple):
     """Measurements of a step of decoding requests.
@@ -77,8 +75,8 @@ class _Yield:
         self.expected, self.accepted = 0.5 * self.expected + 1.5, 0.5 * self.accepted + 1.5
 
     def verified(self, expected: float, accepted: int) -> None:
-        """Learn from the nodes of a step."""
-        keep = 1 - 1 / TREES
+        """Learn from the nodes of a step; TREES / 2 steps are remembered."""
+        keep = 1 - 2 / TREES
         self.expected = 3 + keep * (self.expected - 3) + expected
         self.accepted = 3 + keep * (self.accepted - 3) + accepted
 
@@ -122,7 +120,7 @@ trial cost more than its share |
         self._yields = _Yield(num_nodes), _Yield(num_nodes)  # greedy, sampled
         self._kind = 0, 0  # class of the batch size, sampling
         self._rate: float | None = None  # λ
-        self._gain, self._steps = _GAIN, 0
+        self._gain, self._steps = 1.0, 0
         self._rows, self._expected = 1, 0.0  # rows of the step; tokens, of its nodes
         self._asked, self._prompts = 1.0, 0.0  # share of the proposals; cost of prompts, per step
         self._lost, self._paid = 0.0, 0.0  # of drafting, in plain steps; for trials of it
@@ -151,7 +149,7 @@ trial cost more than its share |
         tokens = known.tokens()
         nodes = np.arange(len(tokens)) / max(min(known.count, TREES), 1)
         draft = share * self.cost.draft(requests) + (1 - share) * self.cost.draft(requests, False)
-        cost = self.cost.verify(requests * (1 + nodes), requests) + draft + self._prompts
+        cost = self.cost.verify(requests * (1 + nodes)) + draft + self._prompts
         drafting = float((requests * (1 + tokens) / cost).max())
         plain = requests / self.cost.plain(requests)
         self._rate = max(drafting, plain)
@@ -183,7 +181,7 @@ trial cost more than its share |
         best = np.sort(survival[survival > 0])[::-1][:most]
         tokens = np.concatenate(([0.0], np.cumsum(best)))
         sizes = padded(rows + np.arange(len(tokens)))
-        value = known.correction * tokens - self._rate * self.cost.verify(sizes, requests)
+        value = known.correction * tokens - self._rate * self.cost.verify(sizes)
         nodes = int(value.argmax())
         if now_and_then and self.cost.doubt(rows + 2 * nodes + 2, requests) > NOISE:
             nodes = 2 * nodes + 2  # to learn their cost
@@ -199,7 +197,7 @@ trial cost more than its share |
             behind: rows that it missed.
         """
         extra = self.cost.draft(requests) - self.cost.draft(requests, False)
-        rate = self._rate or _GAIN * requests / self.cost.plain(requests)
+        rate = self._rate or requests / self.cost.plain(requests)
         price = rate * (extra + self.cost.read * behind / HORIZON)
         return bool(gained > price)  # host numbers
 
@@ -247,7 +245,7 @@ trial cost more than its share |
     def _extra(self, requests: int) -> float:
         """Return the additional cost of a step that drafts."""
         plain = self.cost.plain(requests)
-        trees = float(self.cost.verify(requests, requests)) - plain
+        trees = float(self.cost.verify(requests)) - plain
         return max(self.cost.draft(requests) + trees, 0.01 * plain)
 
 

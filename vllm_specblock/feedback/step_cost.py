@@ -72,12 +72,10 @@ class _Curve:
 class StepCost:
     """The model of a step's time.
 
-    A step takes `scale · (verify(rows, requests) + draft(requests))`, a plain one
-    `scale · plain(requests)`. Relative costs have no unit; a plain step of one request was 1 when
-    costs were measured.
+    A step takes `scale · (verify(rows) + draft(requests))`, a plain one `scale · plain(requests)`.
+    Relative costs have no unit; a plain step of one request was 1 when costs were measured.
 
     Attributes:
-        per_request: cost of a request beside its rows.
         read: drafters' cost to read a missed row.
     """
 
@@ -89,7 +87,6 @@ class StepCost:
         self,
         verify: Mapping[int, float],
         draft: Mapping[int, float],
-        per_request: float = 0.0,
         noisy: bool = True,
     ) -> None:
         """Restart from measured times.
@@ -97,13 +94,9 @@ class StepCost:
         Args:
             verify: rows of a step → seconds, or any unit; two sizes at least.
             draft: requests → time to draft for them, in the same unit.
-            per_request: time of a request beside its rows.
             noisy: the times may include other work.
         """
-        rows = np.array(sorted(verify), dtype=float)
-        counts = np.array([n for n in sorted(draft) if n & (n - 1) == 0 or n == max(draft)], float)
-        times = _plausible(rows, [verify[int(n)] for n in rows])
-        drafting = _plausible(counts, [draft[int(n)] for n in counts])
+        (rows, times), (counts, drafting) = _plausible(verify), _plausible(draft)
         drafting = np.maximum(drafting, 1e-6 * times[0])
         # The last one: a plain step over one that verifies no node.
         found = np.concatenate([times, drafting, _LOOKUP * drafting, times[:1]])
@@ -114,15 +107,15 @@ class StepCost:
         self._spread = SPREAD if noisy else SURE
         self._noise = [NOISE**2, NOISE**2]  # variance of ratios of steps, and of drafts to steps
         self._last, self._seconds = _Step(int(rows[0]), 0, True), float(times[0])
-        self.per_request, self.read = per_request / times[0], 0.0
+        self.read = 0.0
 
-    def verify(self, rows: np.ndarray | float, requests: int) -> np.ndarray:
+    def verify(self, rows: np.ndarray | float) -> np.ndarray:
         """Return relative costs [n] of steps that verify trees, by rows [n]."""
-        return self._verify(rows) + self.per_request * requests
+        return self._verify(rows)
 
     def plain(self, requests: int) -> float:
         """Return the relative cost of a step without drafts."""
-        return float(self.verify(requests, requests)) * math.exp(min(self._logs[-1], 0.0))
+        return float(self.verify(requests)) * math.exp(min(self._logs[-1], 0.0))
 
     def draft(self, requests: int, asked: bool = True) -> float:
         """Return the relative cost of drafting; asked: with a drafter with weights, if any."""
@@ -167,7 +160,7 @@ class StepCost:
 
     def _cost(self, step: _Step) -> float:
         if step.trees:
-            return float(self.verify(step.rows, step.requests))
+            return float(self.verify(step.rows))
         return self.plain(step.requests)
 
     def _gradient(self, step: _Step, other: _Step | None = None) -> np.ndarray:
@@ -209,30 +202,13 @@ def _variance(noise: float, error: float, expected: float) -> float:
     return max(noise + 0.02 * (min(error**2, 4 * expected) - expected), 1e-4)
 
 
-def _plausible(sizes: np.ndarray, measured: list[float]) -> np.ndarray:
-    """Return measured times without time lost to other work: they can only be too long.
+def _plausible(measured: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Return sizes [n] and times [n] without time lost to other work: they can only be too long.
 
-    No time exceeds that of a larger size, or that of enough smaller ones.
+    No time exceeds that of a larger size, or that of enough smaller ones. Sizes are the powers of
+    two, the smallest and the largest: the covariance of more would not fit in a CPU's L1 cache.
     """
-    each = np.minimum.accumulate(np.array(measured) / sizes)
-    return np.minimum.accumulate((each * sizes)[::-1])[::-1]
-
-
-def cost_per_request(
-    alone: Mapping[int, tuple[float, int]], trees: Mapping[int, tuple[float, int]]
-) -> float:
-    """Return the cost of a request beside its rows: its context is read once for all of them.
-
-    Args:
-        alone: rows → (time, requests) of a step with as many requests as possible.
-        trees: rows → (time, requests) of a step with few requests.
-
-    Returns:
-        The median over common steps, in the unit of the times; 0 if there are none.
-    """
-    found = []
-    for rows in alone.keys() & trees.keys():
-        (time, many), (shorter, few) = alone[rows], trees[rows]
-        if many > few:
-            found.append((time - shorter) / (many - few))
-    return max(float(np.median(found)), 0.0) if found else 0.0
+    kept = [n for n in sorted(measured) if n & (n - 1) == 0 or n in (min(measured), max(measured))]
+    sizes = np.array(kept, dtype=float)
+    each = np.minimum.accumulate(np.array([measured[n] for n in kept]) / sizes)
+    return sizes, np.minimum.accumulate((each * sizes)[::-1])[::-1]

@@ -59,6 +59,7 @@ def train(
             f"{config.out} holds a drafter that has learned; give a dry run another --out."
         )
     with ranks(config.device) as device:
+        # In a function of its own, so that no trainer outlives `ranks`.
         _train_on(device, config, resume, progress, dry_run)
     return config.out
 
@@ -66,7 +67,6 @@ def train(
 def _train_on(
     device: torch.device, config: TrainConfig, resume: bool, progress: bool, dry_run: bool
 ) -> None:
-    """Run `train` on joined ranks; a separate function, so that no trainer outlives `ranks`."""
     trainer = build(config, device)
     if dry_run:
         trainer.keep()

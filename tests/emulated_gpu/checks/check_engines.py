@@ -17,10 +17,7 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["TRITON_F32_DEFAULT"] = "ieee"
-# The steps that vLLM times at the start have a short context, and each runs once.
-os.environ["VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN"] = "16"
 
-from support import dflash
 from support.engines import (
     FULL_GRAPHS,
     ROOT,
@@ -31,10 +28,10 @@ from support.engines import (
     prompts,
     record_preemptions,
 )
+from support.learned import LEARNERS, write_learned
 from transformers import AutoTokenizer
 from vllm import SamplingParams, __version__
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 TOKENS = int(os.environ.get("CHECK_TOKENS", 8))
 RECORD = os.environ.get("CHECK_RECORD")
@@ -64,7 +61,6 @@ SMALL = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 80,
     "kv_cache_memory_bytes": 16 << 20,
-    "kernel_config": {"enable_flashinfer_autotune": False, "enable_jit_warmup": False},
 }
 SIZES = {"cudagraph_capture_sizes": [9, 36]}
 GRAPHS = {"enforce_eager": False, "compilation_config": FULL_GRAPHS | SIZES}
@@ -162,24 +158,10 @@ def plain(dtype: str) -> list[Output]:
     return answers(make_engine(None, dtype=dtype, **SMALL), dtype)
 
 
-@pytest.fixture(scope="module")
-def learned(tmp_path_factory) -> dict[str, Path]:
-    """Folders of drafters that learned a little of plain vLLM's answers, by kind."""
-    texts = asked(AutoTokenizer.from_pretrained(TARGET))
-    tokens = [one.tokens for one in plain("float32")]
-    return dflash.write_learned(tmp_path_factory.mktemp("learned"), texts, tokens)
-
-
 @dataclass
 class Compared:
-    """Tokens of one engine against plain vLLM's.
-
-    Attributes:
-        tokens: equal ones, in float16 and bfloat16 up to the first tie of an answer.
-        ties: answers that leave plain vLLM's at a tie.
-        different: answers that leave plain vLLM's elsewhere.
-        preempted: requests that lost their cache, and ran again.
-    """
+    """Equal tokens up to an answer's first tie, answers that leave plain vLLM's at a tie or
+    elsewhere, and requests that were preempted."""
 
     tokens: int = 0
     ties: int = 0
@@ -206,13 +188,15 @@ class Compared:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_tokens_are_those_of_plain_vllm(name, dtype, request, tmp_path, monkeypatch):
+def test_tokens_are_those_of_plain_vllm(name, dtype, tmp_path):
     """Once on an empty cache, once with prefix hits, and once beside aborted requests."""
-    monkeypatch.setattr(adaptive_verification, "_PROFILE_REPLAYS", 1)
     _, speculative, changes = ENGINES[name]
     speculative = {"num_speculative_tokens": 8, **speculative}
-    if speculative.get("model") in dflash.FOR_TINY_PAIR:
-        speculative["model"] = str(request.getfixturevalue("learned")[speculative["model"]])
+    if speculative.get("model") in LEARNERS:
+        texts = asked(AutoTokenizer.from_pretrained(TARGET))
+        answers = [one.tokens for one in plain("float32")]
+        folder = write_learned(tmp_path / "learned", speculative["model"], texts, answers)
+        speculative["model"] = str(folder)
     if speculative.get("adapt", {}).get("trainer") == "folder":
         speculative["adapt"] = {"trainer": str(tmp_path / "requests")}
     wanted = plain(dtype)

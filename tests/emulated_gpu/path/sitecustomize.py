@@ -13,6 +13,7 @@ FOLLOWERS = {
     "vllm._custom_ops": "emulated_gpu.vllm_operators",
     "vllm.vllm_flash_attn.flash_attn_interface": "emulated_gpu.vllm_operators",
     "vllm.v1.sample.ops.topk_topp_sampler": "emulated_gpu.vllm_operators",
+    "vllm.v1.worker.gpu.spec_decode.adaptive_verification": "emulated_gpu.vllm_operators",
 }
 """The module whose `install` runs after each of these is imported."""
 

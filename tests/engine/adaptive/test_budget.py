@@ -118,7 +118,7 @@ def test_compiled_before_there_are_requests(managers, monkeypatch):
     _, ours = managers
     launches = []
     monkeypatch.setattr(budget, "reallocate_drafts", lambda *args: launches.append(args))
-    ours.set_initial_cost_curves(profiled(ours, 0.01, 0.1))
+    ours.set_initial_cost_curves(profiled(ours, 0.01))
     ours._batch_budget = {"one": 3, "two": 4}, {"one": 1, "two": 1}, 5
     ours.reallocate_drafts(["one", "two"], torch.tensor([4, 2]))
     warm, real = launches
@@ -128,40 +128,23 @@ def test_compiled_before_there_are_requests(managers, monkeypatch):
             assert (first.dtype, first.stride(-1)) == (then.dtype, then.stride(-1))
 
 
-def profiled(manager, per_token: float, per_request: float):
+def profiled(manager, per_token: float):
     """Samples of the steps that the manager wants to see, on a device with such costs, in ms."""
-    each, found = manager.num_speculative_steps + 1, []
-    for batch in manager.batches_to_profile([each, 2 * each, 64]):
-        tokens = batch["num_tokens"]
-        requests = tokens // each if batch.get("uniform_decode") else min(tokens, MOST)
-        time = 3 + per_token * tokens + per_request * requests
-        found.append(StepTimingSample(time, 1.0, tokens, requests, True))
-    return found
+    return [
+        StepTimingSample(3 + per_token * tokens, 1.0, tokens, min(tokens, MOST), True)
+        for batch in manager.batches_to_profile([NUM_NODES + 1, 2 * NUM_NODES + 2, 64])
+        for tokens in [batch["num_tokens"]]
+    ]
 
 
-def test_no_more_trees_are_profiled_than_requests_can_be(managers):
-    """vLLM captures sizes beyond them, and its block table has no rows for more."""
+def test_first_costs_are_what_vllm_profiles(managers):
     _, ours = managers
-    each = NUM_NODES + 1
-    batches = list(ours.batches_to_profile([each, MOST * each, (MOST + 1) * each]))
-    trees = [batch["num_tokens"] for batch in batches if batch.get("uniform_decode")]
-    assert set(trees) == {each, MOST * each}
-
-
-@pytest.mark.parametrize(("per_token", "per_request"), [(0.01, 0.2), (0.05, 0.0)])
-def test_trees_share_their_context(managers, per_token, per_request):
-    """vLLM's own manager would price a tree's nodes as so many contexts."""
-    theirs, ours = managers
-    samples = profiled(ours, per_token, per_request)
-    each = NUM_NODES + 1
-    assert {s.num_reqs for s in samples if s.num_target_tokens == 2 * each} == {2, MOST}
-    ours.set_initial_cost_curves(samples)
-    tokens, one = 2 * each, 3 + per_token * each  # one token runs in the smallest graph
-    took = 3 + per_token * tokens + per_request * 3
-    assert float(ours.controller.cost.verify(tokens, 3)) == pytest.approx(took / one)
-    theirs.set_initial_cost_curves([s for s in samples if s.num_reqs != 2 and s.num_reqs != 1])
-    wrong = theirs.cost_tables[1][tokens] - took
-    assert wrong == pytest.approx(per_request * (MOST - 3))
+    ours.set_initial_cost_curves(profiled(ours, 0.05))
+    cost, tokens = ours.controller.cost, 2 * NUM_NODES + 2
+    least = 3 + 0.05 * (NUM_NODES + 1)  # one token runs in the smallest graph
+    assert float(cost.verify(tokens)) == pytest.approx((3 + 0.05 * tokens) / least)
+    assert cost.draft(MOST) == pytest.approx(1 / least)
+    assert ours._padded(np.array([1, tokens, 65])).tolist() == [NUM_NODES + 1, tokens, 65]
 
 
 class LateClock(Clock):

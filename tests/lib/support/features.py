@@ -19,7 +19,7 @@ def _extract(target, layers, tokens, scratch):
     from vllm_specblock.engine.offline.extract import FeatureExtractor
 
     engine = {"enforce_eager": True, "max_num_seqs": 4, "distributed_executor_backend": "uni"}
-    engine["kv_cache_memory_bytes"] = 64 << 20
+    engine |= {"kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.3}
     extractor = FeatureExtractor(target, layers, 128, "float32", scratch, engine)
     ((states, _),) = extractor([torch.tensor(tokens)])
     return states.tolist()

@@ -55,11 +55,7 @@ def made_up(requests: int) -> tuple[Tensor, Tensor]:
 def plain_logprobs(
     kind: str, states: Tensor, text: Tensor, end: int, masks: int, beta: float = 1.0
 ) -> Tensor:
-    """[masks, V], what each mask says behind the root text[end].
-
-    Args:
-        states: [3, n, H] and text [n], of one request.
-    """
+    """[masks, V], what each mask says behind the root text[end]; states [3, n, H], text [n]."""
     embedding, head = tables_of_target()
     raw = KINDS[kind]
     weights = {name: weight.detach() for name, weight in make_model(raw).state_dict().items()}

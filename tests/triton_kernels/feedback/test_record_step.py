@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 from support.recorded_rows import some_slabs, some_step
+from support.tensors import assert_equal, on
 from vllm_specblock.triton_kernels.feedback.record_step import record_step
-from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
-
-from vllm_specblock.feedback.verified_trees import VerifiedTrees
-
-
-def on(device: torch.device, found):
-    """Tensors of a dataclass on a device, strides as they are."""
-    if isinstance(found, torch.Tensor):
-        there = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=device)
-        return there.copy_(found)
-    if isinstance(found, SlabTensors | VerifiedTrees):
-        return type(found)(*(on(device, each) for each in found))
-    if isinstance(found, tuple):
-        return tuple(on(device, each) for each in found)
-    if isinstance(found, StepToRecord):
-        return type(found)(*(on(device, getattr(found, f.name)) for f in fields(found)))
-    return found
-
-
-def same(mine: SlabTensors, theirs: SlabTensors) -> None:
-    for name, one, other in zip(SlabTensors._fields, mine, theirs):
-        assert one.dtype == other.dtype and torch.equal(one.cpu(), other), name
-
 
 SHAPES = [
     # slabs, rows of each, Ht, slots, requests, nodes
@@ -54,4 +30,4 @@ def test_as_torch_does(forms, dtype, shape, spread):
         mine = on(forms.device, made)
         forms.load("record_step").record_step_triton(mine, on(forms.device, step))
         record_step.reference(made, step)
-        same(mine, made)
+        assert_equal(mine, made)

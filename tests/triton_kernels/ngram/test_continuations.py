@@ -33,7 +33,7 @@ def table_of(lengths: list[int], vocab: int, width: int, device) -> Texts:
 
 def head_on(known: Texts, options: NGramConfig, nodes: int) -> NGramDrafter:
     head = NGramDrafter(options, nodes, known.width)
-    head.texts = Texts(*(x.cpu() for x in vars(known).values()))
+    head.texts = Texts(*(x.cpu() for x in known))
     return head
 
 

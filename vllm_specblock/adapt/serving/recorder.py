@@ -15,8 +15,8 @@ from vllm_specblock.adapt.serving.slabs import Slabs
 from vllm_specblock.adapt.serving.swaps import Swaps
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.metrics.counters import Counts
+from vllm_specblock.engine.request_drafts import wants_drafts
 from vllm_specblock.engine.step_observer import StepObserver
-from vllm_specblock.engine.undrafted import wants_drafts
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.feedback.slab_tensors import StepToRecord

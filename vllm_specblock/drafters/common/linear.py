@@ -59,9 +59,12 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def takes(cls, linear: nn.Linear) -> bool:
-        """Whether a layer can be packed."""
+        """Whether a layer can be packed; vLLM's CPU build alone has the kernels."""
+        from vllm.platforms import current_platform
+
         weight = linear.weight
-        return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and cls.packs()
+        here = weight.device.type == "cpu" and current_platform.is_cpu()
+        return here and weight.dtype == torch.bfloat16 and cls.packs()
 
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         """[..., in] -> [..., out], or the slice `outputs` of it."""

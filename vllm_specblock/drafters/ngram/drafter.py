@@ -6,8 +6,6 @@ are followed, and weighed as in prediction by partial matching: longer matches a
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from vllm_specblock.candidates import tree_of
@@ -60,6 +58,6 @@ class NGramDrafter(Drafter):
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
         texts = self.texts
         if requests is not None:
-            texts = replace(texts, row=texts.row[requests], last=texts.last[requests])
+            texts = texts._replace(row=texts.row[requests], last=texts.last[requests])
         follow = follow_triton if texts.table.is_cuda else continuations_numba.follow_numba
         return tree_of(follow(texts, self.following))

@@ -23,17 +23,13 @@ from vllm_specblock.triton_kernels.drafting.expand import NextStarts
 from vllm_specblock.triton_kernels.drafting.first_block_metadata import (
     first_block_metadata,
 )
-from vllm_specblock.triton_kernels.drafting.grow_level import NextRows
 from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     CommittedRows,
     LaterBlockMetadata,
     RowPointers,
-    StartPointers,
     later_block_metadata,
 )
 from vllm_specblock.triton_kernels.warm_up import compile_attention
-
-Starts = NextStarts | NextRows
 
 
 class DraftAttentionBuilder:
@@ -47,6 +43,7 @@ class DraftAttentionBuilder:
         max_position: positions at or beyond it have no slot (the model's length limit).
         path_rope: RoPE counts the tokens on the path to a later block's row; otherwise all rows
             have the base of block 1's drafting row.
+        by_level: see `later_block_metadata`.
     """
 
     def __init__(
@@ -57,8 +54,9 @@ class DraftAttentionBuilder:
         num_blocks: int,
         max_position: int,
         path_rope: bool = False,
+        by_level: bool = False,
     ) -> None:
-        self.caches, self.K, self.S = caches, block_size, num_starts
+        self.caches, self.K, self.S, self.by_level = caches, block_size, num_starts, by_level
         self.max_position, self.path_rope, device = max_position, path_rope, caches[0].device
         # Row 0 is the drafting row of block 1: later blocks see it in their prefix, so it owns no
         # bits. Row 1 + i owns bits i·K … i·K + K − 1 of the window.
@@ -131,11 +129,11 @@ class DraftAttentionBuilder:
         # Each block fills in its own rows.
         self.kept = RowPointers(prefix, row.new_empty(len(row), rows, width), reach)
 
-    def next(self, block: int, starts: Starts) -> tuple[PagedAttention, LaterBlockMetadata]:
+    def next(self, block: int, starts: NextStarts) -> tuple[PagedAttention, LaterBlockMetadata]:
         """Return the attention of block `block` ≥ 2 from S starts per request, and its rows."""
         K, S, table = self.K, self.S, self.block_table
         metadata = later_block_metadata(
-            StartPointers(starts.row, starts.position, starts.valid),
+            starts,
             self.committed,
             self.own,
             table,
@@ -143,6 +141,7 @@ class DraftAttentionBuilder:
             block,
             self.token_block,
             self.max_position,
+            self.by_level,
         )
         each = [S * K * r for r in range(len(table) + 1)]
         limit = min(self.newest_bound + 1 + (block - 1) * S, self.max_position) * K

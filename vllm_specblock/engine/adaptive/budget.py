@@ -26,7 +26,6 @@ from vllm_specblock.engine.compat import reallocated
 from vllm_specblock.engine.patches import Function, patch
 from vllm_specblock.engine.scheduler import UNDRAFTED
 from vllm_specblock.feedback.controller import Step
-from vllm_specblock.feedback.step_cost import cost_per_request
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
 
 if TYPE_CHECKING:
@@ -165,21 +164,11 @@ class TreeBudgetManager(AdaptiveVerificationManager):
 
 
 class DeviceBudgetManager(TreeBudgetManager):
-    """TreeBudgetManager for a GPU; it prices steps as trees.
+    """TreeBudgetManager for a GPU, whose first costs are those that vLLM profiles."""
 
-    vLLM profiles steps of single-token requests, each with its own context. The nodes of a tree
-    share one, so this also profiles steps of whole trees. The difference is the cost of a request.
-    """
-
-    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, Any]]:
-        """Add steps of whole trees at each size that vLLM profiles."""
+    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         self._sizes = np.array(capture_sizes)
-        each = self.num_speculative_steps + 1
-        for batch in super().batches_to_profile(capture_sizes):
-            yield batch
-            trees, rest = divmod(batch["num_tokens"], each)
-            if not rest and trees <= self.req_states.max_num_reqs:
-                yield {**batch, "uniform_decode": True}
+        return super().batches_to_profile(capture_sizes)
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         place = np.searchsorted(self._sizes, rows)
@@ -190,25 +179,15 @@ class DeviceBudgetManager(TreeBudgetManager):
     def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
         """Set the costs to begin with, and compile the kernel: warm-up requests do not reach it."""
         super().set_initial_cost_curves(samples)  # raises if there are none
-        each = self.num_speculative_steps + 1
-        trees = [s for s in samples if s.num_reqs * each == s.num_target_tokens]
-        alone = [s for s in samples if s.num_reqs * each != s.num_target_tokens]
-        times = _medians(alone)
-        per_request = cost_per_request(times, _medians(trees))
-        verify = {
-            rows: max(ms - per_request * requests, 0.1 * ms)
-            for rows, (ms, requests) in times.items()
-        }
-        draft: defaultdict[int, list[float]] = defaultdict(list)
+        times: list[defaultdict[int, list[float]]] = [defaultdict(list), defaultdict(list)]
         for sample in samples:
+            times[0][sample.num_target_tokens].append(sample.forward_ms)
             if sample.full_cudagraph:
-                draft[sample.num_reqs].append(sample.drafter_ms)
-        drafting = {requests: float(np.median(ms)) for requests, ms in draft.items()}
+                times[1][sample.num_reqs].append(sample.drafter_ms)
+        costs = [{size: float(np.median(ms)) for size, ms in each.items()} for each in times]
         # All ranks must use the same costs.
-        verify, drafting, per_request = get_tp_group().broadcast_object(
-            (verify, drafting, per_request), src=0
-        )
-        self.controller.cost.measured(verify, drafting, per_request, noisy=False)
+        verify, draft = get_tp_group().broadcast_object(costs, src=0)
+        self.controller.cost.measured(verify, draft, noisy=False)
         self._batch_budget = {"": 0}, {"": 1}, 0
         # int64, as in the runner.
         self.reallocate_drafts([""], self.query_start_loc.new_zeros(1, dtype=torch.int64))
@@ -216,16 +195,6 @@ class DeviceBudgetManager(TreeBudgetManager):
 
 def _ranks() -> int:
     return int(get_tp_group().world_size)
-
-
-def _medians(samples: list[StepTimingSample]) -> dict[int, tuple[float, int]]:
-    """Return tokens → (median ms over replays, requests)."""
-    times: defaultdict[int, list[float]] = defaultdict(list)
-    requests: dict[int, int] = {}
-    for sample in samples:
-        times[sample.num_target_tokens].append(sample.forward_ms)
-        requests[sample.num_target_tokens] = sample.num_reqs
-    return {tokens: (float(np.median(ms)), requests[tokens]) for tokens, ms in times.items()}
 
 
 def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:

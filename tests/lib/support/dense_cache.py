@@ -1,4 +1,4 @@
-"""Dense KV cache of one sequence: reference drafter attention for evaluation and tests.
+"""Dense KV cache of one sequence: the reference of drafter attention.
 
 * A row of block 1 sees all K positions of every earlier row, and its own up to itself. Its K keys
   and values stay in the cache.
@@ -14,29 +14,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_specblock.drafters.common.layers import Attend
-from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.specblock.config import DrafterConfig
 from vllm_specblock.train.attention import sdpa
 
 
 class DenseCache:
-    """The drafter's cache of ONE sequence; K = 1 for EAGLE-3.
+    """The drafter's cache of ONE sequence.
 
     Attributes:
         key, value: per layer [rows, K, nkv, D]; keys carry their RoPE.
     """
 
-    def __init__(
-        self,
-        config: DrafterConfig | Eagle3Shape,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        block = config.block_size if isinstance(config, DrafterConfig) else 1
-        shape = (0, block, config.num_key_value_heads, config.head_dim)
-        layers = range(config.num_hidden_layers)
-        self.key = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
-        self.value = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
+    def __init__(self, config: DrafterConfig) -> None:
+        shape = (0, config.block_size, config.num_key_value_heads, config.head_dim)
+        self.key = [torch.empty(shape) for _ in range(config.num_hidden_layers)]
+        self.value = [torch.empty(shape) for _ in range(config.num_hidden_layers)]
 
     @property
     def rows(self) -> int:
@@ -65,32 +57,27 @@ class DenseCache:
 
         return attend
 
-    def grow(self, row: Tensor | None = None) -> DenseBlockCache:
-        """Later blocks over this cache. row [R] int64: the drafting rows (default: the newest)."""
-        if row is None:
-            row = torch.tensor([self.rows - 1], device=self.key[0].device)
-        return DenseBlockCache(self, row)
+    def grow(self) -> DenseBlockCache:
+        """Later blocks that grow from the newest row."""
+        return DenseBlockCache(self)
 
 
 class DenseBlockCache:
-    """The rows of blocks >= 2 that grow from drafting rows of one cache.
-
-    Rows are numbered in the order in which they are drafted: first the R drafting rows, then
-    the starts of block 2, then those of block 3, and so on. With R = 1 that is `Starts.row`.
+    """The rows of blocks >= 2, numbered in order: first the drafting row, then the starts of
+    block 2, then those of block 3, and so on.
 
     Attributes:
         key, value: per layer [E, nkv, D], every entry: position k of the cache's row i is entry
-            i·K + k, up to the last drafting row; the later rows' entries follow.
+            i·K + k; the later rows' entries follow.
         sees: [rows, K, E] bool, the entries that each position of each row sees.
     """
 
-    def __init__(self, cache: DenseCache, row: Tensor) -> None:
-        rows = int(row.max()) + 1
-        self.key = [key[:rows].flatten(0, 1) for key in cache.key]
-        self.value = [value[:rows].flatten(0, 1) for value in cache.value]
-        self.block = cache.key[0].shape[1]
-        own = row[:, None] * self.block + torch.arange(self.block, device=row.device)
-        self.sees = torch.arange(len(self.key[0]), device=row.device) <= own[..., None]
+    def __init__(self, cache: DenseCache) -> None:
+        self.key = [key.flatten(0, 1) for key in cache.key]
+        self.value = [value.flatten(0, 1) for value in cache.value]
+        self.block, count = cache.key[0].shape[1], len(self.key[0])
+        own = torch.arange(count - self.block, count)
+        self.sees = torch.arange(count) <= own[None, :, None]
 
     def starts(self, row: Tensor, position: Tensor) -> Attend:
         """`attend` of the next block's forward, which has to run before the next call.
