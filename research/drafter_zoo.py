@@ -1,7 +1,7 @@
-"""Who takes part in the controlled comparison: SpecBlock, its ablations, and the baselines.
+"""Drafters of the controlled comparison: SpecBlock, its ablations, and the baselines.
 
-All start from the target's LM head where their widths allow it, name the same draft vocabulary,
-and come as close to SpecBlock's parameter count as their sizes allow.
+All start from the target's LM head where their widths allow it, share the draft vocabulary, and
+come as close to SpecBlock's parameter count as their sizes allow.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "rank_topk full": {"rank_topk": "full"},
     "RoPE along the path": {"block_rope": "path"},
 }
-"""What each variant of SpecBlock changes: of Table 2, then of the choices left open. That of
-rank-guided branching is no other drafter, but another tree of the first."""
+"""Changes of each variant of SpecBlock: of Table 2, then of the choices that the paper leaves
+open. The ablation of rank-guided branching is another tree of the first drafter."""
 
 BASELINES = ("EAGLE-3", "DFlash", "JetSpec", "Medusa", "ParallelSpec", "Falcon", "SpS")
 EVERYONE = (*ABLATIONS, *BASELINES)
@@ -44,18 +44,15 @@ EVERYONE = (*ABLATIONS, *BASELINES)
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every drafter is made for.
+    """The target, and the settings that all drafters share.
 
     Attributes:
         target: folder of the target; config: its transformers config.
-        d2t [Vd] int64, t2d [V] bool: draft vocabulary.
-        counts: [V] int64, which it was chosen by.
+        d2t [Vd] int64, t2d [V] bool: draft vocabulary; counts [V] int64: of tokens.
         head: [Vd, Ht] fp32, the target's LM head; folded: with its final norm in it.
-        layer_ids: target layers that are read.
-        recipe: how SpecBlock learns.
+        recipe: SpecBlock's.
         budget: N, nodes of each tree.
-        seed: of the weights.
-        sizes: changes to SpecBlock's own layers: keys of `draft.untrained.init`.
+        sizes: changes to SpecBlock's own layers: keys of `untrained.init`.
     """
 
     target: Any

@@ -2,7 +2,7 @@
 
     python research/figures.py --drafter specblock=DIR --set humaneval=FILE.jsonl --out FOLDER
 
-The target's own answers are drafted along as serving would; no engine is needed.
+Drafters run along the target's own answers as in serving; no engine is needed.
 """
 
 from __future__ import annotations

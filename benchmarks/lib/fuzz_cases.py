@@ -58,36 +58,14 @@ def verification(rng: random.Random, draw: torch.Generator) -> Case:
         states = TreeStates(num_slots, nodes, deepest, "cpu")
         mask = TreeMask(len(position) + 3, requests + 1, nodes, "cpu")
         states.store(slot, replace(tree, origin=origin))
-        rows = BatchRows(
-            position,
-            query_start,
-            before + lengths,
-            slot,
-            first_row,
-            row,
-            slot.repeat_interleave(run + 1),
-            node.int(),
-        )
+        slots, ends = slot.repeat_interleave(run + 1), before + lengths
+        rows = BatchRows(position, query_start, ends, slot, first_row, row, slots, node.int())
         mask.fill(rows, states.depth, states.ancestors)
-        output, sampled = accept_path_rows(
-            DrawnRows(token.int(), drawn, first_row, slot),
-            states.parent,
-            states.depth,
-            states.ancestors,
-            states.path,
-            states.accepted,
-        )
-        stored = states.parent, states.depth, states.ancestors, states.score, states.origin
+        drawn_rows = DrawnRows(token.int(), drawn, first_row, slot)
+        output, sampled = accept_path_rows(drawn_rows, *states.trees)
+        stored = *states.trees, states.score, states.origin
         seen = mask.prefix_len, mask.mask_words, mask.tree_start, mask.position
-        return (
-            output,
-            sampled,
-            states.path,
-            states.accepted,
-            *stored,
-            *seen,
-            mask.node_position,
-        )
+        return output, sampled, *stored, *seen, mask.node_position
 
     return Case(requests, call)
 

@@ -46,7 +46,6 @@ class PaperWithoutBandit(PaperBandit):
 POLICIES: dict[str, Callable[[int], Policy]] = {
     "frozen": lambda seed: Frozen(),
     "always": lambda seed: Always(),
-    "full every 64": lambda seed: Fixed(Action.FULL, 64),
     "full every 8": lambda seed: Fixed(Action.FULL, 8),
     "full every 8, no gate": lambda seed: Fixed(Action.FULL, 8, gated=False),
     "heads every 8": lambda seed: Fixed(Action.HEADS, 8),

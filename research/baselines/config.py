@@ -55,6 +55,10 @@ class SmallShape(NetworkShape):
 
     draft_vocab_size: Count
     tie_word_embeddings: Literal[True] = True
+    max_position_embeddings: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
 
     @property
     def target_hidden_size(self) -> None:

@@ -6,14 +6,12 @@ gives the j-th of the next k tokens. Those tokens and the states that gave them,
 target's features, are the next group; a few such forwards fill a tree of fixed shape.
 
 Simplified:
-* The LSTM starts anew in every block. Its task in the paper, that tokens of one block depend on
-  each other, is inside the block; what is further back, attention gives.
-* A block ends at each row. Blocks see earlier blocks that end a multiple of k before, so what a
-  row drafts does not depend on where the text was cut. A text's first blocks begin before it,
-  with entries of zeros.
+* The LSTM starts anew in every block: tokens of one block depend on each other, as in the paper.
+* A block ends at each row and sees earlier blocks that end a multiple of k before, so a row drafts
+  the same wherever the text was cut. A text's first blocks begin before it, with zeros.
 * Instead of a loss on features and glancing distillation, later forwards are trained on the
-  states that earlier ones gave, their tokens being the text's (EAGLE-3's training-time test).
-* Features of three target layers and a reduced vocabulary, as all drafters here have them.
+  states of earlier ones and the text's tokens (EAGLE-3's training-time test).
+* Features of three target layers and a reduced vocabulary, as all drafters here have.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from torch.nn.functional import pad
 
 from baselines.config import FalconShape
 from baselines.folder import write_folder
-from baselines.group_attention import GroupAttentionBuilder
+from baselines.group_attention import FalconAttention
 from baselines.groups import (
-    Kept,
     KeyValue,
     draw_weights,
     earlier_rows,
+    extend,
     group_attention,
     sizes_like,
 )
@@ -74,19 +72,14 @@ class FalconModel(Positions):
     def run(
         self, entries: Tensor, position: Tensor, attend: Attend, keep: Tensor | None = None
     ) -> Tensor:
-        """One forward over groups [..., k, H]; the rest as `Trunk.forward` has it.
-
-        The LSTM starts anew in every group: what is further back, attention gives.
-        """
+        """One forward over groups [..., k, H]; other arguments as of `Trunk.forward`."""
         along = self.lstm(entries.flatten(0, -3))[0].view(entries.shape)
         return self.trunk(entries + along, position, attend, keep)
 
 
 def first_rope(position: Tensor, block: int) -> Tensor:
-    """RoPE positions [..., k] of the entries of a row's group; `position` [...] int64, the row's.
-
-    Its own entry, the last, stands one further than the row.
-    """
+    """RoPE positions [..., k] of a row's group; position [...] int64: the row's, one before that of
+    its own entry, the last."""
     return position[..., None] + 2 - block + torch.arange(block, device=position.device)
 
 
@@ -110,9 +103,7 @@ class FalconDrafter(NetworkDrafter):
         return [*super().cache_layers(), CacheLayer(1, self.model.config.hidden_size // 2, 1)]
 
     def bind(self, caches: list[Tensor]) -> None:
-        self.attention_builder = GroupAttentionBuilder(
-            caches, self.k, self.plan, self.max_model_len
-        )
+        self.attention_builder = FalconAttention(caches, self.k, self.plan, self.max_model_len)
 
     def _forward(self, rows: CommittedTokens) -> Tensor:
         trunk = self.model.trunk
@@ -128,7 +119,7 @@ class FalconDrafter(NetworkDrafter):
         states, beta = of_requests(requests, self.state, self.beta)
         self.attention_builder.begin(requests)
         states, count = states[:, None], len(states)  # [R, S, k, H]
-        rope = first_rope(self.attention_builder.position, self.k)[:, None]  # [R, 1, k]
+        rope = first_rope(self.attention_builder.drafting.position, self.k)[:, None]  # [R, 1, k]
         token = torch.zeros(count, plan.count, dtype=torch.int64, device=states.device)
         score = torch.zeros(count, plan.count, device=states.device)
         for index, step in enumerate(plan.steps):
@@ -136,16 +127,17 @@ class FalconDrafter(NetworkDrafter):
             if index:
                 starts = len(step.source)
                 embedded = self.embed(token[:, step.path].flatten())
-                embedded = embedded.view(count, starts, self.k, -1)
-                entries = trunk.entry(states[:, step.source], embedded)
+                entries = trunk.entry(
+                    states[:, step.source], embedded.view(count, starts, self.k, -1)
+                )
                 attend, there = self.attention_builder.next(index, step.before, starts)
                 at = (rope + index * self.k).expand(-1, starts, -1)
                 states = self.model.run(entries, at, attend)
-            read = states.flatten(1, 2)[:, step.read]  # [R, P, H]
-            logprob, best = self.model.best(read, step.width, beta)
+            logprob, best = self.model.best(states.flatten(1, 2), step.width, beta)
             if there is not None:
-                # Groups without a place have read what is not theirs.
-                logprob = logprob.masked_fill(~there[:, step.read // self.k, None], NEVER)
+                # Groups without slots have read other entries.
+                lost = ~there.repeat_interleave(self.k, 1)[..., None]
+                logprob = logprob.masked_fill(lost, NEVER)
             token[:, step.node] = best[:, step.place, step.rank]
             score[:, step.node] = logprob[:, step.place, step.rank]
         return plan.tree(token, score, self.num_nodes)
@@ -182,17 +174,18 @@ class Falcon(PositionsLearner, FalconModel):
         """All forwards of all rows but the last, fed the text's tokens: [B, L − 1, F·k, H]."""
         batch, block = train_batch.batch, self.config.block_size
         windows, length = batch.tokens.shape
-        rows, own = slice(0, length - 1), Kept(dim=2)
+        rows = slice(0, length - 1)
         entries = self._first_entries(train_batch, rows)
         row = torch.arange(length - 1, device=entries.device).repeat_interleave(block)
         row, offset = row.expand(windows, -1), torch.arange(block, device=entries.device)
         # Blocks that end a multiple of k before.
         sees = earlier_rows(batch.document, rows, block).repeat_interleave(block, dim=-1)
         prefix: dict[int, KeyValue] = {}
+        own: dict[int, KeyValue] = {}
 
         def attend(layer: int, *flat: Tensor) -> Tensor:
             query, key, value = (each.view(*entries.shape[:3], *each.shape[2:]) for each in flat)
-            mine = own.extend(layer, key, value)
+            mine = extend(own, layer, (key, value))
             seen = prefix.setdefault(layer, (key.flatten(1, 2), value.flatten(1, 2)))
             relaxed = torch.ones(block, mine[0].shape[2], dtype=torch.bool, device=query.device)
             return group_attention(query, seen, mine, sees, relaxed).flatten(0, 2)[:, None]
@@ -221,11 +214,8 @@ class Falcon(PositionsLearner, FalconModel):
 
     @torch.no_grad()
     def calibrate(self, train_batches: Iterable[TrainBatch]) -> None:
-        """Shape later trees by how often each rank of each position is right on `train_batches`,
-        the text's own tokens having been fed. One rank's lessons; the rates are not gathered.
-
-        The default rates weigh as much as one row: no rank is shut out for want of samples.
-        """
+        """Shape later trees by how often each rank of each position is right on this process's
+        `train_batches`, fed the text's tokens. The default rates weigh as much as one row."""
         right = default_hits(*self.hits.shape).to(self.hits)
         count = torch.ones_like(right[:, :1])
         for train_batch in train_batches:

@@ -3,7 +3,7 @@
 A block is a root and K masks behind it; the target's states of all tokens before the root are its
 context, as keys and values of every layer. DFlash's rows see the whole block, JetSpec's those up to
 their own. The network is the one that we serve (`vllm_specblock.drafters.dflash`), which reads the
-target's LM head as it is; here are the objective and drafting along one text.
+target's LM head as it is; here is the objective.
 Simplified: every token that the target wrote is a root, where the authors draw some of them;
 cross-entropy to the target's law for both, where DFlash's authors take the text's tokens; the law
 is that of a reduced vocabulary, as for all drafters here, where what is served names every token.

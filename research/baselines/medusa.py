@@ -1,11 +1,9 @@
 """Medusa (arXiv 2401.10774): K heads on the target's last state, each for one position ahead.
 
-W = 0 at first in every residual block, so that every head starts as the target's own. The target
-stays frozen (Medusa-1), and position k weighs 0.8^k in the loss. Head k is n residual blocks
-x + SiLU(W x).
-Simplified: the heads share one LM head over the draft vocabulary, where the paper gives each its
-own over all of it, and W has no bias (the paper's formula has none either). Unlike the paper's
-static tree ours is the exact best N of the product of the heads' distributions.
+Head k is n residual blocks x + SiLU(W x). W = 0 at first, so every head starts as the target's own.
+The target stays frozen (Medusa-1), and position k weighs 0.8^k in the loss.
+Simplified: the heads share one LM head over the draft vocabulary, and W has no bias. Unlike the
+paper's static tree ours is the exact best N of the product of the heads' distributions.
 """
 
 from __future__ import annotations
@@ -130,12 +128,11 @@ class Medusa(PositionsLearner, MedusaModel):
         return ServedDraft(MedusaDrafter, self, options, self.budget, sequence, layers=(LAST,))
 
     def save(self, directory: Path) -> None:
-        """What we serve, and what vLLM's own `{"method": "medusa"}` loads, which drafts the chain
-        of first choices.
+        """Write a checkpoint for us and for vLLM's method "medusa", which drafts a chain.
 
-        The LM head is written over the whole vocabulary: vLLM 0.32 refuses checkpoints with its
-        own `token_map`, as not initialised. Tokens that no head can name get the mean of the
-        named ones' rows, hence the mean of their logits, which is never the largest.
+        The LM head covers the whole vocabulary: vLLM 0.32 refuses checkpoints with its own
+        `token_map`. Tokens outside the draft vocabulary get the mean of its rows, hence the mean
+        logit, which is never the largest.
         """
         head = self.lm_head.weight.detach()
         rows = head.mean(0).repeat(len(self.t2d), 1)

@@ -1,13 +1,12 @@
 """ParallelSpec (arXiv 2410.05589): one forward drafts K positions, by mask tokens after the text.
 
 A row is the target's features of x_i fused with the token x_{i+1}, as EAGLE's; position 1 is read
-from the row itself, positions 2..K from K − 1 learned mask tokens at the next RoPE positions. Masks
-see the rows up to their own and the masks before them, which is plain causal order. In training
-all rows append their masks at once: row i's masks see the rows up to i and earlier masks of their
-own group (the paper's group-wise attention), never another group's.
-Simplified: features of three target layers and a reduced vocabulary, as all drafters here have
-them; two decoder layers; cross-entropy to the target's law and no loss on features; a tree that
-is the best N of the product of the positions' distributions.
+from the row itself, positions 2..K from K − 1 learned mask tokens at the next RoPE positions, in
+causal order. In training all rows append their masks at once: row i's masks see the rows up to i
+and earlier masks of their own group (the paper's group-wise attention).
+Simplified: features of three target layers and a reduced vocabulary, as all drafters here have;
+two decoder layers; cross-entropy to the target's law and no loss on features; a tree that is the
+best N of the product of the positions' distributions.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baselines.causal_rows import CausalRows
 from baselines.folder import write_folder
+from baselines.group_attention import GroupRows, joined, newest_rows, rows_after
 from baselines.groups import draw_weights, earlier_rows, group_attention, sizes_like
 from baselines.options import ParallelSpecConfig
 from baselines.positions import Positions, PositionsLearner
@@ -59,26 +58,29 @@ class ParallelSpecDrafter(NetworkDrafter):
         self.trees = ProductTrees(self.max_depth, width, num_nodes, self.device)
 
     def bind(self, caches: list[Tensor]) -> None:
-        self.attention_builder = CausalRows(caches, self.max_model_len)
+        self.attention_builder = GroupRows(caches, 1, self.max_model_len)
 
     def _forward(self, rows: CommittedTokens) -> Tensor:
         model, count = self.model, self.max_depth - 1
         condition = model.trunk.condition(rows.features(self.layers))
         real = model.trunk.entry(condition, self.embed(rows.token))
         masks = model.mask_tokens[:count].to(real.dtype).repeat(len(rows.last), 1)
-        attend, position, keep = self.attention_builder.first(rows, count, keep_newest=True)
+        both = joined(rows, rows_after(newest_rows(rows), count, self.max_model_len))
+        attend, _, keep = self.attention_builder.first(both)
         # RoPE has a row where its token stands, one further than its slot.
-        states = model.trunk(torch.cat([real, masks]), position + 1, attend, keep)
-        return states.view(len(rows.last), self.max_depth, -1)
+        states = model.trunk(torch.cat([real, masks]), both.position + 1, attend, keep)
+        first, masks = states.split([len(rows.last), len(masks)])
+        return torch.cat([first[:, None], masks.view(len(first), count, first.shape[-1])], 1)
 
     def draft(self, requests: Tensor | None = None) -> DraftTree:
         states, beta = of_requests(requests, self.state, self.beta)
         self.attention_builder.begin(requests)
         logprob, token = self.model.best(states, self.trees.width, beta)
         # Masks without a slot have read what is not theirs.
-        lost = ~self.attention_builder.there(self.max_depth - 1)[..., None]
-        logprob = torch.cat([logprob[:, :1], logprob[:, 1:].masked_fill(lost, NEVER)], 1)
-        return self.trees.grow(logprob, token)
+        ahead = torch.arange(self.max_depth, device=self.device)
+        position = self.attention_builder.drafting.position[:, None] + ahead
+        lost = (position >= self.max_model_len) & (ahead > 0)
+        return self.trees.grow(logprob.masked_fill(lost[..., None], NEVER), token)
 
 
 class ParallelSpec(PositionsLearner, ParallelSpecModel):

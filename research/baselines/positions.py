@@ -1,4 +1,4 @@
-"""Learners whose every row drafts K positions with one LM head.
+"""Learners, and those whose every row drafts K positions with one LM head.
 
 Row i has the target's features of x_i and the token x_{i+1}, the root; its position k = 1..K
 predicts x_{i+1+k}.
@@ -25,12 +25,7 @@ from vllm_specblock.train.losses import head_loss
 
 
 class Positions(DraftLM):
-    """LM head over the draft vocabulary; `norm` is set by the network.
-
-    Args:
-        hidden_size: H, what the LM head reads.
-        draft_vocab_size: Vd.
-    """
+    """LM head over the draft vocabulary; `norm` is set by the network."""
 
     def __init__(self, hidden_size: int, draft_vocab_size: int) -> None:
         super().__init__()
@@ -39,8 +34,8 @@ class Positions(DraftLM):
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
 
 
-class PositionsLearner(Learner):
-    """Draft vocabulary and loss; goes before a `DraftLM` among the base classes.
+class NamedLearner(Learner):
+    """First weights and draft vocabulary; goes before the network among the base classes.
 
     Args:
         shape: sizes of the network.
@@ -94,13 +89,14 @@ class PositionsLearner(Learner):
     ) -> Self:
         """Return a drafter for a target; the global generator is left alone.
 
-        Args:
-            target_config: of transformers.
-            seed: of the weights.
-            sizes: as `shape_like` takes them.
+        target_config: of transformers; seed: of the weights; sizes: see `shape_like`.
         """
         shape = cls.shape_like(target_config, len(d2t), **sizes)
         return seeded(seed, lambda: cls(shape, d2t, t2d, head, budget))
+
+
+class PositionsLearner(NamedLearner):
+    """The loss of K positions."""
 
     def outcome(
         self, states: Tensor, train_batch: TrainBatch, weights: Sequence[float], blocks: int = 1
@@ -140,12 +136,8 @@ class PositionsLearner(Learner):
     def positions(
         self, states: Tensor, train_batch: TrainBatch
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Position after position of states [B, L − 1, K, H], where its label counts.
-
-        Yields:
-            states [n, H] of the rows that count; which those are, [B, r] bool, of the r rows
-            whose position k lies inside the window; their labels [n] int64.
-        """
+        """Yield for each position k of states [B, L − 1, K, H] the rows whose label counts: their
+        states [n, H], the rows [B, r] bool of those with position k in the window, labels [n]."""
         batch = train_batch.batch
         label = draft_labels(self.t2d, batch)
         length = label.shape[1]
@@ -162,13 +154,7 @@ class PositionsLearner(Learner):
 def loss_and_choice(
     normed: Tensor, head: Tensor, target_probs: Tensor, target_row: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`head_loss`, and the drafter's first choice.
-
-    Arguments as there; `head` may have another dtype.
-
-    Returns:
-        sum [] fp32, rows' losses [n] fp32 without a gradient, draft ids [n] int64.
-    """
+    """Return `head_loss` (sum [] fp32, rows [n] fp32), and the drafter's choices [n] int64."""
     best = torch.empty_like(target_row)
 
     def look(rows: slice, logits: Tensor) -> None:

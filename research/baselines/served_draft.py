@@ -19,14 +19,9 @@ LAST = 3
 
 
 class ServedDraft:
-    """A `Draft` of one request, over a paged cache of its own.
+    """A `Draft` of one request, over a paged cache of its own; arguments as of `NetworkDrafter`.
 
-    Args:
-        drafter: makes the drafter.
-        model: its network.
-        nodes: N.
-        layers: indices of the states that it reads: low layers first, then `LAST`.
-        lookahead: slots after the root for drafting; default: N.
+    layers: indices into the features of three layers, and `LAST`.
     """
 
     def __init__(
@@ -41,20 +36,14 @@ class ServedDraft:
     ) -> None:
         device = sequence.tokens.device
         blocks = -(-(len(sequence.tokens) + (lookahead or nodes)) // _BLOCK) + 1
-        most = blocks * _BLOCK
-        given = options, nodes, most, lookahead, layers
+        given = options, nodes, blocks * _BLOCK, lookahead, layers
         self.drafter = drafter(model, sequence.embed, *given)
-        self.drafter.bind(
-            [
-                torch.zeros(
-                    *(blocks + 1, _BLOCK * layer.entries_per_token),
-                    *(layer.num_kv_heads, 2 * layer.head_dim),
-                    dtype=next(model.parameters()).dtype,
-                    device=device,
-                ).transpose(1, 2)
-                for layer in self.drafter.cache_layers()
-            ]
-        )
+        like = {"dtype": next(model.parameters()).dtype, "device": device}
+        shapes = [
+            (blocks + 1, _BLOCK * each.entries_per_token, each.num_kv_heads, 2 * each.head_dim)
+            for each in self.drafter.cache_layers()
+        ]
+        self.drafter.bind([torch.zeros(shape, **like).transpose(1, 2) for shape in shapes])
         self.table = torch.arange(1, blocks + 1, dtype=torch.int32, device=device)[None]
         self.text, self.states = sequence.tokens, [*sequence.hidden.chunk(3, -1), sequence.last]
         self.rows = 0  # that the cache holds

@@ -1,7 +1,7 @@
-"""Input and decoder layers of drafters that read the target's features, EAGLE's way.
+"""Input and decoder layers of drafters that read the target's features, as EAGLE does.
 
-An entry is a feature of some token, the target's or the drafter's own, fused with the embedding of
-the token after it. Who sees whom is the caller's.
+An entry is a feature of a token, the target's or the drafter's own, fused with the embedding of the
+token after it. The caller decides on attention.
 """
 
 from __future__ import annotations
@@ -44,14 +44,10 @@ class Trunk(nn.Module):
     def forward(
         self, entries: Tensor, position: Tensor, attend: Attend, keep: Tensor | None = None
     ) -> Tensor:
-        """All layers.
+        """Run all layers over n entries [..., H] at RoPE `position` [...] int64.
 
-        Args:
-            entries: [..., H], flattened to n entries.
-            position: [...] int64, where RoPE has them.
-            attend: called with the layer's number, query [n, 1, nh, D], key and value
-                [n, 1, nkv, D].
-            keep: [Q] int64, the only entries whose states are wanted; None: all.
+        attend: called with the layer's number, query [n, 1, nh, D], key and value [n, 1, nkv, D].
+        keep: [Q] int64, entries whose states are returned; None: all.
 
         Returns:
             [..., H] or [Q, H], before the final norm.

@@ -1,7 +1,7 @@
 """Chain accuracy: α of the drafter's chain of whole blocks, position by position.
 
 This is the paper's α_{m,j} (SpecBlock, appendix C and figure 5b). For its α_k (figure 5a), blocks
-may start anywhere in the previous block (`research/main_path.py`).
+may start anywhere in the previous block (`research/paper_measure.py`).
 
 At every root of the continuation the drafter drafts a chain of M blocks, each from the end of the
 previous one. Every block starts from the text's token: α assumes that all earlier tokens were

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from main_path import MainPathFigures, main_path
+from paper_measure import MainPathFigures, main_path
 
 from vllm_specblock.train.eval.chain import Chain, ChainFigures
 from vllm_specblock.train.eval.steps import Step
