@@ -61,7 +61,6 @@ IDLE = f"benchmarks/gpu_idle.py --json {RESULT} --engine='{QUICK}' "
 KERNELS = f"benchmarks/kernels.py --runs=30 --out {RESULT} "
 ENGINE, RUNNER = "tests/engine", "tests/engine/runner"
 BENCH = "-P -m vllm_specblock bench examples/two_heads/bench.yaml --dtype bfloat16 --nodes 60"
-ADAPTING = f"{ENGINE}/test_adapting.py {ENGINE}/test_adapted_folders.py"
 
 
 def exact(combination: str) -> str:
@@ -123,7 +122,7 @@ PARTS: dict[int, list[Step]] = {
     ],
     5: [  # learning while serving
         Step("recording", f"{TESTS} {ENGINE}/test_adapt_recording.py", 90, 180),
-        Step("adapting", f"{TESTS} {ADAPTING}", 120, 240),
+        Step("adapting", f"{TESTS} {ENGINE}/test_adapting.py", 120, 240),
         Step("exact under swaps", f"{TESTS} {ENGINE}/test_adaptation_exact.py", 120, 240),
         Step("adaptation's steps, pair", learning("pair"), 60, 120),
         Step("adaptation's steps, llama-8b", learning(LARGE), 130, 220),

@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from lib.interpreter import teach_bf16_dot, teach_whole_arrays
+from vllm_specblock.triton_kernels import optional_numba
 
 from vllm_specblock import triton_kernels
 
@@ -95,6 +96,31 @@ def kernels(request, monkeypatch) -> Kernels:
         teach_bf16_dot(interpreter, monkeypatch.setattr)
         teach_whole_arrays(interpreter, monkeypatch.setattr)
     return Kernels(request.param)
+
+
+class Loops:
+    """Gives a kernel's compiled loops for CPUs by the names of the launchers."""
+
+    device = torch.device("cpu")
+
+    def load(self, name: str) -> SimpleNamespace:
+        found = vars(importlib.import_module(module_of(f"{name}_numba"))).items()
+        end = "_numba"
+        return SimpleNamespace(
+            **{f"{key[: -len(end)]}_triton": loop for key, loop in found if key.endswith(end)}
+        )
+
+
+@pytest.fixture(params=["kernel", "loop"])
+def forms(request, kernels, monkeypatch) -> Kernels | Loops:
+    """A kernel, and the loop that takes the same arguments; all else on the CPU is torch."""
+    available = optional_numba.AVAILABLE
+    monkeypatch.setattr(optional_numba, "AVAILABLE", False)
+    if request.param == "kernel":
+        return kernels
+    if not available:
+        pytest.skip("Numba is not installed")
+    return Loops()
 
 
 def interpret_library(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support.trees import texts
@@ -91,11 +89,11 @@ def test_many_stretches(kernels, length):
 @pytest.mark.parametrize("position", [-9, -2, -1, 400, 1 << 40])
 def test_padding_texts_are_safe(kernels, position):
     known = table_of([40], 2, 40, kernels.device)
-    known = replace(known, position=torch.full_like(known.position, position))
+    known = known._replace(position=torch.full_like(known.position, position))
     head = head_on(known, NGramConfig(depth=4), 20)
     made = launched(kernels, known, head)
     size = int(made.size[0])
     assert position > 0 or size == 0
     assert ((made.token >= 0) & (made.token < 2)).all() and (made.parent[0, size:] == -1).all()
-    none = replace(known, row=known.row[:0], last=known.last[:0])
+    none = known._replace(row=known.row[:0], last=known.last[:0])
     assert launched(kernels, none, head).token.shape == (0, 20)
