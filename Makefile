@@ -26,7 +26,7 @@ test: setup
 # Without engines: what a change of trees, kernels, heads or training breaks shows here already.
 test-fast: setup
 	$(VENV)/bin/pytest --numprocesses $(WORKERS) --dist worksteal --ignore tests/engine \
-		--ignore $(COMPILED) -m "not engine"
+		--ignore $(COMPILED) -m "not engine" $(COVERAGE)
 
 # What the plugin leans on in vLLM, held against the installed one, or against the sources of any
 # other: make contract VLLM=0.33.0. Nothing of it is installed or run.
@@ -51,6 +51,7 @@ emulated-gpu:
 	@$(MAKE) --no-print-directory -C tests/emulated_gpu PYTHON=$(CURDIR)/$(CUDA_VENV)/bin/python
 
 test-emulated-gpu: emulated-gpu
+	for sm in 80 100 120; do $(VENV)/bin/pytest $(COMPILED) --sm $$sm || exit 1; done
 	$(EMULATED) -m pytest tests/emulated_gpu/checks/check_device.py
 	$(EMULATED) --lazy --host-forms -m pytest tests/emulated_gpu/checks/check_host_work.py
 	$(EMULATED) --lazy --host-forms -m pytest tests/emulated_gpu/checks/check_commands.py

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -43,10 +43,9 @@ FOLDER = ROOT / "runs/two_heads"
 AWAY = FOLDER / "tables.jsonl"
 DRAFTER, TARGET = ROOT / "examples/two_heads/code", ROOT / "examples/tiny_pair/target"
 LINES = 1 << 20
-"""Of a file of prompts that are read at most."""
+"""Most lines of a file of prompts."""
 PROMPT, ANSWER, LOOP = 64, 96, 24
-"""Tokens of a prompt, of an answer, and of what a loop repeats: more than a tenth of its text,
-below which the book refuses it."""
+"""Tokens of a prompt, an answer, and a loop: more than a tenth of its text, or it is refused."""
 
 app = typer.Typer(cls=OneSentenceErrors, help=__doc__, no_args_is_help=True, add_completion=False)
 Drafter = Annotated[Path, typer.Option(help="That knows home.")]
@@ -73,10 +72,11 @@ class Pair:
 
     def prompts(self, path: Path, wanted: int) -> list[torch.Tensor]:
         """Return the first prompts of a file, cut to `PROMPT` tokens."""
-        tokenizer, size = load_tokenizer(self.pairing.target), self.pairing.vocab_size
-        found = read_prompts(path, tokenizer, wanted, prompt_tokens=PROMPT, vocab_size=size)
-        check_prompts(path, len(found), wanted)
-        return [prompt[:PROMPT] for prompt in found]
+        size = self.pairing.vocab_size
+        given = {"prompt_tokens": PROMPT, "vocab_size": size}
+        tokenizer = load_tokenizer(self.pairing.target)
+        found = [each[:PROMPT] for each in read_prompts(path, tokenizer, wanted, **given)]
+        return check_prompts(path, found, wanted)
 
     def answered(
         self, prompts: Sequence[torch.Tensor], tokens: int = ANSWER, **sampling: float
@@ -111,8 +111,8 @@ def streams(
 ) -> None:
     """Replay streams of requests, each with every policy, and print one table over all seeds.
 
-    The target writes every text once. Updates, judging and policies are those of serving; time is
-    what the options say. A killed run resumes.
+    The target writes every text once. Updates, judging and policies are those of serving; times are
+    simulated. A killed run resumes.
     """
     names = list(dict.fromkeys(policy or POLICIES))
     for name in names:
@@ -170,10 +170,8 @@ def attacks(
     clean, draw = pair.answered(found), torch.Generator().manual_seed(seed)
     vocab = pair.pairing.vocab_size
     nonsense = [torch.randint(vocab, (PROMPT,), generator=draw) for _ in range(needed[1])]
-    loops = [
-        each[:LOOP].repeat(-(-(PROMPT + ANSWER) // LOOP))[: PROMPT + ANSWER]
-        for each in found[: needed[2]]
-    ]
+    length = PROMPT + ANSWER
+    loops = [each[:LOOP].repeat(-(-length // LOOP))[:length] for each in found[: needed[2]]]
     texts = [
         clean[: needed[0]],
         pair.answered(nonsense, temperature=2.0, seed=seed),
@@ -242,23 +240,23 @@ def read(target: Path, path: Path, wanted: int, most: int, chat: bool) -> list[l
     """Token ids of the first prompts of a file that have `most` tokens at most."""
     found = read_prompts(path, load_tokenizer(target), LINES, prompt_tokens=most, chat=chat)
     short = [each.tolist() for each in found if len(each) <= most]
-    check_prompts(path, len(short), wanted)
-    return short[:wanted]
+    return check_prompts(path, short, wanted)[:wanted]
 
 
-def check_prompts(path: Path, found: int, wanted: int) -> None:
-    """Raises TrainError where a stream reads more prompts than there are."""
-    if found < wanted:
+def check_prompts(path: Path, found: list[Any], wanted: int) -> list[Any]:
+    """Return the prompts; raise TrainError if there are fewer than a stream reads."""
+    if len(found) < wanted:
         raise TrainError(
-            f"{path} holds {found} prompts, but {wanted} are needed: give fewer --requests, or "
-            "more prompts."
+            f"{path} holds {len(found)} prompts, but {wanted} are needed: give fewer --requests, "
+            "or more prompts."
         )
+    return found
 
 
 def _two(text: str) -> tuple[float, float]:
     """Parse "0.1,0.2"."""
     try:
-        heads, full = (float(part) for part in text.split(","))
+        heads, full = map(float, text.split(","))
     except ValueError:
         raise typer.BadParameter(
             f"{text!r} is not two numbers of seconds with a comma between them, such as 0.1,0.2."

@@ -1,7 +1,6 @@
-"""A stream that changes its domain, served by vLLM: a frozen drafter beside others that learn.
+"""A stream that changes its domain, served by vLLM with a frozen drafter and with learning ones.
 
-Engines take turns, a window of requests each, and one that has no turn is stopped with its trainer,
-so none learns while another serves. A learner may be given a pause behind its turn, as traffic has.
+Engines take turns, a window of requests each. An engine without a turn is stopped with its trainer.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from lib.results_store import ResultsStore, markdown_table
 from tqdm import tqdm
 
 from vllm_specblock.bench.process import EngineProcess, end_all, job_of
-from vllm_specblock.bench.schedule import rotated
+from vllm_specblock.bench.questions import rotated
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 
 LEARNERS: dict[str, dict[str, Any] | None] = {
@@ -29,27 +28,24 @@ LEARNERS: dict[str, dict[str, Any] | None] = {
 """`adapt` of each engine."""
 
 PARTS = 4
-"""Parts in which results of each other domain are reported."""
-
-UPDATES, COUNTED = "vllm:specblock_adapt_updates_", ("swaps", "rollbacks")
+"""Parts of each other domain in the table."""
+COUNTER = "vllm:specblock_adapt_"
 
 Window = dict[str, Any]
-"""What an engine says of one job, without the tokens: see `engine/offline/answering.py`."""
+"""An engine's answer to one job, without the tokens: see `engine/offline/answering.py`."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What all engines have in common.
+    """Settings of all engines.
 
     Attributes:
-        home: requests of the domain that the drafter knows.
+        home: requests of the drafter's own domain.
         away: the domains after it, and requests of each.
-        window: requests of a turn.
-        batch: requests at a time.
-        nodes: of every tree.
-        new_tokens: of an answer at most, greedy.
+        window: requests of a turn; batch: at a time.
+        new_tokens: of a greedy answer at most.
         lr: of learners; None: the default.
-        pause: seconds behind a learner's turn in which its trainer goes on.
+        pause: seconds after a learner's turn in which its trainer runs.
     """
 
     home: int
@@ -81,7 +77,7 @@ class Serving:
                 "model": str(drafter),
                 "num_speculative_tokens": self.nodes,
                 "num_blocks": 1,
-                # A drafter that rests is not recorded: this is about what learning is worth.
+                # A paused drafter is not recorded.
                 "enable_adaptive_verification": False,
                 **({} if adapt is None else {"adapt": adapt}),
             },
@@ -96,12 +92,7 @@ def serve(
     serving: Serving,
     out: Path,
 ) -> dict[str, list[Window]]:
-    """What each engine said, window by window.
-
-    Args:
-        prompts: token ids; those of home come first.
-        out: folder for figures and logs.
-    """
+    """Return each engine's answers, window by window; prompts: token ids, home first."""
     out.mkdir(parents=True, exist_ok=True)
     settings = asdict(serving) | {"drafter": drafter.name, "target": target.name}
     store = ResultsStore(out / "serving.json", settings)
@@ -140,8 +131,8 @@ def serve(
 
 
 def parts(serving: Serving) -> dict[str, slice]:
-    """Windows of home, and of each part of each other domain; the first window of all warms up,
-    unless there is no other of home."""
+    """Return the windows of home and of each part of each other domain; the first one warms up,
+    unless home has no other."""
     end = serving.home // serving.window
     found = {"home": slice(min(1, end - 1), end)}
     for name, requests in serving.away:
@@ -152,11 +143,7 @@ def parts(serving: Serving) -> dict[str, slice]:
 
 
 def tables(windows: Mapping[str, Sequence[Window]], serving: Serving) -> str:
-    """How each part of the stream was served, and what it took in all.
-
-    Args:
-        windows: as `serve` gives them; the first engine is the base.
-    """
+    """Return the figures of each part, and totals; the first engine is the base."""
     base = next(iter(windows.values()))
     rows = [["", *(f"{learner}: τ, speed" for learner in windows)]]
     for name, where in parts(serving).items():
@@ -167,21 +154,15 @@ def tables(windows: Mapping[str, Sequence[Window]], serving: Serving) -> str:
             rows[-1].append(f"{mine:.2f} ({100 * mine / its - 100:+.0f} %), {times:.2f} ×")
     totals = [["", "CPU s", "updates (heads, full)", "swaps", "returns", "other answers"]]
     for learner, found in windows.items():
-        updates = [str(total(found, f"{UPDATES}{arm}")) for arm in ("heads", "full")]
-        totals.append(
-            [
-                learner,
-                f"{sum(each['cpu'] for each in found):.0f}",
-                ", ".join(updates),
-                *(str(total(found, f"vllm:specblock_adapt_{each}")) for each in COUNTED),
-                str(sum(each["different"] for each in found)),
-            ]
-        )
+        cpu, different = (sum(each[key] for each in found) for key in ("cpu", "different"))
+        updates = [str(total(found, f"{COUNTER}updates_{arm}")) for arm in ("heads", "full")]
+        counts = [str(total(found, COUNTER + each)) for each in ("swaps", "rollbacks")]
+        totals.append([learner, f"{cpu:.0f}", ", ".join(updates), *counts, str(different)])
     return f"{markdown_table(rows)}\n{markdown_table(totals)}"
 
 
 def total(windows: Sequence[Window], name: str) -> int:
-    """By how much a counter grew."""
+    """Return the growth of a counter."""
     return sum(each["counters"].get(name, 0) for each in windows)
 
 

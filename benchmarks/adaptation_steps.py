@@ -1,11 +1,11 @@
-"""What adaptation takes from serving: recording requests, and giving the drafter other weights.
+"""Cost of adaptation to serving: recording requests, and swapping the drafter's weights.
 
     python benchmarks/adaptation_steps.py [--model llama-8b] [--batch 1] [--pairs 11]
 
 Two engines of one process take turns, one without `adapt` and one that watches: steps in which
-every request decodes are timed. Then the watching one gets the weights that it has again, and
-again, as a trainer would offer them, while it serves. Of random weights (every `--model` but the
-example pair) nothing is accepted, so a step records one row of each request.
+every request decodes are timed. Then the watching one gets its own weights again and again, as a
+trainer would offer them. With random weights (every `--model` but the example pair) nothing is
+accepted, so a step records one row of each request.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lib.results_store import MEASURED, ResultsStore, markdown_table
 from lib.spec_configs import alone, specblock
 from steady_state import decode_steps
 
-from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
+from vllm_specblock.adapt.versions import StagedVersion
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.refresh import HEADS
 
@@ -44,10 +44,9 @@ class Again:
         every: steps from one swap to the next offer.
 
     Attributes:
-        step: that is being run, the caller counts; −1: one that does not count, at which nothing
-            is offered.
-        trips: of each swap the steps from its offer to when it was done.
-        seconds: that each one took, as measured by the swap.
+        step: number of the running step, set by the caller; −1: offer nothing.
+        trips: steps of each swap, from its offer to its end.
+        seconds: of each swap.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], every: int) -> None:
@@ -75,11 +74,7 @@ class Again:
 
 
 def swap_summary(steps: Sequence[float], link: Again) -> dict[str, float]:
-    """What swaps did to the steps around them.
-
-    Args:
-        steps: seconds, by the numbers that `link` counted.
-    """
+    """Return the cost of swaps to the steps around them; steps: seconds of each."""
     around = {step for trip in link.trips for step in trip}
     quiet = median(each for step, each in enumerate(steps) if step not in around)
     longest = [max(steps[step] for step in trip) for trip in link.trips]
@@ -95,13 +90,7 @@ def swap_summary(steps: Sequence[float], link: Again) -> dict[str, float]:
 
 
 def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: str) -> dict:
-    """Swap while serving.
-
-    Args:
-        drafter: whose weights the engine has.
-        what: `heads` or `all`.
-    """
-    from vllm_specblock.adapt.serving.refresh import Refresh
+    """Swap the drafter's own weights while serving; what: `heads` or `all`."""
     from vllm_specblock.adapt.serving.swaps import Swaps
 
     speculator = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -110,7 +99,6 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
     kept = {n: each.detach() for n, each in weights.items() if what == "all" or n.startswith(HEADS)}
     link = Again(kept, every=8)
     steps: list[float] = []
-
     ran = 0
 
     def count(counts: bool) -> None:
@@ -119,7 +107,7 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
         ran += counts
 
     recorder = speculator.recorder
-    recorder.swaps = Swaps(link, Refresh(speculator.draft_policy.drafters[0].model))
+    recorder.swaps = Swaps(link, speculator.draft_policy.drafters[0].model)
     try:
         while len(link.trips) < 8 and ran < 4096:
             found = decode_steps(llm, prompts, tokens, f"{what}-{ran}", count)
@@ -130,7 +118,7 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
 
 
 def watching(off: Any, watch: Any, prompts: Sequence[Any], tokens: int, pairs: int) -> dict:
-    """Seconds of both engines' passes, taking turns; they draft and accept alike."""
+    """Return seconds of both engines' passes, which take turns and draft the same."""
     found: dict[str, list[float]] = {"off": [], "watch": []}
     for number in range(-1, pairs):  # the first is a warm-up
         order = [("off", off), ("watch", watch)]

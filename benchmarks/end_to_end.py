@@ -5,13 +5,11 @@
     python benchmarks/end_to_end.py --help
 
 With random weights nothing would be accepted. vLLM's `rejection_sample_method: "synthetic"` imposes
-it on its own chains, and `lib/imposed_acceptance.py` on our trees: a first choice at depth k is
-right with probability α_k, for every drafter (`lib/acceptance.py`). What is generated then means
-nothing; what a step costs is real. The paper's EAGLE-3 drafter is right more often than its
-SpecBlock drafter; here both have one profile, and so has vLLM's n-gram lookup.
+acceptance on its own chains, and `lib/imposed_acceptance.py` on our trees: a first choice at depth
+k is right with probability α_k, for every drafter (`lib/acceptance.py`), n-gram lookup included.
+Answers then mean nothing; the cost of a step is real.
 
-Every engine runs in a process of its own, with the same cache of keys and values. A killed run
-goes on.
+Every engine runs in a process of its own, with the same KV cache size. A killed run resumes.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ import torch
 import typer
 from lib.acceptance import PAPER_TREE, chain_tau, imposed, profile, tree_tau
 from lib.model_configs import MODELS, write_drafter, write_eagle3, write_target
-from lib.options import PLAIN, chosen, numbers
+from lib.options import numbers
 from lib.results_store import MEASURED, ROOT, ResultsStore, markdown_table
-from lib.spec_configs import NGRAM, alone, eagle3_chain, specblock
+from lib.spec_configs import NGRAM, alone, specblock, vllms
 from lib.timing import device_name
 from steady_state import DEVICE, DRAFTING, STEPS, TOKENS
 
@@ -42,7 +40,7 @@ from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
 from vllm_specblock.config import METHOD
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 
-PAIR = "pair"
+PAIR, PLAIN = "pair", "vLLM"
 ENV = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `Stopwatch` times the drafter in here
@@ -57,7 +55,7 @@ BLOCKS, STARTS = 2, 8
 
 @dataclass(frozen=True)
 class Place:
-    """What the engines load.
+    """Models that the engines load.
 
     Attributes:
         target, drafter, eagle: folders; best: α by depth, None for real acceptance.
@@ -73,7 +71,7 @@ class Place:
 
 @contextmanager
 def made(model: str, length: int, tau: float) -> Iterator[Place]:
-    """The example pair, or a target and drafters of random weights in a folder that goes away."""
+    """Yield the example pair, or a target and drafters of random weights in a temporary folder."""
     if model == PAIR:
         examples = ROOT / "examples"
         pair = examples / "tiny_pair"
@@ -95,28 +93,22 @@ def made(model: str, length: int, tau: float) -> Iterator[Place]:
 def engines(
     place: Place, nodes: list[int], chains: list[int], gpu: bool
 ) -> dict[str, dict[str, Any] | None]:
-    """Every engine's `speculative_config` by its name, plain vLLM first.
+    """Return every engine's `speculative_config` by its name, plain vLLM first.
 
-    vLLM's n-gram kernels want a GPU. Elsewhere ours looks up, and is accepted as it is.
+    vLLM's n-gram kernels need a GPU; elsewhere our lookup runs, with its real acceptance.
     """
     found: dict[str, dict[str, Any] | None] = {PLAIN: None}
     for tokens in chains:
         if gpu:
-            found[f"n-gram @ {tokens}"] = {
-                "method": "ngram_gpu",
-                "num_speculative_tokens": tokens,
-                "prompt_lookup_min": 2,
-                "prompt_lookup_max": 5,
-            }
-        found[f"EAGLE-3 chain @ {tokens}"] = eagle3_chain(place.eagle, tokens)
+            lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+            found[f"n-gram @ {tokens}"] = vllms("ngram_gpu", tokens) | lookup
+        found[f"EAGLE-3 chain @ {tokens}"] = vllms("eagle3", tokens, model=str(place.eagle))
     tree = specblock(place.drafter, num_blocks=BLOCKS, num_starts=STARTS)
-    for count in nodes:
-        found[f"SpecBlock @ {count}"] = alone(tree, count)
     most = max(nodes)
+    found |= {f"SpecBlock @ {count}": alone(tree, count) for count in nodes}
     found[f"SpecBlock, 8 bits @ {most}"] = alone(tree, most) | {"quantization": "fp8"}
-    found[f"SpecBlock, adaptive @ {most}"] = alone(tree, most) | {
-        "enable_adaptive_verification": True
-    }
+    adaptive = {"enable_adaptive_verification": True}
+    found[f"SpecBlock, adaptive @ {most}"] = alone(tree, most) | adaptive
     if place.best is not None:
         for keys in filter(None, found.values()):
             keys |= imposed(place.best, keys["num_speculative_tokens"])
@@ -126,7 +118,7 @@ def engines(
 
 
 def expected_tau(place: Place, speculative: dict[str, Any] | None) -> float | None:
-    """τ that the imposed profile promises; None where nothing is imposed."""
+    """Return the τ of the imposed profile; None where nothing is imposed."""
     if place.best is None or "rejection_sample_method" not in (speculative or {}):
         return None
     count = speculative["num_speculative_tokens"]
@@ -137,7 +129,7 @@ def expected_tau(place: Place, speculative: dict[str, Any] | None) -> float | No
 
 
 def prompts_of(model: str, vocabulary: int, context: int, batch: int) -> list[Any]:
-    """Random ids, `context` of them each; for the pair, the beginnings of held-out files."""
+    """Return `context` random ids each; for the pair, beginnings of held-out files."""
     if model == PAIR:
         sys.path.insert(0, str(ROOT / "examples/tiny_pair"))
         import corpus
@@ -147,6 +139,18 @@ def prompts_of(model: str, vocabulary: int, context: int, batch: int) -> list[An
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocabulary, (batch, context), generator=draw)
     return [{"prompt_token_ids": each} for each in ids.tolist()]
+
+
+def chosen(found: dict[str, Any], only: str | None) -> dict[str, Any]:
+    """Return plain vLLM, and the engines whose name has one of `only`'s parts (a; b)."""
+    if only is None:
+        return found
+    parts = [part.strip() for part in only.split(";") if part.strip()]
+    for part in parts:
+        if not any(part in name for name in found):
+            raise SystemExit(f"--only {part!r} is in no name; there are: {'; '.join(found)}.")
+    kept = [name for name in found if name == PLAIN or any(part in name for part in parts)]
+    return {name: found[name] for name in kept}
 
 
 def run(name: str, arguments: dict[str, Any], job: dict[str, Any], log: Path) -> dict[str, Any]:
@@ -160,7 +164,7 @@ def run(name: str, arguments: dict[str, Any], job: dict[str, Any], log: Path) ->
 
 
 def summary(answer: dict[str, Any], batch: int, expected: float | None) -> dict[str, Any]:
-    """What one engine did, in JSON's types; `expected`: see `expected_tau`."""
+    """Return one engine's figures, in JSON's types; `expected`: see `expected_tau`."""
     counters, seconds = answer["counters"], answer["seconds"]
     return {
         "tokens_per_second": counters[TOKENS] / seconds,
@@ -176,25 +180,13 @@ def summary(answer: dict[str, Any], batch: int, expected: float | None) -> dict[
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """A row per engine and batch.
+    """Return a row per engine and batch.
 
     τ is of all passes, per tree; tokens per step, of a request, are of the fastest pass, as times
-    are. Where heads rest now and then, the two are far apart.
+    are. Where drafting is paused now and then, the two differ.
     """
-    rows = [
-        [
-            "batch",
-            "engine",
-            "tokens/s",
-            "× vLLM",
-            "τ",
-            "tokens per step",
-            "ms per step",
-            "drafting",
-            "rest / vLLM's step",
-            "GPU GB over vLLM's",
-        ]
-    ]
+    rows = [["batch", "engine", "tokens/s", "× vLLM", "τ", "tokens per step", "ms per step"]]
+    rows[0] += ["drafting", "rest / vLLM's step", "GPU GB over vLLM's"]
     for name, each in results.items():
         plain = results.get(f"{PLAIN}, batch {each['batch']}")
         rest = each["step_ms"] - each["drafting_ms"]
@@ -208,16 +200,10 @@ def table(results: dict[str, dict[str, Any]]) -> str:
                 memory = f"{(each['device_bytes'] - plain['device_bytes']) / 1e9:.2f}"
         rows.append(
             [
-                str(each["batch"]),
-                name.rpartition(", batch")[0],
-                f"{each['tokens_per_second']:.0f}",
-                speed,
-                tau,
-                f"{each['tokens_per_step']:.2f}",
-                f"{each['step_ms']:.2f}",
-                f"{each['drafting_ms'] / each['step_ms']:.0%}",
-                verify,
-                memory,
+                *(str(each["batch"]), name.rpartition(", batch")[0]),
+                *(f"{each['tokens_per_second']:.0f}", speed, tau),
+                *(f"{each['tokens_per_step']:.2f}", f"{each['step_ms']:.2f}"),
+                *(f"{each['drafting_ms'] / each['step_ms']:.0%}", verify, memory),
             ]
         )
     return markdown_table(rows)

@@ -55,11 +55,9 @@ FULL_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_
 
 
 def combinations(drafter: str, second: str, eagle: str, nodes: int) -> dict[str, dict[str, Any]]:
-    """Every `speculative_config` by its name.
+    """Return every `speculative_config` by its name.
 
-    Args:
-        drafter, second: folders of two SpecBlock drafters; eagle: of an EAGLE-3 one.
-        nodes: of the draft tree.
+    drafter, second, eagle: folders of two SpecBlock drafters and an EAGLE-3 one.
     """
     kinds = {"SpecBlock": specblock(drafter), "EAGLE-3": eagle3(eagle), "n-gram": NGRAM}
     found = {name: alone(head, nodes) for name, head in kinds.items()}
@@ -81,7 +79,7 @@ def combinations(drafter: str, second: str, eagle: str, nodes: int) -> dict[str,
 
 
 def swapped(known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Those whose first drafter can get other weights."""
+    """Return the configs whose first drafter can get other weights."""
     return {name: keys for name, keys in known.items() if keys["kind"] == "specblock"}
 
 
@@ -98,10 +96,10 @@ def compare(
     Args:
         questions: folder of sets of chat questions; None: the example pair's own text.
         graphs: decode from CUDA graphs. vLLM's compiler stays off: it would change sums.
-        other: a drafter of the same shape: weights are swapped in every step, some of them its.
+        other: a drafter of the same shape, whose weights are swapped in; None: no swaps.
 
     Returns:
-        Tokens compared, the seconds it took, and what was swapped.
+        tokens compared, seconds, and the swaps.
     """
     from vllm import LLM, SamplingParams
 
@@ -166,7 +164,7 @@ def start_swaps(engine: Any, speculative: dict[str, Any], other: Path) -> Swaps:
 
 
 def pair_texts() -> list[str]:
-    """Beginnings of the example pair's held-out text."""
+    """Return beginnings of the example pair's held-out text."""
     import corpus
 
     held_out = corpus.load().held_out
@@ -174,7 +172,7 @@ def pair_texts() -> list[str]:
 
 
 def chat_texts(folder: Path, tokenizer: Any) -> list[str]:
-    """First turns of the questions of `folder` that leave room for an answer, sets in turn."""
+    """Return the first turns of questions that leave room for an answer, sets in turn."""
     sets = []
     for path in sorted(folder.glob("*.jsonl")):
         chats = [[{"role": "user", "content": q.turns[0]}] for q in read_questions(path)]
@@ -234,12 +232,9 @@ def main(
             flush=True,
         )
         return
+    command = [sys.executable, __file__, *sys.argv[1:]]
     failed = [
-        name
-        for name in known
-        if subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], f"--combination={name}"]
-        ).returncode
+        name for name in known if subprocess.run([*command, f"--combination={name}"]).returncode
     ]
     print(
         f"{len(known) - len(failed)} of {len(known)} combinations are exact"

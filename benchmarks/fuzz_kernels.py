@@ -3,10 +3,9 @@
     python benchmarks/fuzz_kernels.py [--trees 10000] [--seed 0] [--kernel "selection of nodes"]
     python benchmarks/fuzz_kernels.py --triton --trees 300
 
-Of a machine without a GPU: the compiled loops that stand in for the kernels there, or, with
---triton, the kernels themselves under Triton's interpreter, which takes some hundred times as long.
-Prints a table and writes JSON; exit status 1 and the number of the case if anything differs. A case
-is its seed and its number: it comes back with the same two.
+Needs no GPU: runs the compiled loops for CPUs, or, with --triton, the kernels under Triton's
+interpreter, which takes some hundred times as long. Prints a table and writes JSON; exit status 1
+and the number of the case if anything differs. Seed and number give the same case again.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from lib.fuzz_case import Case
-from lib.fuzz_cases import LOOPS, TRITON
+from lib.fuzz_cases import LOOPS, TRITON, Maker
 from lib.results_store import MEASURED, markdown_table
 from tqdm import tqdm
 from vllm_specblock.triton_kernels import optional_numba
@@ -35,13 +34,14 @@ from vllm_specblock.cpu import loops
 INTERPRETED = "TRITON_INTERPRET"
 """Triton's own switch, which it reads when it meets a kernel: at this process's imports."""
 Form = Callable[[], AbstractContextManager[None]]
+Found = dict[str, Any]
 
 loops.register()
 
 
 @contextmanager
 def references():
-    """Nothing compiled within."""
+    """Run without compiled loops."""
     there, optional_numba.AVAILABLE = optional_numba.AVAILABLE, False
     try:
         yield
@@ -51,7 +51,7 @@ def references():
 
 @contextmanager
 def kernels():
-    """What lies in host memory is taken for a GPU's within, so that kernels are launched."""
+    """Launch kernels: host memory passes for a GPU's."""
     with references():
         torch.Tensor.is_cuda = property(lambda tensor: True)
         try:
@@ -61,30 +61,20 @@ def kernels():
 
 
 def differs(case: Case, form: Form = nullcontext) -> str | None:
-    """What is wrong with a case in a form; None: nothing."""
+    """Return how a case in a form differs from the references; None: not at all."""
     with form():
         found = case.call()
     with references():
         wanted = (case.reference or case.call)()
-    if len(found) != len(wanted):
-        return f"{len(found)} results, not {len(wanted)}"
-    for place, (one, other) in enumerate(zip(found, wanted)):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return f"result {place} is {one.dtype} {list(one.shape)}, not {list(other.shape)}"
-        atol = case.atol if one.is_floating_point() else 0
-        if not torch.allclose(one, other, rtol=0, atol=atol):  # NaN is not, infinity is
-            return f"result {place} differs in {int((one != other).sum())} of {one.numel()}"
+    try:
+        torch.testing.assert_close(found, wanted, rtol=0, atol=case.atol)
+    except AssertionError as error:
+        return str(error)
     return None
 
 
-def fuzz(
-    make: Callable[[random.Random, torch.Generator], Case],
-    trees: int,
-    seed: int,
-    name: str = "",
-    form: Form = nullcontext,
-) -> dict[str, Any]:
-    """Cases until so many trees went through a form.
+def fuzz(make: Maker, trees: int, seed: int, name: str = "", form: Form = nullcontext) -> Found:
+    """Draw cases until so many trees went through a form.
 
     Returns:
         `trees`, `cases`, and the `wrong` ones: their numbers and what differed.
@@ -100,12 +90,6 @@ def fuzz(
             done, number = done + case.trees, number + 1
             bar.update(case.trees)
     return {"trees": done, "cases": number, "wrong": wrong}
-
-
-def interpreted(arguments: list[str]) -> int:
-    """This command in a process that interprets every kernel; its exit status."""
-    command = [sys.executable, __file__, *arguments]
-    return subprocess.run(command, env=os.environ | {INTERPRETED: "1"}).returncode
 
 
 def prepare_interpreter() -> list[str]:
@@ -133,7 +117,9 @@ def main(
             f"There is no kernel {unknown.pop()!r}; there are {', '.join(cases)}."
         )
     if triton and os.environ.get(INTERPRETED) != "1":
-        raise typer.Exit(interpreted(sys.argv[1:]))
+        # In a process that interprets every kernel.
+        command = [sys.executable, *sys.argv]
+        raise typer.Exit(subprocess.run(command, env=os.environ | {INTERPRETED: "1"}).returncode)
     if not triton and not optional_numba.AVAILABLE:
         raise SystemExit("numba is not installed: there are no compiled forms to be compared.")
     form, launched = (kernels, prepare_interpreter()) if triton else (nullcontext, None)
@@ -149,15 +135,15 @@ def main(
     found = {"seed": seed, "form": "Triton" if triton else "loops", "kernels": results}
     out.write_text(json.dumps(found, indent=1))
     rows = [["kernel", "trees", "cases", "wrong"]]
-    rows += [
-        [name, f"{each['trees']:,}", f"{each['cases']:,}", str(len(each["wrong"]))]
-        for name, each in results.items()
-    ]
+    for name, each in results.items():
+        counts = each["trees"], each["cases"], len(each["wrong"])
+        rows.append([name, *(f"{count:,}" for count in counts)])
     print(markdown_table(rows))
-    first = next(((n, each["wrong"][0]) for n, each in results.items() if each["wrong"]), None)
-    if first is not None:
-        print(f"{first[0]}, case {first[1]['case']}: {first[1]['said']}")
-        raise typer.Exit(1)
+    for name, each in results.items():
+        if each["wrong"]:
+            first = each["wrong"][0]
+            print(f"{name}, case {first['case']}: {first['said']}")
+            raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How long the GPU waits in a decode step, where, and for what.
+"""How long the GPU is idle in a decode step, where, and why.
 
     python benchmarks/gpu_idle.py --batch 8
 
 Serves the example pair, profiles 50 steps in which every request decodes, and prints the share of a
-step in which the device runs nothing, the longest gaps with what ran before and after, the time of
-a step's parts, and how much they launch. Without a GPU, a torch operation counts as what the device
-runs: that shows where a step's time goes, and nothing about a GPU.
+step in which the device is idle, the longest gaps with the operations around them, and the time and
+launches of a step's parts. Without a GPU, torch operations stand in for kernels: that shows where a
+step's time goes, and nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARM_UP = 8
 
 @dataclass(frozen=True)
 class Gap:
-    """A time in which the device ran nothing: microseconds, and what ran on both sides."""
+    """An idle time of the device: microseconds, and the operations around it."""
 
     us: float
     before: str
@@ -46,11 +46,10 @@ class Summary:
     """The steps of a trace, each of which lasts until the next one begins.
 
     Attributes:
-        step_us: microseconds of every step.
-        idle: share of every step in which the device ran nothing, 0 … 1.
+        step_us: microseconds of every step; idle: idle share of each, 0 … 1.
         gaps: over all steps, the longest first.
-        parts: microseconds per step, on average, from a part's first operation to its last.
-        launches: what the device ran per step, on average, in each part and in all (`WHOLE`).
+        parts: mean microseconds per step, from a part's first operation to its last.
+        launches: mean launches per step, in each part and in all (`WHOLE`).
     """
 
     step_us: list[float]
@@ -81,8 +80,8 @@ class Summary:
 def summarise(events: Iterable[dict[str, Any]]) -> Summary:
     """Read the events of a Chrome trace as torch.profiler writes it.
 
-    Kernels, copies and fills are what the device runs, and the ranges are those that the device
-    spent in them; in a trace without any, torch's operations and the host's ranges stand in.
+    The device runs kernels, copies and fills, in ranges of its own clock; in a trace without any,
+    torch's operations and the host's ranges stand in.
     """
     timed = [event for event in events if event.get("ph") == "X"]
     of_gpu = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -146,11 +145,7 @@ def mark(owner: Any, name: str, part: str) -> None:
 
 
 def profile(arguments: dict[str, Any], steps: int) -> list[dict[str, Any]]:
-    """Return the events of a trace over `steps` decode steps and the beginning of one more.
-
-    Args:
-        arguments: of vLLM's `LLM`.
-    """
+    """Return the events of a trace over `steps` decode steps and the beginning of one more."""
     import torch
     from torch.profiler import ProfilerActivity
     from vllm import LLM, SamplingParams

@@ -37,10 +37,9 @@ from lib.results_store import MEASURED, markdown_table
 from transformers import AutoTokenizer
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
-from vllm_specblock.bench.questions import read_sets
+from vllm_specblock.bench.questions import read_sets, units
 from vllm_specblock.bench.results import plain_of
 from vllm_specblock.bench.run import Bench, measure, prepare
-from vllm_specblock.bench.schedule import units
 from vllm_specblock.bench.summary import MEAN, Figures, summarise
 
 PLAIN, RIVAL, RANDOM = "plain", "vllm-ngram", "random"
@@ -177,7 +176,6 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of all engines.")] = "bfloat16",
     max_model_len: Annotated[int, typer.Option(help="Tokens of a request.")] = 1024,
     engine: Annotated[str, typer.Option(help="More arguments of LLM, of all, as JSON.")] = "{}",
-    at_once: Annotated[int | None, typer.Option(help="Engines alive at a time.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of all results.")] = MEASURED / "never_slower",
 ) -> None:
     """Measure every engine in every cell, print a table."""
@@ -190,7 +188,7 @@ def main(
         "define": {name: spec for name, spec in ENGINES.items() if name in names},
         "raw": not AutoTokenizer.from_pretrained(target).chat_template,
         **{"max_new_tokens": tokens, "ignore_eos": True, "rounds": 1, "explain": False},
-        **{"dtype": dtype, "max_model_len": max_model_len, "at_once": at_once},
+        **{"dtype": dtype, "max_model_len": max_model_len},
     }
     cells, failures, path = {}, {}, out / "never_slower.json"
     try:

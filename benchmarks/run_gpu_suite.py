@@ -3,9 +3,9 @@
     python benchmarks/run_gpu_suite.py --out DIR --part 1 --minutes 9
     python benchmarks/run_gpu_suite.py --list
 
-A step that fails or overruns its limit ends, with all the processes that it started, and the next
-one begins; what no longer fits into the minutes is left out. DIR gets two files per part, whole at
-any time: part1.log, what all steps said, and part1.json, how they ended and their results.
+A step that fails or overruns its limit is killed with its children, and the next one begins; steps
+that no longer fit into the minutes are left out. DIR gets two files per part, whole at any time:
+part1.log with all output, and part1.json with exit states and results.
 """
 
 from __future__ import annotations
@@ -56,100 +56,84 @@ class Step:
     limit: int
 
 
-# Two engines of the example pair, float32.
-EXACT = "benchmarks/exactness.py --tokens=1500 --combination="
 TESTS = "-m pytest -q --tb=short --timeout=120 -p no:cacheprovider "
-# An engine starts in half a minute; drafters of random weights take half a minute more, once.
-SERVING = f"benchmarks/end_to_end.py --repeat=2 --out {RESULT} --engine='{QUICK}' "
 IDLE = f"benchmarks/gpu_idle.py --json {RESULT} --engine='{QUICK}' "
 KERNELS = f"benchmarks/kernels.py --runs=30 --out {RESULT} "
-# Two engines at once, started one after the other.
-LEARNING = f"benchmarks/adaptation_steps.py --batch=1 --out {RESULT} --engine='{QUICK}' "
 ENGINE, RUNNER = "tests/engine", "tests/engine/runner"
+BENCH = "-P -m vllm_specblock bench examples/two_heads/bench.yaml --dtype bfloat16 --nodes 60"
 
+
+def exact(combination: str) -> str:
+    """Two engines of the example pair, float32."""
+    return f"benchmarks/exactness.py --tokens=1500 --combination={combination}"
+
+
+def served(model: str, batch: int, only: str) -> str:
+    """Engines that start in half a minute; drafters of random weights take as long, once."""
+    command = f"benchmarks/end_to_end.py --repeat=2 --out {RESULT} --engine='{QUICK}'"
+    return f"{command} --model={model} --batches={batch} --only='{only}'"
+
+
+def learning(model: str) -> str:
+    """Two engines at once, started one after the other."""
+    command = f"benchmarks/adaptation_steps.py --batch=1 --out {RESULT} --engine='{QUICK}'"
+    return f"{command} --model={model}"
+
+
+LARGE = "llama-8b"
+MERGED = "'SpecBlock + n-gram, merge trie, joint'"
+SIXTY = "SpecBlock @ 60"
+FEW = "SpecBlock @ 12"
 PARTS: dict[int, list[Step]] = {
     1: [  # whether it works
         Step("versions", f"-c '{VERSIONS}'", 15, 60),
-        Step("exact: SpecBlock", f"{EXACT}SpecBlock", 50, 100),
-        Step("exact: SpecBlock --graphs", f"{EXACT}SpecBlock --graphs", 40, 80),
+        Step("exact: SpecBlock", exact("SpecBlock"), 50, 100),
+        Step("exact: SpecBlock --graphs", exact("SpecBlock --graphs"), 40, 80),
         Step("adaptive", f"{TESTS} {ENGINE}/adaptive/test_trees.py", 60, 120),
         Step("kernels", f"{TESTS} -n8 tests/triton_kernels -k 'cuda or compile'", 120, 200),
         Step("attention", f"{KERNELS} --only=attention --splits=256", 70, 110),
-        Step("exact: EAGLE-3 --graphs", f"{EXACT}EAGLE-3 --graphs", 35, 70),
-        Step(
-            "exact: merged --graphs",
-            f"{EXACT}'SpecBlock + n-gram, merge trie, joint' --graphs",
-            35,
-            70,
-        ),
+        Step("exact: EAGLE-3 --graphs", exact("EAGLE-3 --graphs"), 35, 70),
+        Step("exact: merged --graphs", exact(f"{MERGED} --graphs"), 35, 70),
         Step("waits, graphs", f"{TESTS} {RUNNER}/test_no_sync.py {RUNNER}/test_graphs.py", 75, 120),
         Step("idle share, batch 1", f"{IDLE} --batch=1", 30, 90),
     ],
     2: [  # how fast it is
         Step(
             "llama-8b, batch 1",
-            f"{SERVING} --model=llama-8b --batches=1 "
-            "--only='SpecBlock @ 60; 8 bits; EAGLE-3 chain @ 3; adaptive'",
+            served(LARGE, 1, f"{SIXTY}; 8 bits; EAGLE-3 chain @ 3; adaptive"),
             240,
             330,
         ),
         Step("idle share, batch 8", f"{IDLE} --batch=8", 30, 90),
         Step("kernels", KERNELS, 75, 120),
-        Step(
-            "llama-8b, batch 8",
-            f"{SERVING} --model=llama-8b --batches=8 --only='SpecBlock @ 12'",
-            90,
-            200,
-        ),
+        Step("llama-8b, batch 8", served(LARGE, 8, FEW), 90, 200),
     ],
     3: [  # more of both
-        Step(
-            "llama-8b, batch 32",
-            f"{SERVING} --model=llama-8b --batches=32 --only='SpecBlock @ 12; adaptive'",
-            130,
-            200,
-        ),
+        Step("llama-8b, batch 32", served(LARGE, 32, f"{FEW}; adaptive"), 130, 200),
         Step("engines", f"{TESTS} -n6 --dist=loadfile {ENGINE}", 180, 240),
-        Step("pair", f"{SERVING} --model=pair --batches=1 --only='SpecBlock @ 12'", 60, 120),
+        Step("pair", served("pair", 1, FEW), 60, 120),
         Step("offline", "examples/offline.py --dtype=bfloat16 --graphs", 90, 150),
-        Step(
-            "qwen3-8b", f"{SERVING} --model=qwen3-8b --batches=1 --only='SpecBlock @ 60'", 80, 150
-        ),
+        Step("qwen3-8b", served("qwen3-8b", 1, SIXTY), 80, 150),
     ],
-    4: [  # what can wait
+    4: [  # the rest
         Step("prompts", "examples/two_heads/prompts.py runs/two_heads", 5, 30),
-        Step(
-            "two heads",
-            "-P -m vllm_specblock bench examples/two_heads/bench.yaml --dtype bfloat16 --nodes 60",
-            300,
-            400,
-        ),
-        Step(
-            "llama-8b, batch 128",
-            f"{SERVING} --model=llama-8b --batches=128 --only='SpecBlock @ 12; adaptive'",
-            130,
-            200,
-        ),
+        Step("two heads", BENCH, 300, 400),
+        Step("llama-8b, batch 128", served(LARGE, 128, f"{FEW}; adaptive"), 130, 200),
     ],
     5: [  # learning while serving
         Step("recording", f"{TESTS} {ENGINE}/test_adapt_recording.py", 90, 180),
-        Step(
-            "adapting",
-            f"{TESTS} {ENGINE}/test_adapting.py {ENGINE}/test_adapted_folders.py",
-            120,
-            240,
-        ),
+        Step("adapting", f"{TESTS} {ENGINE}/test_adapting.py", 120, 240),
         Step("exact under swaps", f"{TESTS} {ENGINE}/test_adaptation_exact.py", 120, 240),
-        Step("adaptation's steps, pair", f"{LEARNING} --model=pair", 60, 120),
-        Step("adaptation's steps, llama-8b", f"{LEARNING} --model=llama-8b", 130, 220),
+        Step("adaptation's steps, pair", learning("pair"), 60, 120),
+        Step("adaptation's steps, llama-8b", learning(LARGE), 130, 220),
     ],
 }
 
 
 def ended(command: list[str], log: Any, limit: float) -> int | None:
-    """The command's exit code; None if it overran `limit` seconds and was killed.
+    """Return the exit code; None: killed after `limit` seconds.
 
-    What it left running is killed in any case: engines hold the GPU's memory.
+    Its children are killed in any case: engines hold the GPU's memory.
     """
     process = subprocess.Popen(
         command,
@@ -171,11 +155,7 @@ def ended(command: list[str], log: Any, limit: float) -> int | None:
 
 
 def run(steps: list[Step], log_path: Path, json_path: Path, seconds: float) -> list[dict[str, Any]]:
-    """Run one step after the other; returns what is in the summary.
-
-    Args:
-        seconds: of all steps together.
-    """
+    """Run one step after the other, within `seconds`; returns the summary."""
     end = time.monotonic() + seconds
     summary: list[dict[str, Any]] = []
     results: dict[str, Any] = {}

@@ -5,8 +5,8 @@
 Two servers of the example pair in float32, one with SpecBlock's trees merged with n-gram ones, take
 turns over windows of the same requests: chats and completions, streams, clients that leave, greedy
 and seeded, penalties, grammars, long prompts in chunks, shared beginnings, several answers, wrong
-requests; with a cache so small that requests are preempted. Each phase (`lib/soak_phases.py`) has
-servers of its own. They take 6 GB.
+requests; with a cache so small that requests are preempted. Each phase has servers of its own.
+They take 6 GB.
 
 Prints a line per window, and the first requests whose replies differ with both replies. Exit status
 1 if anything differs, a server ends, a request stays in it, memory grows by more than 3 % after the
@@ -17,39 +17,26 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from lib.results_store import MEASURED, ResultsStore, markdown_table
-from lib.soak_phases import PHASES
-from lib.soak_run import Findings, run_phase
+from lib.soak_run import PHASES, Findings, run_phase
 
 
-def summary(found: Findings) -> dict[str, Any]:
-    """JSON's types."""
-    grown = {f"{name}_memory_growth": found.growth(name) for name in found.memory}
-    return asdict(found) | grown | {"wrong": found.wrong()}
-
-
-def report(name: str) -> Callable[[Findings], None]:
-    """What is printed after every window of a phase."""
-
-    def say(found: Findings) -> None:
-        drafts, memory = found.counters["drafts"], found.memory["drafts"][-1]
-        print(
-            f"{name}, window {found.windows}: {found.requests} requests, "
-            f"{found.finished} finished, {found.cut} cut, "
-            f"{found.refused} refused, {found.different} different; "
-            f"{drafts['preemptions']} preemptions, "
-            f"{drafts['accepted_nodes']} nodes accepted, "
-            f"{memory['server']:.0f} + {memory['engine']:.0f} MiB",
-            flush=True,
-        )
-
-    return say
+def report(name: str, found: Findings) -> None:
+    """Print a line after a window of a phase."""
+    drafts, memory = found.counters["drafts"], found.memory["drafts"][-1]
+    print(
+        f"{name}, window {found.windows}: {found.requests} requests, "
+        f"{found.finished} finished, {found.cut} cut, "
+        f"{found.refused} refused, {found.different} different; "
+        f"{drafts['preemptions']} preemptions, "
+        f"{drafts['accepted_nodes']} nodes accepted, "
+        f"{memory['server']:.0f} + {memory['engine']:.0f} MiB",
+        flush=True,
+    )
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
@@ -81,8 +68,7 @@ def main(
     window: Annotated[int, typer.Option(min=1, help="Requests of one turn.")] = 100,
     nodes: Annotated[int, typer.Option(min=1, help="Of a tree.")] = 16,
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for soak.json, logs and adapters.")] = MEASURED
-    / "soak",
+    out: Annotated[Path, typer.Option(help="Folder for soak.json and logs.")] = MEASURED / "soak",
 ) -> None:
     """Serve, ask, compare, print a table."""
     unknown = set(phase or ()) - set(PHASES)
@@ -97,15 +83,14 @@ def main(
         return seconds >= 60 * minutes and found.requests >= requests
 
     for name in phase or PHASES:
-        say = report(name)
 
-        def seen(found: Findings, name: str = name, say: Callable[[Findings], None] = say) -> None:
-            say(found)
-            store.add(name, summary(found))
+        def seen(found: Findings, name: str = name) -> None:
+            report(name, found)
+            store.add(name, found.as_json())
 
         folder = out / name.replace(" ", "_")
-        found = run_phase(PHASES[name], nodes, seed, clients, window, enough, folder, seen)
-        store.add(name, summary(found))
+        found = run_phase(name, nodes, seed, clients, window, enough, folder, seen)
+        store.add(name, found.as_json())
         for each in found.differences[:3]:
             print(json.dumps(each, indent=1, ensure_ascii=False))
     results = {name: store.results[name] for name in phase or PHASES}

@@ -1,9 +1,9 @@
 """One vLLM engine in a process of its own, timed step by step while all its requests decode.
 
-`end_to_end.py` starts this file as an `EngineProcess`. A job has `prompts` as vLLM takes them,
-`max_tokens` and `repeat`. Seconds and the counters named `steady:…` are of one window: from the
-step at which every request has had `WARM` outputs to the one at which the first request ends. The
-counters of speculation are over all windows.
+`end_to_end.py` starts this file as an `EngineProcess`. A job has `prompts`, `max_tokens` and
+`repeat`. Seconds and the counters named `steady:…` are of one window: from the step at which every
+request has had `WARM` outputs to the one at which the first request ends. The counters of
+speculation are over all windows.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specblock.config import METHOD
-from vllm_specblock.engine.offline.answering import (
-    Answering,
-    grown,
-    main,
-    read_counters,
-    stopwatch_of,
-)
+from vllm_specblock.engine.offline.answering import Answering, main, read_counters, stopwatch_of
 
 WARM = 3
 """Outputs of every request before a window begins."""
@@ -37,10 +31,10 @@ def decode_steps(
     name: str,
     before: Callable[[bool], object] = bool,
 ) -> list[tuple[float, int]]:
-    """Seconds and new tokens of every step in which all requests decode.
+    """Return seconds and new tokens of every step in which all requests decode.
 
     Args:
-        prompts: as vLLM takes them; tokens: of each answer; greedy, none ends earlier.
+        tokens: of each greedy answer; none ends earlier.
         name: of the requests.
         before: called before every step, and after the last one, with whether it counts.
 
@@ -79,12 +73,8 @@ def decode_steps(
 
 
 def window(llm: Any, job: dict[str, Any], name: str, stopwatch: Any) -> tuple[float, Counter]:
-    """Return the seconds and the counters of one pass over the prompts.
-
-    Args:
-        stopwatch: `engine.metrics.draft_clock.Stopwatch`, or None where nothing is drafted.
-    """
-    counters: list[dict[str, int]] = []
+    """Return the seconds and the counters of one pass; stopwatch: None without a drafter."""
+    counters: list[Counter[str]] = []
     found = Counter[str]()
 
     def read(counts: bool) -> None:
@@ -93,7 +83,7 @@ def window(llm: Any, job: dict[str, Any], name: str, stopwatch: Any) -> tuple[fl
             found[DRAFTING] = 0 if stopwatch is None else stopwatch.take()[0]
 
     steps = decode_steps(llm, job["prompts"], job["max_tokens"], name, read)
-    found.update(grown(*counters))
+    found.update(counters[1] - counters[0])
     found[STEPS] = sum(tokens > 0 for _, tokens in steps)
     found[TOKENS] = sum(tokens for _, tokens in steps)
     return sum(seconds for seconds, _ in steps), found

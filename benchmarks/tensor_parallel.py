@@ -3,10 +3,9 @@
     python benchmarks/tensor_parallel.py [--tokens 60] [--nodes 24]
 
 The example pair in float32, greedy and seeded requests in one batch, through four engines of two
-processes each, one engine after the other: vLLM's own, one that drafts trees, one with a trainer
-that learns from what is served, and one that only watches. Both ranks must propose the same trees
-in every step and take every version in the same step. Exits with 1 if a token, a draft or such a
-step differs.
+processes each, one after the other: plain vLLM, trees, trees that learn, and trees that are only
+recorded. Both ranks must propose the same trees in every step and take every version in the same
+step. Exits with 1 if a token, a draft or such a step differs.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ import typer
 
 PAIR = Path(__file__).resolve().parent.parent / "examples/tiny_pair"
 RANKS = 2
-SWAPS, ROUNDS = 3, 24
-"""Versions that every rank must take, within this many passes over all requests."""
-RECORDED = 6
-"""Requests that the watching engine must record."""
+ROUNDS = 24
+"""Most passes over all requests."""
 LEARNS = {"policy": "always", "actions": "all", "every": 2, "lr": 1e-3}
 PROMPTS = (
     "def main(argv):\n",
@@ -56,23 +53,19 @@ class DraftRecorder:
             tokens = propose(*args, **kwargs)
             states = speculator.tree_states
             requests = args[0].idx_mapping
-            self.drafts.append([tokens.tolist(), states.parent[requests].tolist(), self.swaps()])
+            swaps = self.counted("swaps")
+            self.drafts.append([tokens.tolist(), states.parent[requests].tolist(), swaps])
             return tokens
 
         speculator.propose = noting
 
     def recorded_drafts(self) -> tuple[list[Any], int]:
-        """Per step the trees' tokens and parents, and versions taken so far; nodes that were
-        accepted in all."""
+        """Return tokens, parents and versions taken of each step, and all accepted nodes."""
         counts = self.model_runner.speculator.counters.as_dict()
         return self.drafts, counts["accepted_nodes_1"]
 
-    def swaps(self) -> int:
-        """Versions that this rank took."""
-        return self.counted("swaps")
-
     def counted(self, name: str) -> int:
-        """One of the recorder's counts on this rank; 0 where it has none."""
+        """Return one of the recorder's counts on this rank; default: 0."""
         counts = self.model_runner.speculator.recorder.counts()
         return counts.get((f"adapt_{name}", 0), 0)
 
@@ -95,7 +88,7 @@ def engine(speculative: dict[str, Any] | None) -> Any:
 
 
 def answers(llm: Any, tokens: int) -> list[list[int]]:
-    """The prompts twice each: greedy, and at T = 1 with a seed."""
+    """Answer each prompt twice: greedy, and at T = 1 with a seed."""
     from vllm import SamplingParams
 
     requests = [
@@ -103,10 +96,8 @@ def answers(llm: Any, tokens: int) -> list[list[int]]:
         for heat in (0.0, 1.0)
         for index in range(len(PROMPTS))
     ]
-    return [
-        list(answer.outputs[0].token_ids)
-        for answer in llm.generate([*PROMPTS, *PROMPTS], requests, use_tqdm=False)
-    ]
+    found = llm.generate([*PROMPTS, *PROMPTS], requests, use_tqdm=False)
+    return [list(answer.outputs[0].token_ids) for answer in found]
 
 
 def through_trees(
@@ -116,12 +107,9 @@ def through_trees(
     adapt: dict[str, Any] | None = None,
     until: tuple[str, int] = ("swaps", 0),
 ) -> None:
-    """Answer with trees; exit if a token or a draft differs.
+    """Answer with trees; exit if a token or a draft differs from `wanted`.
 
-    Args:
-        wanted: the answers.
-        adapt: the option, if any.
-        until: repeat the requests until a count is reached: swaps on every rank, others on one.
+    until: repeat the requests until a count is reached: swaps on every rank, others on one.
     """
     began = time.monotonic()
     drafter = {"method": "specblock", "model": str(PAIR / "drafter")}
@@ -138,7 +126,7 @@ def through_trees(
         reached = min(counts) if name == "swaps" else max(counts)
         if reached >= least:
             break
-    swaps = tree.collective_rpc("swaps")
+    swaps = tree.collective_rpc("counted", args=("swaps",))
     drafts = tree.collective_rpc("recorded_drafts")
     tree.llm_engine.engine_core.shutdown()
     (first, accepted), *others = drafts
@@ -153,7 +141,7 @@ def through_trees(
     if accepted * 5 < count:
         sys.exit("Hardly a draft was accepted: this tested little.")
     if reached < least:
-        sys.exit(f"The ranks came to {counts} {name}: this tested little.")
+        sys.exit(f"The ranks reached {counts} {name}: this tested little.")
     if name != "swaps" and any(swaps):
         sys.exit(f"The ranks took {swaps} versions, but were only to watch.")
 
@@ -166,8 +154,8 @@ def main(
     wanted = answers(plain, tokens)
     plain.llm_engine.engine_core.shutdown()
     through_trees(wanted, tokens, nodes)
-    through_trees(wanted, tokens, nodes, LEARNS, ("swaps", SWAPS))
-    through_trees(wanted, tokens, nodes, {"policy": "watch"}, ("recorded_requests", RECORDED))
+    through_trees(wanted, tokens, nodes, LEARNS, ("swaps", 3))
+    through_trees(wanted, tokens, nodes, {"policy": "watch"}, ("recorded_requests", 6))
     print("No token and no draft differs.")
 
 

@@ -24,7 +24,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import typer
 
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
-from vllm_specblock.engine.offline.answering import grown, read_counters
+from vllm_specblock.engine.offline.answering import read_counters
 
 PAIR = Path(__file__).resolve().parent / "tiny_pair"
 sys.path.insert(0, str(PAIR))
@@ -78,7 +78,7 @@ def generate(
         [list(answer.token_ids) for answer in answers],
         [answer.text for answer in answers],
         seconds,
-        grown(before, read_counters(llm.get_metrics())),
+        dict(read_counters(llm.get_metrics()) - before),
     )
 
 

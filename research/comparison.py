@@ -1,17 +1,17 @@
-"""The controlled comparison: every drafter learns from one pass over one target's features, in
-the same order, and is judged by the same replay. Tables 1 and 2 of the paper, in shape.
+"""The controlled comparison: tables 1 and 2 of the paper.
 
     python research/comparison.py examples/tiny_pair/comparison.yaml
 
-Training, then one replay per drafter and temperature; each stage goes on where it was stopped.
-With `minutes` in the recipe a call ends after so many and asks to be called again.
+Every drafter learns from one pass over one target's features, in the same order, and is judged by
+the same replay, one per temperature. A stopped run resumes. With `minutes` in the recipe a call
+ends after so many and asks to be called again.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,22 +19,21 @@ from typing import Annotated, Any
 import drafter_zoo
 import torch
 import typer
-from drafter_zoo import ABLATIONS, BASELINES
 from pydantic import Field
 from transformers import AutoConfig
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.bench.table import markdown_table
-from vllm_specblock.cli.from_model import options_of
-from vllm_specblock.config import SpecBlockConfig
-from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.cli.options import options_of
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.distributed import ranks
-from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape, uniform_shape
+from vllm_specblock.train.eval.drafting import draft_specblock, serving_shape
 from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
 from vllm_specblock.train.eval.steps import replay
-from vllm_specblock.train.learner import Draft, EvalSequence, Learner, TrainBatch
+from vllm_specblock.train.learner import Learner, TrainBatch
 from vllm_specblock.train.loop import Trainer
 from vllm_specblock.train.run import RunContext, folded_head, make_teacher, prepare, sequences_of
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
@@ -109,7 +108,7 @@ def compare(
 
 
 def footing(config: Comparison, run_context: RunContext) -> drafter_zoo.RunContext:
-    """What all drafters are made for."""
+    """Return the target and the sizes that all drafters share."""
     size = min(config.draft_vocab_size, run_context.target.vocab_size)
     d2t, t2d = most_frequent(run_context.counts, size)
     return drafter_zoo.RunContext(
@@ -130,8 +129,7 @@ def footing(config: Comparison, run_context: RunContext) -> drafter_zoo.RunConte
 
 @torch.no_grad()
 def calibrate(trainer: Trainer) -> None:
-    """Falcon verifies a static tree: shape it by training text, once it has learned, and write it
-    anew."""
+    """Shape Falcon's static tree by training text, once it has learned, and save it again."""
     train_state = trainer.train_states.get("Falcon")
     if train_state is None:
         return
@@ -153,22 +151,14 @@ def judge(
     device: torch.device,
     deadline: float | None,
 ) -> None:
-    """Replay all drafters along greedy and sampled texts; OUT/results.json grows one by one."""
+    """Replay all drafters along greedy and sampled texts; OUT/results.json keeps each result."""
     path = config.out / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     target = load_target(config.target, config.precision, device)
     prompts = read_prompts(config.prompts, load_tokenizer(config.target), config.num_prompts)
     for temperature in (0.0, 1.0):
-        sequences = list(
-            sequences_from(
-                target,
-                prompts,
-                config.new_tokens,
-                temperature=temperature,
-                seed=config.seed,
-                layer_ids=layer_ids,
-            )
-        )
+        how = {"temperature": temperature, "seed": config.seed, "layer_ids": layer_ids}
+        sequences = list(sequences_from(target, prompts, config.new_tokens, **how))
         for name, make_draft in contestants(config, trainer).items():
             key = f"{name} T={temperature:g}"
             if key in results:
@@ -186,21 +176,19 @@ def judge(
                 "seconds": round(time.monotonic() - began, 1),
             }
             write_json(path, results)
+    learners = {name: state.learner for name, state in trainer.train_states.items()}
+    logs = {name: state.metrics_log.entries for name, state in trainer.train_states.items()}
     summary = {
         "results": results,
-        "parameters": {
-            n: drafter_zoo.parameters(s.learner) for n, s in trainer.train_states.items()
-        },
+        "parameters": {name: drafter_zoo.parameters(each) for name, each in learners.items()},
         "loss_floor": {
-            name: train_state.learner.recipe.loss_floor
-            for name, train_state in trainer.train_states.items()
-            if isinstance(train_state.learner, SpecBlockLearner)
+            name: learner.recipe.loss_floor
+            for name, learner in learners.items()
+            if isinstance(learner, SpecBlockLearner)
         },
-        "alpha": {n: last_alpha(s.metrics_log.entries) for n, s in trainer.train_states.items()},
+        "alpha": {name: last_alpha(entries) for name, entries in logs.items()},
         "seconds_of_training": max(
-            entry.get("seconds", 0.0)
-            for train_state in trainer.train_states.values()
-            for entry in train_state.metrics_log.entries
+            entry.get("seconds", 0.0) for entries in logs.values() for entry in entries
         ),
         "updates": trainer.step,
         "facts": trainer.facts,
@@ -217,7 +205,7 @@ def last_alpha(entries: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
-    """All that is replayed: the drafters, and SpecBlock with other trees."""
+    """Return the drafts to replay: of each drafter, and of SpecBlock with other trees."""
     found: dict[str, Any] = {}
     for name, train_state in trainer.train_states.items():
         learner: Learner = train_state.learner
@@ -226,20 +214,24 @@ def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
         found[name] = learner.draft_along
     if "specblock" in trainer.train_states:
         drafter = trainer.train_states["specblock"].learner.drafter
-        found |= branchings(drafter, config.nodes)
+        uniform = uniform_shape(serving_shape(drafter, SpecBlockConfig(), config.nodes))
+        papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), config.nodes)
+        draft = partial(draft_specblock, drafter)
+        found |= {PAPER: partial(draft, shape=papers), UNIFORM: partial(draft, shape=uniform)}
     return found
 
 
-def branchings(drafter: SpecBlockModel, nodes: int) -> dict[str, Callable[[EvalSequence], Draft]]:
-    """SpecBlock with trees of `nodes` nodes that are branched otherwise than in serving."""
-    uniform = uniform_shape(serving_shape(drafter, SpecBlockConfig(), nodes))
-    papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), nodes)
-    draft = partial(SpecBlockDraft, drafter)
-    return {PAPER: partial(draft, shape=papers), UNIFORM: partial(draft, shape=uniform)}
+def uniform_shape(shape: TreeShape, width: int | None = None) -> TreeShape:
+    """Ablation: the same width at every position. The default is the least width, from 2 on, with
+    1.5 times as many candidates as the budget: those of equal text join, and a comparison needs a
+    full tree."""
+    cells = shape.rows(shape.num_blocks) * shape.block_size
+    width = width or max(2, -(-3 * shape.budget // (2 * cells)))
+    return replace(shape, branching=(width,) * 4)
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The comparison in Markdown."""
+    """Return the comparison in Markdown."""
     rows = [["drafter", "M parameters", "loss floor", "drafter forwards", "τ, T=0", "τ, T=1"]]
     rows[0].append("α₁ … (training text)")
     results = summary["results"]
@@ -259,18 +251,9 @@ def table(summary: dict[str, Any]) -> str:
     return markdown_table(rows)
 
 
-FORWARDS = {
-    "EAGLE-3": 7,
-    "DFlash": 1,
-    "JetSpec": 1,
-    "Medusa": 1,
-    "ParallelSpec": 1,
-    "Falcon": 3,
-    "SpS": 5,
-}
+FORWARDS = {"EAGLE-3": 7, "DFlash": 1, "JetSpec": 1, "Medusa": 1, "ParallelSpec": 1}
+FORWARDS |= {"Falcon": 3, "SpS": 5}
 """Drafter forwards per step, one after the other; SpecBlock's variants take M = 2."""
-
-assert set(FORWARDS) == set(BASELINES) and "specblock" in ABLATIONS
 
 if __name__ == "__main__":
     try:

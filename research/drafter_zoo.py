@@ -1,7 +1,7 @@
-"""Who takes part in the controlled comparison: SpecBlock, its ablations, and the baselines.
+"""Drafters of the controlled comparison: SpecBlock, its ablations, and the baselines.
 
-All start from the target's LM head where their widths allow it, name the same draft vocabulary,
-and come as close to SpecBlock's parameter count as their sizes allow.
+All start from the target's LM head where their widths allow it, share the draft vocabulary, and
+come as close to SpecBlock's parameter count as their sizes allow.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "rank_topk full": {"rank_topk": "full"},
     "RoPE along the path": {"block_rope": "path"},
 }
-"""What each variant of SpecBlock changes: of Table 2, then of the choices left open. That of
-rank-guided branching is no other drafter, but another tree of the first."""
+"""Changes of each variant of SpecBlock: of Table 2, then of the choices that the paper leaves
+open. The ablation of rank-guided branching is another tree of the first drafter."""
 
 BASELINES = ("EAGLE-3", "DFlash", "JetSpec", "Medusa", "ParallelSpec", "Falcon", "SpS")
 EVERYONE = (*ABLATIONS, *BASELINES)
@@ -44,18 +44,15 @@ EVERYONE = (*ABLATIONS, *BASELINES)
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every drafter is made for.
+    """The target, and the settings that all drafters share.
 
     Attributes:
         target: folder of the target; config: its transformers config.
-        d2t [Vd] int64, t2d [V] bool: draft vocabulary.
-        counts: [V] int64, which it was chosen by.
+        d2t [Vd] int64, t2d [V] bool: draft vocabulary; counts [V] int64: of tokens.
         head: [Vd, Ht] fp32, the target's LM head; folded: with its final norm in it.
-        layer_ids: target layers that are read.
-        recipe: how SpecBlock learns.
+        recipe: SpecBlock's.
         budget: N, nodes of each tree.
-        seed: of the weights.
-        sizes: changes to SpecBlock's own layers: keys of `draft.untrained.init`.
+        sizes: changes to SpecBlock's own layers: keys of `untrained.init`.
     """
 
     target: Any
@@ -79,35 +76,29 @@ def make(name: str, run_context: RunContext) -> Learner:
     if name not in BASELINES:
         raise TrainError(f"No drafter is called {name!r}; there are {', '.join(EVERYONE)}.")
     wanted = parameters(_specblock(run_context))
-    of_target = (run_context.config, run_context.d2t, run_context.t2d, run_context.seed)
     if name == "SpS":
         return _small_model(run_context, wanted)
+    of_target = run_context.config, run_context.d2t, run_context.t2d, run_context.seed
+    head, folded, budget = run_context.head, run_context.folded, {"budget": run_context.budget}
     if name == "Medusa":
-        # Its heads have no width of their own: their depth is what can be chosen.
-        return _matched(
-            wanted,
-            lambda depth: Medusa.for_target(
-                *of_target, run_context.head, num_layers=depth, budget=run_context.budget
-            ),
-            step=1,
-        )
-    if name in ("DFlash", "JetSpec"):
-        return _matched(wanted, partial(_mask_blocks, run_context, name))
-    kind, options = {
-        "EAGLE-3": (Eagle3, {}),
-        "ParallelSpec": (ParallelSpec, {"budget": run_context.budget}),
-        "Falcon": (Falcon, {"budget": run_context.budget}),
+        # Its heads have no width of their own, so their depth is matched.
+        build = partial(Medusa.for_target, *of_target, head, **budget)
+        return _matched(wanted, lambda depth: build(num_layers=depth), step=1)
+    # The rarest token stands for masks.
+    masks = budget | {"mask_token_id": int(run_context.counts.argmin())}
+    kind, given, options = {
+        "EAGLE-3": (Eagle3, folded, {}),
+        "ParallelSpec": (ParallelSpec, folded, budget),
+        "Falcon": (Falcon, folded, budget),
+        "DFlash": (DFlash, head, masks),
+        "JetSpec": (JetSpec, head, masks),
     }[name]
-    return _matched(
-        wanted,
-        lambda width: kind.for_target(
-            *of_target,
-            run_context.folded,
-            layer_ids=run_context.layer_ids,
-            intermediate_size=width,
-            **options,
-        ),
-    )
+    options |= {"layer_ids": run_context.layer_ids}
+    build = partial(kind.for_target, *of_target, given, **options)
+    learner = _matched(wanted, lambda width: build(intermediate_size=width))
+    if isinstance(learner, DFlash):
+        learner.norm.weight.data.copy_(target_rows.final_norm(run_context.target))
+    return learner
 
 
 def _small_model(run_context: RunContext, wanted: int) -> SmallModel:
@@ -116,43 +107,22 @@ def _small_model(run_context: RunContext, wanted: int) -> SmallModel:
     Narrower where the embedding, which is the whole vocabulary's, leaves too little for the layers:
     their MLPs are to be as wide as the model at least.
     """
-    head_dim = max(32, run_context.config.hidden_size // run_context.config.num_attention_heads)
-    widest = max(1, round(2 / 3 * run_context.config.hidden_size / head_dim))
+    config = run_context.config
+    head_dim = max(32, config.hidden_size // config.num_attention_heads)
+    widest = max(1, round(2 / 3 * config.hidden_size / head_dim))
     for heads in range(widest, 0, -1):
-        found = _matched(wanted, partial(_llama, run_context, heads, head_dim))
+        build = partial(
+            SmallModel.for_target,
+            *(config, run_context.d2t, run_context.t2d, run_context.seed),
+            hidden_size=heads * head_dim,
+            num_hidden_layers=max(2, config.num_hidden_layers // 2),
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+        )
+        found = _matched(wanted, lambda width, build=build: build(intermediate_size=width))
         if found.config.intermediate_size >= heads * head_dim:
             break
     return found
-
-
-def _llama(run_context: RunContext, heads: int, head_dim: int, width: int) -> SmallModel:
-    return SmallModel.for_target(
-        run_context.config,
-        run_context.d2t,
-        run_context.t2d,
-        run_context.seed,
-        hidden_size=heads * head_dim,
-        intermediate_size=width,
-        num_hidden_layers=max(2, run_context.config.num_hidden_layers // 2),
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-    )
-
-
-def _mask_blocks(run_context: RunContext, name: str, width: int) -> DFlash:
-    """With the target's LM head and embedding; the token that is seen least stands for masks."""
-    return {"DFlash": DFlash, "JetSpec": JetSpec}[name].for_target(
-        run_context.config,
-        run_context.d2t,
-        run_context.t2d,
-        run_context.seed,
-        run_context.head,
-        mask_token_id=int(run_context.counts.argmin()),
-        budget=run_context.budget,
-        final_norm=target_rows.final_norm(run_context.target),
-        layer_ids=run_context.layer_ids,
-        intermediate_size=width,
-    )
 
 
 def parameters(learner: Learner) -> int:
@@ -160,7 +130,7 @@ def parameters(learner: Learner) -> int:
     return sum(weight.numel() for weight in learner.parameters())
 
 
-def _matched(wanted: int, make: Callable[[int], Learner], step: int = 16) -> Learner:
+def _matched(wanted: int, make: Callable[[int], Any], step: int = 16) -> Any:
     """`make(size)` of the size, a multiple of `step`, whose parameters are nearest to `wanted`."""
     one, two = (parameters(make(times * step)) for times in (1, 2))
     best = max(1, round(1 + (wanted - one) / (two - one)))  # parameters grow linearly

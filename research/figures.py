@@ -2,7 +2,7 @@
 
     python research/figures.py --drafter specblock=DIR --set humaneval=FILE.jsonl --out FOLDER
 
-The target's own answers are drafted along as serving would; no engine is needed.
+Drafters run along the target's own answers as in serving; no engine is needed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import typer
 from paper_measure import DrafterFigures, measure
 from tqdm import tqdm
 
+from vllm_specblock.cli.draft_tree import prompt_tensor, steps_of_prompt
 from vllm_specblock.cli.options import Chat, Device, NewTokens, Precision, PromptTokens, TreeNodes
-from vllm_specblock.cli.prompt_steps import prompt_tensor, steps_of_prompt
 from vllm_specblock.config import DEFAULT_NODES, OptionError
-from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import write_json

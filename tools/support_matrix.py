@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +29,28 @@ FAMILIES = "tests/targets/results.json"
 COMBINATIONS = "tests/engine/runner/test_combinations.py"
 CASES = "tests/lib/support/matrix.py"
 QUANTISED = "tests/engine/runner/test_quantised_target.py"
-FALLBACK = "vllm_specblock/engine/runner/chain_fallback.py"
+FALLBACK = "vllm_specblock/engine/request_drafts.py"
 BLOCK = re.compile(r"(<!-- generated .*?-->\n).*(<!-- end -->)", re.DOTALL)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def write_or_check(path: Path, render: Callable[[str], str], doc: str) -> int:
+    """Write a page with new tables, or with --check compare it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
-    page = render()
+    page = path.read_text(encoding="utf-8")
     if not parser.parse_args().check:
-        PAGE.write_text(page, encoding="utf-8")
+        path.write_text(render(page), encoding="utf-8")
         return 0
-    if PAGE.read_text(encoding="utf-8") == page:
+    if render(page) == page:
         return 0
-    print("docs/support.md is out of date: run python tools/support_matrix.py", file=sys.stderr)
+    command = f"python tools/{Path(sys.argv[0]).name}"
+    print(f"docs/{path.name} is out of date: run {command}", file=sys.stderr)
     return 1
 
 
-def render() -> str:
+def render(page: str) -> str:
     """Return the page with new tables."""
     text = "\n".join([*_targets(), *_fewer_bits(), *_drafters(), *_sampling()])
-    page = PAGE.read_text(encoding="utf-8")
     return BLOCK.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
 
 
@@ -81,7 +82,7 @@ def _verdict(entry: dict[str, Any]) -> str:
 
 def _fewer_bits() -> Iterator[str]:
     yield from _section("Quantisation", "target", "on a CPU", "on a GPU")
-    for name in keys_of(QUANTISED, "FORMS"):
+    for name in dictionary_of(QUANTISED, "FORMS"):
         yield f"| {name} | tested in float16, with AVX-512 | not tried |"
     yield (
         "| weights and activations in int8 | runs with a warning: rounding can differ. In float32, "
@@ -92,13 +93,7 @@ def _fewer_bits() -> Iterator[str]:
 
 
 def _drafters() -> Iterator[str]:
-    columns = (
-        "weights",
-        "`adapt`",
-        "`quantization`",
-        "`calibrate_drafts`",
-        "reuses last block",
-    )
+    columns = "weights", "`adapt`", "`quantization`", "`calibrate_drafts`", "reuses last block"
     yield from _section("Drafters", "`kind`", *columns)
     for name, kind in DRAFTERS.items():
         if not kind.drafter.startswith("vllm_specblock."):
@@ -117,17 +112,20 @@ def _drafters() -> Iterator[str]:
         "Last column: a drafter whose cache rows depend on the next token recomputes the last\n"
         "cached block of a prompt. Two drafters reuse it if both do.\n"
     )
-    names = "; ".join(("SpecBlock", *keys_of(COMBINATIONS, "COMBINATIONS")))
+    names = "; ".join(("SpecBlock", *dictionary_of(COMBINATIONS, "COMBINATIONS")))
     text = f"Tested in every sampling case below (`{COMBINATIONS}`): {names}."
     yield textwrap.fill(text, 100, break_on_hyphens=False)
 
 
 def _sampling() -> Iterator[str]:
     yield from _section("Sampling", "verified", "tested cases")
-    looks_back = attributes_of(FALLBACK, "looks_back")
-    cases = items_of(CASES, "CASES")
-    whole = [name for name, given in cases if not looks_back & given]
-    chain = [name for name, given in cases if looks_back & given]
+    source = (ROOT / FALLBACK).read_text(encoding="utf-8")
+    body = source.partition("def looks_back(")[2].partition("\n\n\n")[0]
+    looks_back = set(re.findall(r"\bparams\.(\w+)", body))
+    whole, chain = [], []
+    for name, given in dictionary_of(CASES, "CASES").items():
+        keys = {each.value for each in given.keys} if isinstance(given, ast.Dict) else set()
+        (chain if looks_back & keys else whole).append(name)
     keys = ", ".join(f"`{each}`" for each in sorted(looks_back))
     yield f"| the whole tree | {'; '.join(whole)} |"
     yield f"| its best path, as a chain | {'; '.join(chain)}; any of {keys} |"
@@ -139,51 +137,17 @@ def _section(title: str, *columns: str) -> Iterator[str]:
     yield f"| {' | '.join('---' for _ in columns)} |"
 
 
-# ---- what sources say ----
-
-
-def _tree(path: str) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
-
-
-def _function(path: str, name: str) -> ast.FunctionDef:
-    """A function of a file."""
-    for node in _tree(path).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return node
-    raise LookupError(f"{path} has no function {name}")
-
-
-def items_of(path: str, name: str) -> list[tuple[str, set[str]]]:
-    """A file's dictionary of dictionaries: each key, and the keys that are under it."""
-    for node in _tree(path).body:
+def dictionary_of(path: str, name: str) -> dict[str, ast.expr]:
+    """Return a dictionary in a file: the syntax of each key's value."""
+    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
         named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
         if named and isinstance(node.value, ast.Dict):
-            pairs = zip(node.value.keys, node.value.values)
-            return [(ast.literal_eval(key), _keys(value)) for key, value in pairs]
+            return {
+                ast.literal_eval(key): value
+                for key, value in zip(node.value.keys, node.value.values)
+            }
     raise LookupError(f"{path} has no dictionary {name}")
 
 
-def _keys(node: ast.expr) -> set[str]:
-    """Keys that are written out in a dictionary; none of another expression."""
-    keys = node.keys if isinstance(node, ast.Dict) else []
-    return {key.value for key in keys if isinstance(key, ast.Constant)}
-
-
-def keys_of(path: str, name: str) -> list[str]:
-    return [key for key, _ in items_of(path, name)]
-
-
-def attributes_of(path: str, function: str) -> set[str]:
-    """What a function reads of its one argument."""
-    found = _function(path, function)
-    argument = found.args.args[0].arg
-    return {
-        node.attr
-        for node in ast.walk(found)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == argument
-    }
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, render, __doc__))

@@ -11,9 +11,11 @@ use `tl.full`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["cdiv", "jit", "next_power_of_2", "tl", "triton"]
+__all__ = ["cdiv", "jit", "next_power_of_2", "strides_of", "tl"]
+
+Tensors = TypeVar("Tensors", bound=tuple[Any, ...])
 
 try:
     import triton
@@ -26,6 +28,12 @@ except ImportError:  # the references do without
     def jit(kernel: Any = None, **options: Any) -> Any:
         """Return `kernel` unchanged: it is never launched without Triton."""
         return kernel if kernel is not None else lambda kernel: kernel
+
+
+def strides_of(tensors: Tensors) -> Tensors:
+    """Return a NamedTuple of tensors with their first strides in their places; 0 for None."""
+    strides = [0 if x is None else x.stride(0) for x in tensors]
+    return type(tensors)._make(strides)  # type: ignore[attr-defined]
 
 
 def cdiv(x: int, y: int) -> int:

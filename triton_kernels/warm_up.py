@@ -37,14 +37,8 @@ def compile_attention(
     num_kv_heads = kv_cache.shape[1]
     shared, generation = cut.shared_memory(device), cut.generation(device)
     classes = cut.tile_classes(head_size, query.dtype, shared, generation)
-    shapes = shapes_to_compile(
-        classes,
-        num_heads // num_kv_heads,
-        num_kv_heads,
-        len(block_table),
-        max_query_len,
-        max_seq_len,
-    )
+    most = len(block_table), max_query_len, max_seq_len
+    shapes = shapes_to_compile(classes, num_heads // num_kv_heads, num_kv_heads, *most)
     for query_len, num_requests, seq_len in shapes:
         rows = query_len * num_requests
         start = [query_len * request for request in range(num_requests + 1)]

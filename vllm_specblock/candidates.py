@@ -1,15 +1,10 @@
 """Selection of a draft tree from scored candidates: join equal texts, keep the best N, sort.
 
-Drafters and combinations list candidates, each with its parent; most are marked as not wanted.
-One pass at the end builds the tree. Shapes are fixed by the caller, and the host reads no value.
-On a GPU the pass is one launch (`triton_kernels/tree/select_tree.py`) for up to 2,048 candidates.
-
-Candidates are ranked by one int64 key: see `triton_kernels/tree/candidate_keys.py`.
+Drafters list candidates, each with its parent, most of them unwanted. Shapes are fixed, and the
+host reads no value. Candidates are ranked by one int64 key (`triton_kernels/tree/candidate_keys`).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
@@ -22,11 +17,7 @@ from vllm_specblock.triton_kernels.tree.candidate_keys import (
     PATH_FACTOR,
     ROOT_HASH,
 )
-from vllm_specblock.triton_kernels.tree.select_tree import (
-    MOST_CANDIDATES,
-    TreeTensors,
-    select_triton,
-)
+from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES, select_triton
 
 NEVER = float("-inf")
 """Score of an unused candidate."""
@@ -37,7 +28,7 @@ def extend_hash(
 ) -> torch.Tensor:
     """Return the hash of a text extended by one token, in wrapping int64; arguments broadcast.
 
-    A collision misplaces a draft, but never changes the output: the target verifies the tree.
+    A collision misplaces a draft, which the target verifies like any other.
     """
     return torch.add(token, path_hash, alpha=PATH_FACTOR, out=out)
 
@@ -48,17 +39,14 @@ def rank_key(
     """Return the sort key of candidates.
 
     Args:
-        score: [...] fp32, cumulative log-score, at most 0; −inf: not wanted.
+        score: [...] fp32, cumulative log-score, at most 0; −inf: unwanted.
         tie: [...] int64, depth << 24 | index.
     """
     return torch.add(tie, score.abs().view(torch.int32), alpha=1 << 32, out=out)
 
 
 def join(key: torch.Tensor, path_hash: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rank candidates, and find those of equal text.
-
-    Args:
-        key, path_hash: [R, C] int64, the root first.
+    """Rank candidates [R, C], the root first, and find those of equal text.
 
     Returns:
         order: [R, C] int64, candidates from best to worst; the root is the first.
@@ -73,46 +61,36 @@ def join(key: torch.Tensor, path_hash: torch.Tensor) -> tuple[torch.Tensor, torc
     return order, torch.empty_like(order).scatter_(1, rank, rank.gather(1, leader))
 
 
-@dataclass(frozen=True)
-class Selection:
-    """A tree, and the node of each candidate.
+def keep(
+    key: torch.Tensor, path_hash: torch.Tensor | None, budget: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the best N = `budget` of candidates, one of each text; arguments as in `select`.
 
-    Attributes:
-        tree: R trees of N node slots.
-        node: [R, C] int64, the node of each candidate; 0: the root, above N: over the budget.
-            Undefined for unwanted candidates.
+    Returns:
+        candidate: [R, N] int64, of each node; 0 (the root): slot not in use.
+        node: [R, C] int64, of each candidate, with those joined to it; 0: the root, above N: over
+            the budget. Undefined for unwanted candidates.
     """
-
-    tree: DraftTree
-    node: torch.Tensor
-
-    def kept(self, key: torch.Tensor) -> torch.Tensor:
-        """Return the candidate of each node; of joined ones, the one that was kept.
-
-        For inspection only; serving does not need it.
-
-        Args:
-            key: [R, C] int64, as given to `select`.
-
-        Returns:
-            [R, N] int64, 0 (the root) for a slot not in use.
-        """
-        slots = self.tree.token.shape[1]
-        place = torch.where(key < CLOSED, self.node, slots + 1).clamp(max=slots + 1)
-        best = torch.full_like(key[:, :1], CLOSED).repeat(1, slots + 2)
-        best = best.scatter_reduce(1, place, key, "amin")[:, 1:-1]
-        return torch.where(self.tree.parent >= 0, best & INDEX_BITS, 0)
+    if path_hash is None:
+        order = key.sort(dim=1).values & INDEX_BITS
+        kept = key.gather(1, order) < CLOSED
+    else:
+        order, winner = join(key, path_hash)
+        place = torch.arange(key.shape[1], device=key.device)
+        kept = (winner == place) & (key.gather(1, order) < CLOSED)
+    rank_node = kept.cumsum(1) - 1  # 0 is the root
+    of_text = rank_node if path_hash is None else rank_node.gather(1, winner)
+    # Dropped candidates go to a last column, which is cut off. (On a CPU
+    # `searchsorted` would do it too, but starts threads for as few as 200 values.)
+    column = torch.where(kept, rank_node, budget + 1).clamp_(max=budget + 1)
+    candidate = order.new_zeros(len(order), budget + 2).scatter_(1, column, order)[:, 1:-1]
+    return candidate, torch.empty_like(order).scatter_(1, order, of_text)
 
 
 def tree_of(made: tuple[torch.Tensor, ...]) -> DraftTree:
     """Return the trees of `TreeTensors`; raises ValueError for more than 256 node slots."""
     check_budget(made[0].shape[1])
     return DraftTree(*made[:-1])
-
-
-def selection_of(made: TreeTensors) -> Selection:
-    """Return the trees that a kernel made, with the node of each candidate."""
-    return Selection(tree_of(made), made.node)
 
 
 def _select_triton(
@@ -123,11 +101,11 @@ def _select_triton(
     path_hash: torch.Tensor | None,
     budget: int,
     max_depth: int,
-) -> Selection:
+) -> DraftTree:
     given = token, parent, score, key, path_hash, budget, max_depth
     if key.shape[1] > MOST_CANDIDATES:
         return select.reference(*given)
-    return selection_of(select_triton(*given))
+    return tree_of(select_triton(*given))
 
 
 @op(_select_triton)
@@ -139,7 +117,7 @@ def select(
     path_hash: torch.Tensor | None,
     budget: int,
     max_depth: int,
-) -> Selection:
+) -> DraftTree:
     """Join candidates of equal text, keep the best, sort them.
 
     The best of equal texts is kept, and takes the children of the others. Parents stay first: a
@@ -157,32 +135,15 @@ def select(
     Raises:
         ValueError: more than 256 node slots.
     """
-    count = key.shape[1]
-    place = torch.arange(count, device=key.device)
-    if path_hash is None:
-        order = key.sort(dim=1).values & INDEX_BITS
-        kept = key.gather(1, order) < CLOSED
-    else:
-        order, winner = join(key, path_hash)
-        kept = (winner == place) & (key.gather(1, order) < CLOSED)
-    rank_node = kept.cumsum(1) - 1  # 0 is the root
-    of_text = rank_node if path_hash is None else rank_node.gather(1, winner)
-    node = torch.empty_like(order).scatter_(1, order, of_text)
-
-    # Dropped candidates go to a last column, which is cut off. (On a CPU
-    # `searchsorted` would do it too, but starts threads for as few as 200 values.)
-    column = torch.where(kept, rank_node, budget + 1).clamp_(max=budget + 1)
-    candidate = order.new_zeros(len(order), budget + 2).scatter_(1, column, order)[:, 1:-1]
-    total = rank_node[:, -1:]
-    used = torch.arange(budget, device=order.device) < total
-    tree = DraftTree.from_nodes(
+    candidate, node = keep(key, path_hash, budget)
+    used = candidate > 0
+    return DraftTree.from_nodes(
         torch.where(used, token.gather(1, candidate), 0),
         torch.where(used, node.gather(1, parent.gather(1, candidate)), -1).int(),
         torch.where(used, score.gather(1, candidate), NEVER),
-        total[:, 0].clamp(max=budget).int(),
+        used.sum(1, dtype=torch.int32),
         max_depth,
     )
-    return Selection(tree, node)
 
 
 def select_nodes(
@@ -193,16 +154,13 @@ def select_nodes(
     path_hash: torch.Tensor | None,
     budget: int,
     max_depth: int,
-) -> Selection:
+) -> DraftTree:
     """Call `select` for candidates without the root, which is prepended.
 
     Args (each [R, C]):
         token, score, path_hash: as in `select`.
         parent: int64, 0 for the root, else 1 + the number of the candidate.
         depth: int64, 1 for a child of the root; broadcasts.
-
-    Returns:
-        as `select`; column c of `node` is candidate c − 1, and column 0 the root.
     """
 
     def rooted(values: torch.Tensor, root: int) -> torch.Tensor:

@@ -1,33 +1,18 @@
 """Options of SpecBlock, their defaults and error messages.
 
-`speculative_config` holds the keys of the first drafter and of the combination beside vLLM's own,
-and those of the second drafter under `second_drafter`. Options of each kind of drafter are in
-`drafters/*/options.py`. Nothing here imports vLLM; `engine/config/vllm_args.py` checks options
-against the target.
+`speculative_config` holds the keys of the first drafter (`drafters/options.py`) and of the
+combination beside vLLM's own, and those of the second drafter under `second_drafter`. Nothing here
+imports vLLM; `engine/config/vllm_args.py` checks options against the target.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
-from vllm_specblock.drafters.dflash.options import DFlashConfig
-from vllm_specblock.drafters.eagle3.options import Eagle3Config
-from vllm_specblock.drafters.ngram.options import NGramConfig
-from vllm_specblock.drafters.registry import DRAFTERS, DrafterOptions, drafter_kind
-from vllm_specblock.drafters.specblock.options import SpecBlockConfig
-from vllm_specblock.options import OptionError, Options, parse_options
+from vllm_specblock.drafters.registry import DRAFTERS, drafter_kind
+from vllm_specblock.options import OptionError as OptionError
+from vllm_specblock.options import Options, parse_options
 from vllm_specblock.tree import MAX_NODES
-
-__all__ = [
-    "DFlashConfig",
-    "Eagle3Config",
-    "NGramConfig",
-    "OptionError",
-    "Options",
-    "SpecBlockConfig",
-    "parse_options",
-]
-"""Re-exported names."""
 
 METHOD = "specblock"
 """The value of `speculative_config["method"]` that selects SpecBlock."""
@@ -40,7 +25,7 @@ DEFAULT_NODES_ON_CPU = 12
 
 
 def default_nodes(on_cpu: bool) -> int:
-    """Return the nodes of a tree in serving when `num_speculative_tokens` is not given."""
+    """Return the nodes of a tree when `num_speculative_tokens` is not given."""
     return DEFAULT_NODES_ON_CPU if on_cpu else DEFAULT_NODES
 
 
@@ -81,34 +66,36 @@ class CombineConfig(Options):
     """Skip the drafter with weights in steps where n-gram lookup is confident enough. Default: true
     where it is possible: a merge with a joint budget, on a CPU, in one process."""
 
+    def shares(self, num_nodes: int) -> tuple[int, int]:
+        """Return the nodes that each drafter drafts, for a verified tree of `num_nodes`.
+
+        With routing or a joint budget, either drafter may need all of them.
+
+        Raises:
+            OptionError: a split of fewer than two nodes.
+        """
+        if self.draft_policy == "route" or self.budget == "joint":
+            return num_nodes, num_nodes
+        if num_nodes < 2:
+            raise OptionError(
+                f"A budget of {num_nodes} cannot be split between two drafters, each of which "
+                "needs at least one node: raise num_speculative_tokens to 2 or more, or set budget "
+                "to 'joint'."
+            )
+        return num_nodes - num_nodes // 2, num_nodes // 2
+
 
 AT_THE_TOP = frozenset({*VLLM_KEYS, *CombineConfig.model_fields, "second_drafter"})
 """Keys beside those of the first drafter."""
 
 
-@overload
-def parse_drafter(
-    given: dict[str, Any],
-    kind: Literal["specblock"],
-    where: str = "",
-    num_nodes: int | None = None,
-) -> SpecBlockConfig: ...
-@overload
-def parse_drafter(
-    given: dict[str, Any], kind: Literal["eagle3"], where: str = "", num_nodes: int | None = None
-) -> Eagle3Config: ...
-@overload
 def parse_drafter(
     given: dict[str, Any], kind: str, where: str = "", num_nodes: int | None = None
-) -> DrafterOptions: ...
-def parse_drafter(
-    given: dict[str, Any], kind: str, where: str = "", num_nodes: int | None = None
-) -> DrafterOptions:
-    """Return the checked options of one drafter.
+) -> Any:
+    """Return the checked options of one drafter, of its kind's class.
 
     Args:
         given: its keys, without those of `SOURCE_KEYS`.
-        kind: a registered one.
         where: put before a key in messages, e.g. "second_drafter.".
         num_nodes: of its trees; some defaults depend on it.
 

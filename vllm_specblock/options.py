@@ -13,7 +13,7 @@ class OptionError(ValueError):
 
 
 class TargetError(OptionError):
-    """A target that cannot verify a tree because of `what`."""
+    """Error for a target that cannot verify a tree."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -25,7 +25,9 @@ class TargetError(OptionError):
 class Options(BaseModel):
     """Options model; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
 
 
 _Kind = TypeVar("_Kind", bound=Options)
@@ -51,20 +53,17 @@ def parse_options(
     try:
         return model(**given)
     except ValidationError as error:
-        known = {*model.model_fields, *beside}
-        raise OptionError(_sentence(error, known, where, whose)) from None
-
-
-def _sentence(error: ValidationError, known: Collection[str], where: str, whose: str) -> str:
-    first = error.errors()[0]
+        first = error.errors()[0]
     if first["type"] == "value_error":
-        return f"speculative_config: {where}{first['ctx']['error']}."
+        raise OptionError(f"speculative_config: {where}{first['ctx']['error']}.")
     key, *inside = first["loc"]
     name = f"'{where}{key}'" + (f" (entry {inside[0]})" if inside else "")
     if first["type"] == "extra_forbidden":
-        return (
-            f"speculative_config key {name} is not known; accepted{whose} are: "
-            f"{', '.join(sorted(known))}."
+        known = ", ".join(sorted({*model.model_fields, *beside}))
+        raise OptionError(
+            f"speculative_config key {name} is not known; accepted{whose} are: {known}."
         )
     expected = first["msg"].removeprefix("Input should be ").removeprefix("List should have ")
-    return f"speculative_config key {name} is {first['input']!r}, but must be {expected}."
+    raise OptionError(
+        f"speculative_config key {name} is {first['input']!r}, but must be {expected}."
+    )

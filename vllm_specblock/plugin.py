@@ -7,16 +7,10 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
+from typing import Any
 
-from vllm_specblock.versions import is_supported
-
-
-def _vllm_version() -> str:
-    try:
-        return version("vllm")
-    except PackageNotFoundError:
-        return "unknown"
+from vllm_specblock.versions import installed_version, is_supported, supported_sentence
 
 
 def register() -> None:
@@ -25,11 +19,9 @@ def register() -> None:
     With an unsupported release, engines with that method fail: silently serving without drafts
     would mislead the user.
     """
-    found = _vllm_version()
+    found = installed_version("vllm") or "unknown"
     if not is_supported(found):
-        from vllm_specblock.engine.config import unsupported
-
-        unsupported.refuse(found)
+        _refuse_engines(found)
         return
     from vllm_specblock.engine.config import registration
 
@@ -42,13 +34,27 @@ def register() -> None:
             runner.prepare()
 
 
+def _refuse_engines(found: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_specblock.engine.config.ours import asks_for_us
+    from vllm_specblock.engine.patches import Function, replaces
+    from vllm_specblock.options import OptionError
+
+    @replaces(EngineArgs, "create_speculative_config")
+    def create_speculative_config(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = self.speculative_config
+        if isinstance(given, Mapping) and asks_for_us(given):
+            raise OptionError(supported_sentence(found))
+        return original(self, *args, **kwargs)
+
+
 def prepare_cpu() -> None:
     """Let Model Runner V2 find Triton on a CPU build, if all engines are to have that runner.
 
-    A platform plugin, since nothing else of ours runs before vLLM decides whether Triton is
-    available. Always returns None: "not my platform". See also `cpu/runner.py`.
+    A platform plugin runs before vLLM looks for Triton. Returns None: "not my platform".
     """
-    found = _vllm_version()
+    found = installed_version("vllm") or "unknown"
     if "cpu" in found and _runner_is_wanted() and is_supported(found):
         from vllm_specblock.triton_interpreter import enable
 

@@ -60,12 +60,20 @@ def _own(num_nodes: int, device: torch.device) -> torch.Tensor:
     return own.flatten(0, 1)[: num_nodes + 1]
 
 
-def _climb(parent: torch.Tensor, max_depth: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ancestor words [R, N+1, W] int64 and depths [R, N] int32 by pointer doubling.
+def climb(parent: torch.Tensor, max_depth: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ancestors of every node as bits, and their depths.
 
-    After step s every node knows 2^s nodes of its path, so log2(max_depth) steps suffice. Each
-    step adds only new nodes, so the union of bits is their sum; the depth is one more column.
+    Args:
+        parent: [R, N] int32, node index of each node's parent; −1: slot not in use.
+        max_depth: longest path, if known; saves steps.
+
+    Returns:
+        ancestors: [R, N+1, W] int64; bit j of node i is set when j lies on the path from the root
+            to i, both included. A slot not in use has the root's bit and its own.
+        depth: [R, N] int32, 1 for a child of the root, and for a slot not in use.
     """
+    # Pointer doubling: after step s every node knows 2^s nodes of its path. Each step adds only
+    # new nodes, so the union of bits is their sum; the depth is one more column.
     num_requests, num_nodes = parent.shape
     # Unused slots (−1) become children of the root: they need an ancestor to attend to.
     jump = torch.nn.functional.pad(parent.clamp(min=0).long(), (1, 0))
@@ -80,47 +88,20 @@ def _climb(parent: torch.Tensor, max_depth: int | None) -> tuple[torch.Tensor, t
     return words, path[:, 1:, -1].int()
 
 
-def ancestor_words(parent: torch.Tensor) -> torch.Tensor:
-    """Return the ancestors of every node as bits.
-
-    Args:
-        parent: [R, N] int32, node index of each node's parent; −1 for a slot not in use.
-
-    Returns:
-        [R, N+1, W] int64; bit j of node i is set when j lies on the path from the root to i,
-        both included. A slot not in use has the root's bit and its own.
-    """
-    return _climb(parent, None)[0]
-
-
-def depths(parent: torch.Tensor) -> torch.Tensor:
-    """Return depths [R, N] int32, 1 for a child of the root (and an unused slot)."""
-    return _climb(parent, None)[1]
-
-
 @dataclass(frozen=True)
 class DraftTree:
-    """R trees of N node slots. Node 0 is the root and is not stored; entry i is node i+1.
-
-    Attributes:
-        token: [R, N] int64, target vocabulary; slots not in use hold a valid id.
-        parent: [R, N] int32, node index, 0 for the root; −1: slot not in use.
-        depth: [R, N] int32, 1 for a child of the root.
-        logprob: [R, N] fp32, cumulative log-score in nats; −inf: slot not in use.
-        size: [R] int32, nodes in use; they come first.
-        ancestors: [R, N+1, W] int64, see `ancestor_words`.
-        origin: [R, N] uint8, bit 0: drafter 1 drafted the node, bit 1: drafter 2; 0: slot not in
-            use. None: drafter 1 drafted all of them.
-    """
+    """R trees of N node slots. Node 0 is the root and is not stored; entry i is node i+1."""
 
     TENSORS: ClassVar = ("token", "parent", "depth", "logprob", "size", "ancestors")
 
-    token: torch.Tensor
-    parent: torch.Tensor
-    depth: torch.Tensor
-    logprob: torch.Tensor
-    size: torch.Tensor
-    ancestors: torch.Tensor
+    token: torch.Tensor  # [R, N] int64, target vocabulary; slots not in use hold a valid id
+    parent: torch.Tensor  # [R, N] int32, node index, 0 for the root; −1: slot not in use
+    depth: torch.Tensor  # [R, N] int32, 1 for a child of the root
+    logprob: torch.Tensor  # [R, N] fp32, cumulative log-score in nats; −inf: slot not in use
+    size: torch.Tensor  # [R] int32, nodes in use; they come first
+    ancestors: torch.Tensor  # [R, N+1, W] int64, see `climb`
+    # [R, N] uint8, bit 0: drafter 1 drafted the node, bit 1: drafter 2; 0: slot not in use. None:
+    # drafter 1 drafted all of them.
     origin: torch.Tensor | None = None
 
     @classmethod
@@ -132,16 +113,13 @@ class DraftTree:
         size: torch.Tensor,
         max_depth: int | None = None,
     ) -> DraftTree:
-        """Return a tree of sorted nodes; arguments as the attributes.
-
-        Args:
-            max_depth: longest path, if known; saves steps when finding ancestors.
+        """Return a tree of sorted nodes; arguments as the attributes, and as in `climb`.
 
         Raises:
             ValueError: more than 256 node slots.
         """
         check_budget(token.shape[1])
-        ancestors, depth = _climb(parent, max_depth)
+        ancestors, depth = climb(parent, max_depth)
         return cls(token, parent, depth, logprob, size, ancestors)
 
     @classmethod
@@ -165,19 +143,6 @@ class DraftTree:
             torch.full(shape, -1, dtype=torch.int32, device=device),
             torch.full(shape, float("-inf"), device=device),
             torch.zeros(num_requests, dtype=torch.int32, device=device),
-        )
-
-    def prefix(self, num_nodes: int) -> DraftTree:
-        """Return the tree of the best `num_nodes` nodes."""
-        n = num_nodes
-        return DraftTree(
-            self.token[:, :n],
-            self.parent[:, :n],
-            self.depth[:, :n],
-            self.logprob[:, :n],
-            self.size.clamp(max=n),
-            self.ancestors[:, : n + 1, : words_for(n)],
-            None if self.origin is None else self.origin[:, :n],
         )
 
     def origins(self) -> torch.Tensor:
@@ -207,13 +172,11 @@ class DraftTree:
         return replace(tree, origin=pick(self.origins(), other.origins()))
 
     def ancestor_mask(self) -> torch.Tensor:
-        """Return [R, N+1, N+1] bool: node j is on the path to node i."""
+        """Return [R, N+1, N+1] bool: column j is on the path to node i."""
         return unpack_bits(self.ancestors, self.token.shape[1] + 1)
 
     def best_path(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the path with the most expected accepted tokens.
-
-        Its nodes have the largest sum of exp(logprob).
+        """Return the path with the most expected accepted tokens, the sum of exp(logprob).
 
         Returns:
             entry: [R, N] int64, entries (node − 1) of the path from the top down, then the rest.

@@ -1,8 +1,7 @@
 """Triton on a machine without a GPU: its interpreter, behind a backend that answers to "cpu".
 
-vLLM's CPU build accepts Triton only if a backend of that name is registered. The public
-entry-point group `triton.backends` would register it for every user of the environment; this
-registers it in the one process that asked.
+vLLM's CPU build wants a backend of that name. The entry point group `triton.backends` would
+register it in every process of the environment.
 """
 
 from __future__ import annotations
@@ -13,11 +12,7 @@ import sys
 
 
 def enable() -> None:
-    """Register the backend and switch the interpreter on; idempotent.
-
-    Must run before the first `@triton.jit` is seen, since that is when Triton decides between
-    compiling and interpreting.
-    """
+    """Register the backend and switch the interpreter on, before any `@triton.jit` is seen."""
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         from triton.backends import Backend, backends
@@ -32,10 +27,7 @@ def enable() -> None:
 
 
 def _interpret_standard_library() -> None:
-    """Decide again for `tl.max` and its like, which are kernels themselves.
-
-    vLLM loads torch's compiler, and with it `triton.language`, before any plugin is asked.
-    """
+    """Interpret `tl.max` and its like, too: vLLM loads them before any plugin."""
     language = sys.modules.get("triton.language")
     if language is None:
         return

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+
 SUPPORTED_VLLM: dict[str, str] = {
     "0.32": "Model Runner V2, on CUDA and on CPU builds",
     "0.33": "Model Runner V2, on CUDA; there is no CPU build of it",
 }
 """Minor release of vLLM → where engines of it can draft."""
 
-TESTED_VLLM: dict[str, str] = {
-    "0.32": "all of `tests/`, with its CPU build",
-    "0.33": "its CUDA wheel on an emulated GPU; a part of `tests/engine`, over the compiled parts "
-    "of 0.32's CPU build",
-}
-"""Minor release of vLLM → what was tested with it (details: `docs/support.md`)."""
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a distribution; None: it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
-def is_supported(version: str) -> bool:
-    """Return whether `version` (e.g. ``"0.32.0+cpu"``) is of a supported minor release."""
-    return ".".join(version.split("+")[0].split(".")[:2]) in SUPPORTED_VLLM
+def is_supported(release: str) -> bool:
+    """Return whether `release` (e.g. ``"0.32.0+cpu"``) is of a supported minor release."""
+    return ".".join(release.split("+")[0].split(".")[:2]) in SUPPORTED_VLLM
 
 
 def supported_releases() -> str:
@@ -26,10 +29,10 @@ def supported_releases() -> str:
     return ", ".join(f"{minor}.x" for minor in SUPPORTED_VLLM)
 
 
-def supported_sentence(version: str) -> str:
-    """Return the error message for an unsupported vLLM version."""
+def supported_sentence(release: str) -> str:
+    """Return the error message for an unsupported vLLM release."""
     return (
-        f"vllm_specblock supports vLLM {supported_releases()}, and this is {version}: install a "
+        f"vllm_specblock supports vLLM {supported_releases()}, and this is {release}: install a "
         "version of either that goes with the other, or drop method 'specblock' from "
         "speculative_config."
     )

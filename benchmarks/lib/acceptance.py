@@ -1,9 +1,8 @@
 """Profiles of acceptance, α by depth, and vLLM's keys that impose one.
 
-The paper says of its measured α_k, the probability that the drafter's first choice at depth k is
-right where all before it were, that α_1 is above 0.80, that the decay is smooth, and what α_8 is
-(appendix C); the rest is in a plot. So: a straight line from 0.80 to α_8, raised to the power at
-which the tree of 60 nodes is accepted with the τ that is asked for.
+α_k is the probability that the drafter's first choice at depth k is right, given that all before it
+were. The paper (appendix C) gives α_1 > 0.80, a smooth decay, and α_8; the rest is in a plot. So: a
+straight line from 0.80 to α_8, raised to the power at which the tree of 60 nodes has the given τ.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ def candidate_probabilities(best: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def synthetic_tree(shape: TreeShape, best: Sequence[float]) -> DraftTree:
-    """What `shape` grows where every distribution is the imposed one; R = 1, on the CPU.
+    """Return the tree (R = 1) that `shape` grows from the imposed distributions, on the CPU.
 
-    Every position has the widest bucket's children: the cut by score alone says what stays.
+    Every position has the widest bucket's children: the score alone decides.
 
     Args:
-        best: α by depth; no tree is deeper than it has nodes, so N of them always do.
+        best: α by depth.
     """
     K, B, S = shape.block_size, shape.width, shape.num_starts
     bucket = torch.tensor(shape.branching).argmax()
@@ -83,23 +82,22 @@ def synthetic_tree(shape: TreeShape, best: Sequence[float]) -> DraftTree:
 
 
 def tree_tau(best: list[float], shape: TreeShape) -> float:
-    """Tokens per target step that a tree is accepted with: its nodes' probabilities, and one."""
-    tree = synthetic_tree(shape, best)
-    return 1 + tree.logprob.exp().sum().item()
+    """Return the τ of trees: the sum of their nodes' probabilities, and one."""
+    return 1 + synthetic_tree(shape, best).logprob.exp().sum().item()
 
 
 def chain_tau(best: list[float], tokens: int) -> float:
-    """The same of a chain."""
+    """Return the τ of chains."""
     return 1 + sum(reached(best)[:tokens])
 
 
 def reached(best: list[float]) -> list[float]:
-    """Probability that all first choices down to each depth are right."""
+    """Return the probability that all first choices down to each depth are right."""
     return list(accumulate(best, mul))
 
 
 def profile(model: str, tau: float) -> list[float]:
-    """α by depth at which `PAPER_TREE` has this τ."""
+    """Return α by depth at which `PAPER_TREE` has this τ."""
     low, high = 0.01, 50.0  # τ falls with the power
     if not tree_tau(line(model, high), PAPER_TREE) < tau < tree_tau(line(model, low), PAPER_TREE):
         raise SystemExit(f"--tau is {tau:g}, but trees of 8 levels give between 1 and 9.")

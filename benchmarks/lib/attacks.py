@@ -1,7 +1,6 @@
-"""Attacked streams: half of the requests are made to spoil the drafter for all others.
+"""Attacked streams: half of the requests try to make the drafter worse for all others.
 
-They can spoil speed alone. Half of the traffic decides half of what is learned, so the goal is that
-other requests keep the speed that they had without adaptation.
+The goal: other requests keep the speed that they had without adaptation.
 """
 
 from __future__ import annotations
@@ -15,18 +14,19 @@ from vllm_specblock.train.learner import EvalSequence
 
 ATTACKS = ("random", "loop", "scaled")
 """Answers at a high temperature to random prompts; texts that repeat a few tokens; texts of home
-whose features are too large. Their texts follow those of home, in this order."""
-
+whose features are too large. Their domains follow home in this order."""
 TIMES = 10.0
-"""By which features are too large."""
-
+"""Factor on features that are too large."""
 CLEAN = "clean"
-"""Begins the phases of requests that do not attack."""
+"""Prefix of the phases of requests that do not attack."""
+LEAST = 0.98
+"""A share below it is a loss."""
+WINDOW = 8
+"""Clean requests that a share is taken over."""
 
 
 def attacked(length: int) -> list[Place]:
-    """A stream of `length` requests: a fifth clean, a fifth with each attack as every other
-    request, a fifth clean again. No text comes twice."""
+    """A fifth clean, a fifth for each attack, every other request, a fifth clean; all texts new."""
     part = length // (len(ATTACKS) + 2)
     phases = ["before", *ATTACKS, "after"]
     places, home = [], 0
@@ -40,19 +40,19 @@ def attacked(length: int) -> list[Place]:
     return places
 
 
-def scaled(sequence: EvalSequence, times: float = TIMES) -> EvalSequence:
-    """A text whose features are too large."""
-    return replace(sequence, hidden=times * sequence.hidden, last=times * sequence.last)
+def scaled(sequence: EvalSequence) -> EvalSequence:
+    """Return a text whose features are too large."""
+    return replace(sequence, hidden=TIMES * sequence.hidden, last=TIMES * sequence.last)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What clean requests kept of the speed that they have without adaptation.
+    """The speed of clean requests against a frozen drafter.
 
     Attributes:
-        share: τ of all of them as a share of frozen's.
+        share: τ of all of them over frozen's.
         by_phase: the same per phase.
-        longest: windows in a row, at most, whose share is below `LEAST`.
+        longest: most windows in a row whose share is below `LEAST`.
     """
 
     share: float
@@ -60,25 +60,13 @@ class Kept:
     longest: int
 
 
-LEAST = 0.98
-WINDOW = 8
-
-
-def kept(
-    served: Sequence[Served], frozen: Sequence[Served], window: int = WINDOW, least: float = LEAST
-) -> Kept:
-    """Hold the clean requests of a stream against the same ones with a frozen drafter.
-
-    Args:
-        served, frozen: the same requests in the same order.
-        window: clean requests that a share is taken over.
-        least: a share below is a loss.
-    """
+def kept(served: Sequence[Served], frozen: Sequence[Served]) -> Kept:
+    """Compare the clean requests of a stream, in order, with the same ones of a frozen drafter."""
     pairs = [each for each in zip(served, frozen, strict=True) if each[0].phase.startswith(CLEAN)]
     phases = dict.fromkeys(mine.phase for mine, _ in pairs)
     longest = run = 0
-    for first in range(0, len(pairs) - window + 1, window):
-        run = run + 1 if _share(pairs[first : first + window]) < least else 0
+    for first in range(0, len(pairs) - WINDOW + 1, WINDOW):
+        run = run + 1 if _share(pairs[first : first + WINDOW]) < LEAST else 0
         longest = max(longest, run)
     by_phase = {
         phase: _share([each for each in pairs if each[0].phase == phase]) for phase in phases

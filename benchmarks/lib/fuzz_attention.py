@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm_specblock.triton_kernels.attention.cpu_packing import packing_of, store_packed
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
 from lib.fuzz_case import MOST_REQUESTS, Case, Tensors
-from vllm_specblock.tree import ancestor_words
+from vllm_specblock.tree import climb
+
+Attend = Callable[..., Tensors]
+"""(cache, further arguments of `TreeAttentionBatch.attend`) -> the result."""
 
 
-class Attention(NamedTuple):
-    """Queries of random trees behind prefixes of any length.
+def draw_attention(
+    rng: random.Random, draw: torch.Generator
+) -> tuple[int, torch.Tensor, Attend, float]:
+    """Draw queries of random trees behind prefixes of any length.
 
-    Attributes (T queries, R requests):
-        requests: R.
-        batch: a new one; what it has worked out for one form is not the other's.
-        query: [T, heads, D]; cache: [blocks, kv heads, block size, 2D].
-        rare: further arguments of `attend`.
-        atol: of this dtype.
+    Returns:
+        requests, the cache [blocks, kv heads, block size, 2D], the call, and the dtype's tolerance.
     """
-
-    requests: int
-    batch: Callable[[], TreeAttentionBatch]
-    query: torch.Tensor
-    cache: torch.Tensor
-    rare: dict[str, Any]
-    atol: float
-
-    def attend(self, cache: torch.Tensor, **packing: Any) -> Tensors:
-        scale = self.query.shape[-1] ** -0.5
-        return (self.batch().attend(self.query, cache, scale, **packing, **self.rare).float(),)
-
-
-def draw_attention(rng: random.Random, draw: torch.Generator) -> Attention:
     requests, nodes = rng.randrange(1, MOST_REQUESTS + 1), rng.randrange(1, 80)
     kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 3, 4])
     size, block = rng.choice([32, 64, 96]), rng.choice([32, 64])
@@ -54,45 +41,41 @@ def draw_attention(rng: random.Random, draw: torch.Generator) -> Attention:
     parent = (torch.rand(requests, nodes, generator=draw) * torch.arange(1, rows)).int()
     start = torch.arange(requests + 1, dtype=torch.int32) * rows
 
-    def batch() -> TreeAttentionBatch:
-        return TreeAttentionBatch(
+    def attend(cache: torch.Tensor, **packing: Any) -> Tensors:
+        # A new batch: it keeps values that only one of the forms can use.
+        batch = TreeAttentionBatch(
             tables,
             start,
             start.tolist(),
             length,
             int(length.max()),
             before.repeat_interleave(rows),
-            ancestor_words(parent).flatten(0, 1),
+            climb(parent)[0].flatten(0, 1),
             before,
         )
+        given = {"window": window, "soft_cap": soft_cap, **packing}
+        return (batch.attend(query, cache, size**-0.5, **given).float(),)
 
-    rare = {"window": window, "soft_cap": soft_cap}
-    return Attention(requests, batch, query, cache.transpose(1, 2), rare, atol)
+    return requests, cache.transpose(1, 2), attend, atol
 
 
 def packed_attention(rng: random.Random, draw: torch.Generator) -> Case:
     """In caches packed for a CPU, against plain ones in torch."""
-    drawn = draw_attention(rng, draw)
-    packed = torch.zeros_like(drawn.cache)
+    requests, cache, attend, atol = draw_attention(rng, draw)
+    packed = torch.zeros_like(cache)
     packing = packing_of(packed, False)
-    key, value = drawn.cache.transpose(1, 2).flatten(0, 1).chunk(2, dim=-1)
+    key, value = cache.transpose(1, 2).flatten(0, 1).chunk(2, dim=-1)
     store_packed(packed, packing, torch.arange(len(key)), key, value)
-    return Case(
-        drawn.requests,
-        lambda: drawn.attend(packed, packing=packing),
-        drawn.atol,
-        lambda: drawn.attend(drawn.cache),
-    )
+    return Case(requests, lambda: attend(packed, packing=packing), atol, lambda: attend(cache))
 
 
 def paged_attention(rng: random.Random, draw: torch.Generator) -> Case:
     """In paged caches.
 
-    Triton's interpreter cuts off what bfloat16 has no bits for instead of rounding: of weights, and
-    of the result. Each costs up to one step, 2⁻⁷ of a value.
+    Triton's interpreter truncates to bfloat16 instead of rounding: the weights, and the result.
+    Each costs up to one step, 2⁻⁷ of a value.
     """
-    drawn = draw_attention(rng, draw)
-    atol = drawn.atol
-    if drawn.query.dtype == torch.bfloat16:
-        atol = 2**-6 * float(drawn.cache.abs().max())
-    return Case(drawn.requests, lambda: drawn.attend(drawn.cache), atol)
+    requests, cache, attend, atol = draw_attention(rng, draw)
+    if cache.dtype == torch.bfloat16:
+        atol = 2**-6 * float(cache.abs().max())
+    return Case(requests, lambda: attend(cache), atol)

@@ -17,8 +17,8 @@ from vllm_specblock.candidates import rank_key, select
 from vllm_specblock.combine.merge import merge
 from vllm_specblock.combine.route import route
 from vllm_specblock.commit.move import move_path
-from vllm_specblock.config import NGramConfig
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
+from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.drafters.specblock.growth import expansion
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.tree import MAX_NODES, DraftTree
@@ -58,36 +58,14 @@ def verification(rng: random.Random, draw: torch.Generator) -> Case:
         states = TreeStates(num_slots, nodes, deepest, "cpu")
         mask = TreeMask(len(position) + 3, requests + 1, nodes, "cpu")
         states.store(slot, replace(tree, origin=origin))
-        rows = BatchRows(
-            position,
-            query_start,
-            before + lengths,
-            slot,
-            first_row,
-            row,
-            slot.repeat_interleave(run + 1),
-            node.int(),
-        )
+        slots, ends = slot.repeat_interleave(run + 1), before + lengths
+        rows = BatchRows(position, query_start, ends, slot, first_row, row, slots, node.int())
         mask.fill(rows, states.depth, states.ancestors)
-        output, sampled = accept_path_rows(
-            DrawnRows(token.int(), drawn, first_row, slot),
-            states.parent,
-            states.depth,
-            states.ancestors,
-            states.path,
-            states.accepted,
-        )
-        stored = states.parent, states.depth, states.ancestors, states.score, states.origin
+        drawn_rows = DrawnRows(token.int(), drawn, first_row, slot)
+        output, sampled = accept_path_rows(drawn_rows, *states.trees)
+        stored = *states.trees, states.score, states.origin
         seen = mask.prefix_len, mask.mask_words, mask.tree_start, mask.position
-        return (
-            output,
-            sampled,
-            states.path,
-            states.accepted,
-            *stored,
-            *seen,
-            mask.node_position,
-        )
+        return output, sampled, *stored, *seen, mask.node_position
 
     return Case(requests, call)
 
@@ -141,9 +119,8 @@ def selection(rng: random.Random, draw: torch.Generator) -> Case:
     key[:, 0] = 0
 
     def call() -> Tensors:
-        made = select(token, parent, score, key, text if joins else None, budget, 255)
-        node = made.node.clamp(max=budget + 1)
-        return *tensors_of(made.tree), torch.where(score > float("-inf"), node, 0)
+        texts = text if joins else None
+        return tensors_of(select(token, parent, score, key, texts, budget, 255))
 
     return Case(requests, call)
 

@@ -25,7 +25,7 @@ ALPHA = [0.8, 0.7, 0.6, 0.5] * 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: of the target's attention, of the trees, of the drafter.
+    """Sizes of the target's attention, the trees and the drafter.
 
     Attributes:
         heads, kv_heads, head_dim: of the target; nodes: N.
@@ -45,18 +45,8 @@ class Sizes:
     rows: tuple[int, ...]
 
 
-LARGE = Sizes(
-    torch.bfloat16,
-    32,
-    8,
-    128,
-    60,
-    (512, 2048, 8192, 32768),
-    (1, 2, 4, 8, 16, 32),
-    4096,
-    14336,
-    (1, 4, 8, 16, 32, 64),
-)
+_CONTEXTS, _BATCHES, _ROWS = (512, 2048, 8192, 32768), (1, 2, 4, 8, 16, 32), (1, 4, 8, 16, 32, 64)
+LARGE = Sizes(torch.bfloat16, 32, 8, 128, 60, _CONTEXTS, _BATCHES, 4096, 14336, _ROWS)
 TINY = Sizes(torch.float32, 4, 2, 16, 12, (40,), (1, 2), 32, 48, (1, 3))
 
 
@@ -65,9 +55,9 @@ class Case:
     """One shape of one kernel.
 
     Attributes:
-        kernel, shape: its name and what tells it from the kernel's other cases.
+        kernel, shape: its name, and the sizes of this case.
         ways: how to run it, ours first under "ours".
-        moved: bytes that any way has to read and write.
+        moved: bytes that every way reads and writes.
     """
 
     kernel: str
@@ -100,15 +90,10 @@ def attention_case(
     start_host = [queries * request for request in range(batch + 1)]
     start = torch.tensor(start_host, dtype=torch.int32, device=device)
     lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
+    before = torch.full((batch * queries,), context, dtype=torch.int32, device=device)
+    words = tree.ancestors.to(device).expand(batch, -1, -1).flatten(0, 1).contiguous()
     packed = TreeAttentionBatch(
-        table,
-        start,
-        start_host,
-        lengths,
-        length,
-        torch.full((batch * queries,), context, dtype=torch.int32, device=device),
-        tree.ancestors.to(device).expand(batch, -1, -1).flatten(0, 1).contiguous(),
-        torch.full((batch,), context, dtype=torch.int32, device=device),
+        table, start, start_host, lengths, length, before, words, before[:batch]
     )
     scale, cache = sizes.head_dim**-0.5, storage.transpose(1, 2)
     ways = {"ours": lambda: packed.attend(query, cache, scale)}
@@ -140,19 +125,9 @@ def _flash(query, storage, start, lengths, length, table) -> Callable[[], Tensor
 
     key, value = (each.contiguous() for each in storage.chunk(2, dim=-1))
     out, queries = torch.empty_like(query), len(query) // len(table)
-    return lambda: flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        queries,
-        start,
-        length,
-        seqused_k=lengths,
-        causal=True,
-        block_table=table,
-        out=out,
-        fa_version=get_flash_attn_version(),
-    )
+    given = {"seqused_k": lengths, "causal": True, "block_table": table, "out": out}
+    given["fa_version"] = get_flash_attn_version()
+    return lambda: flash_attn_varlen_func(query, key, value, queries, start, length, **given)
 
 
 def _dense(sizes, query, storage, table, ancestors, context) -> Callable[[], Tensor]:

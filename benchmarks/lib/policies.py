@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_specblock.adapt.policy import registry
 from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
 from vllm_specblock.adapt.policy.gain_bandit import GainBandit
 from vllm_specblock.adapt.policy.interface import (
@@ -46,15 +45,14 @@ class PaperWithoutBandit(PaperBandit):
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
     "frozen": lambda seed: Frozen(),
-    "always": lambda seed: registry.make_policy("always", seed),
-    "full every 64": lambda seed: Fixed(Action.FULL, 64),
+    "always": lambda seed: Always(),
     "full every 8": lambda seed: Fixed(Action.FULL, 8),
     "full every 8, no gate": lambda seed: Fixed(Action.FULL, 8, gated=False),
     "heads every 8": lambda seed: Fixed(Action.HEADS, 8),
-    "paper": lambda seed: registry.make_policy("paper", seed),
+    "paper": lambda seed: PaperBandit(None, seed),
     "paper, no bandit": lambda seed: PaperWithoutBandit(seed=seed),
     "paper, no heads": lambda seed: PaperBandit(Schedule(least=Action.FULL), seed),
-    "gain": lambda seed: registry.make_policy("gain", seed),
+    "gain": lambda seed: GainBandit(),
     "gain, no heads": lambda seed: GainBandit(Schedule(least=Action.FULL)),
 }
 """By name: seed of the exploration -> a policy at its beginning."""

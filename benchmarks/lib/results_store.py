@@ -14,12 +14,12 @@ __all__ = ["MEASURED", "ROOT", "ResultsStore", "from_root", "markdown_table"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "runs/results"
-"""Where benchmarks leave their figures unless told. Git does not know the folder: what RESULTS.md
-quotes is copied to benchmarks/results/, or a call would go on with another machine's figures."""
+"""Default folder of figures. Git ignores it: figures that RESULTS.md quotes are copied to
+benchmarks/results/, so that no run resumes with another machine's."""
 
 
 def from_root(path: Path) -> str:
-    """`path` as seen from the repository's root, where it lies below: without anyone's folders."""
+    """Return `path` relative to the repository's root, if it lies below."""
     path = path.resolve()
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
 
@@ -61,5 +61,5 @@ class ResultsStore:
 
 
 def _circumstances(settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """All that has to be equal for results to be compared; `facts` as `provenance` has them."""
+    """Return the settings and versions that have to be equal for results to be compared."""
     return {**settings, "revision": facts["git"]["plugin"], "versions": facts["versions"]}

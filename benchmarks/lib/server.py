@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_specblock.bench.process import GRACE, start_guard
+from vllm_specblock.bench.process import GRACE, GuardedProcess, end_all
 
 START = 900
 """Seconds until a server must answer; the first one of a target compiles it."""
@@ -27,7 +25,7 @@ class ServerEnded(RuntimeError):
     """A server does not answer any more; the message has its last words."""
 
 
-class Server:
+class Server(GuardedProcess):
     """A server that answers at `address`, once `wait` has returned.
 
     Args:
@@ -47,18 +45,9 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.address, self.log = f"http://127.0.0.1:{self.port}", log
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [VLLM, "serve", *arguments, "--host", "127.0.0.1", "--port", str(self.port)],
-                cwd=folder,
-                env={k: v for k, v in {**os.environ, **env}.items() if v is not None},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.guard = start_guard(self.process)
+        self.address = f"http://127.0.0.1:{self.port}"
+        command = [VLLM, "serve", *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
+        super().__init__(command, log, env, cwd=folder, stdin=subprocess.DEVNULL)
 
     def wait(self) -> None:
         """Wait until it answers."""
@@ -102,18 +91,11 @@ class Server:
 
     def close(self) -> None:
         """End it and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(GRACE)
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self.guard.communicate(b"let go\n")
+        end_all([self])
 
     def _get(self, path: str) -> str:
         with urllib.request.urlopen(f"{self.address}{path}", timeout=30) as response:
             return response.read().decode()
 
     def _last_words(self) -> str:
-        return f"{self.log.read_text(errors='replace')[-2000:].strip()} (its log is {self.log})"
+        return f"{self.log_text()[-2000:]} (its log is {self.log})"

@@ -20,11 +20,11 @@ from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS, ROWS, RecordTeacher
 from vllm_specblock.adapt.learning.update import AdaptationConfig
-from vllm_specblock.adapt.policy.actions import action_between, put
+from vllm_specblock.adapt.policy.actions import put, trains
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.feedback.calibration import DraftCalibration
-from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
+from vllm_specblock.train.eval.drafting import ServedDraft, draft_specblock, serving_shape
 from vllm_specblock.train.eval.steps import Step, steps_along
 from vllm_specblock.train.learner import EvalSequence
 
@@ -148,8 +148,8 @@ class Simulation:
             self.stall += self._swap()
         return served
 
-    def _draft(self, sequence: EvalSequence) -> SpecBlockDraft:
-        return SpecBlockDraft(self.serving, sequence, self.shape, self.calibration)
+    def _draft(self, sequence: EvalSequence) -> ServedDraft:
+        return draft_specblock(self.serving, sequence, self.shape, self.calibration)
 
     def _record(self, sequence: EvalSequence, request: FinishedRequest) -> Record:
         self.count += 1
@@ -174,8 +174,12 @@ class Simulation:
         before, self.served = self.served, self.pool.current
         put(self.serving, self.served.tensors)
         self.swaps += 1
-        action = action_between(before.tensors, self.served.tensors)
-        return self.config.cost.swap[action == Action.FULL]
+        # A version shares the tensors that it has in common with its parent.
+        whole = any(
+            tensor is not before.tensors[name] and not trains(Action.HEADS, name)
+            for name, tensor in self.served.tensors.items()
+        )
+        return self.config.cost.swap[whole]
 
 
 def simulate(

@@ -1,12 +1,11 @@
-"""Clients of a server under fire: they read whole answers or streams, and some leave early."""
+"""HTTP clients of a server: they read whole answers or streams, and some leave early."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -14,16 +13,7 @@ import aiohttp
 from lib.soak_traffic import Call
 
 PATIENCE = 600.0
-"""Seconds after which an answer will not come any more."""
-
-
-@dataclass
-class Logprob:
-    """Of one place: the token, its log-probability in nats, and the best tokens'."""
-
-    token: str
-    value: float | None
-    best: dict[str, float]
+"""Seconds after which a missing answer is an error."""
 
 
 @dataclass
@@ -34,23 +24,19 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: list[Logprob] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     prompt_logprobs: list[dict[str, float] | None] = field(default_factory=list)
-
-    @property
-    def aborted(self) -> bool:
-        return self.finish_reason == "abort"
 
 
 @dataclass
 class Reply:
-    """What a client has of its request.
+    """A reply as its client has it.
 
     Attributes:
         status: of HTTP; 0: the connection broke.
         choices: by index.
         usage: counted tokens, by name.
-        error: what the server said instead, or why the connection broke.
+        error: the server's, or why the connection broke.
         left: the client went before the end.
     """
 
@@ -59,11 +45,6 @@ class Reply:
     usage: dict[str, int] = field(default_factory=dict)
     error: str | None = None
     left: bool = False
-
-    @property
-    def cut(self) -> bool:
-        """The client left, or the server was told to abort."""
-        return self.left or any(choice.aborted for choice in self.choices.values())
 
     def take(self, event: dict[str, Any]) -> None:
         """Add a whole response, or one event of a stream."""
@@ -85,59 +66,46 @@ class Reply:
         self.usage |= {name: usage[name] for name in usage if name.endswith("_tokens")}
 
 
-def _logprobs(said: dict[str, Any] | None) -> list[Logprob]:
-    """Of a completion, or of a chat."""
+def _logprobs(said: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Each place's token, its log-probability and the best tokens', of a completion or a chat."""
+    names = "token", "logprob", "best"
     if said is None:
         return []
     if "content" in said:
-        return [
-            Logprob(
-                each["token"],
-                each["logprob"],
-                {best["token"]: best["logprob"] for best in each["top_logprobs"]},
+        places = [
+            (
+                place["token"],
+                place["logprob"],
+                {best["token"]: best["logprob"] for best in place["top_logprobs"]},
             )
-            for each in said["content"] or ()
+            for place in said["content"] or ()
         ]
-    places = zip(said["tokens"], said["token_logprobs"], said["top_logprobs"])
-    return [Logprob(token, value, best or {}) for token, value, best in places]
+    else:
+        places = [*zip(said["tokens"], said["token_logprobs"], said["top_logprobs"])]
+    return [dict(zip(names, place)) for place in places]
 
 
 async def ask(session: aiohttp.ClientSession, address: str, call: Call) -> Reply:
-    """The answer to one request, as far as its client waits for it."""
-    if call.aborted_after is not None:
-        whole = replace(call, aborted_after=None)
-        reply, _ = await asyncio.gather(
-            ask(session, address, whole), _abort(session, address, call.key, call.aborted_after)
-        )
-        return reply
+    """Return the reply to one request, as far as its client waits for it."""
     reply = Reply()
     raw = call.body if isinstance(call.body, bytes) else json.dumps(call.body).encode()
+    headers = {"Content-Type": "application/json"}
     try:
-        async with asyncio.timeout(call.patience or PATIENCE):
-            async with session.post(
-                f"{address}{call.path}", data=raw, headers={"Content-Type": "application/json"}
-            ) as response:
-                reply.status = response.status
-                if response.content_type == "text/event-stream":
-                    await _read_stream(response, call, reply)
-                else:
-                    reply.take(json.loads(await response.read()))
+        async with (
+            asyncio.timeout(call.patience or PATIENCE),
+            session.post(f"{address}{call.path}", data=raw, headers=headers) as response,
+        ):
+            reply.status = response.status
+            if response.content_type == "text/event-stream":
+                await _read_stream(response, call, reply)
+            else:
+                reply.take(json.loads(await response.read()))
     except TimeoutError:
         reply.left = call.patience is not None
         reply.error = None if reply.left else f"no answer within {PATIENCE:.0f} s"
     except (aiohttp.ClientError, ValueError) as error:
         reply.status, reply.error = 0, f"{type(error).__name__}: {error}"
     return reply
-
-
-async def _abort(session: aiohttp.ClientSession, address: str, key: str, seconds: float) -> None:
-    """Abort a request by any id that it may have in the engine, if it is still there."""
-    await asyncio.sleep(seconds)
-    known = [f"chatcmpl-{key}", *(f"cmpl-{key}-{prompt}" for prompt in range(3))]
-    url = f"{address}/inference/v1/abort_requests"
-    with contextlib.suppress(aiohttp.ClientError):  # the request's own reply says what is wrong
-        async with session.post(url, json={"request_ids": known}) as response:
-            response.raise_for_status()
 
 
 async def _read_stream(response: aiohttp.ClientResponse, call: Call, reply: Reply) -> None:
@@ -156,7 +124,7 @@ async def _read_stream(response: aiohttp.ClientResponse, call: Call, reply: Repl
 
 
 async def ask_all(address: str, calls: Sequence[Call], clients: int) -> list[Reply]:
-    """Answers to all requests, in their order; `clients` of them are under way at a time."""
+    """Return the replies to all requests in order; `clients` of them run at a time."""
     free = asyncio.Semaphore(clients)
 
     async def one(call: Call) -> Reply:

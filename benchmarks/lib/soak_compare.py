@@ -1,4 +1,4 @@
-"""Whether an answer under fire is plain vLLM's, and in what it is not."""
+"""The difference between a reply and plain vLLM's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LOGPROB_TOLERANCE = 1e-3
 
 
 def difference(call: Call, ours: Reply, plain: Reply) -> str | None:
-    """What differs between two replies to one request; None: nothing.
+    """Return what differs between two replies to one request; None: nothing.
 
-    What came of a request that was cut has to be the beginning of plain vLLM's answer.
+    A reply whose client left has to be the beginning of plain vLLM's.
     """
     if ours.left and not ours.choices:
         return None
@@ -28,13 +28,13 @@ def difference(call: Call, ours: Reply, plain: Reply) -> str | None:
         return f"plain vLLM failed: {plain.error}"
     if ours.status != 200 or ours.error:
         return f"status {ours.status}: {ours.error}"
-    if not ours.cut and ours.choices.keys() != plain.choices.keys():
+    if not ours.left and ours.choices.keys() != plain.choices.keys():
         return f"answers {[*ours.choices]}, not {[*plain.choices]}"
     for index, choice in ours.choices.items():
-        said = _of_choice(choice, plain.choices[index], ours.left or choice.aborted)
+        said = _of_choice(choice, plain.choices[index], ours.left)
         if said is not None:
             return f"answer {index}: {said}"
-    return None if ours.cut else _apart(ours.usage, plain.usage, "usage")
+    return None if ours.left else _apart(ours.usage, plain.usage, "usage")
 
 
 def _of_choice(ours: Choice, plain: Choice, cut: bool) -> str | None:
@@ -48,7 +48,7 @@ def _of_choice(ours: Choice, plain: Choice, cut: bool) -> str | None:
 
 
 def _apart(ours: Any, plain: Any, where: str = "") -> str | None:
-    """Where two values of JSON's types differ, log-probabilities by more than rounding."""
+    """Return where two values of JSON's types differ, log-probabilities by more than rounding."""
     if isinstance(ours, float) and isinstance(plain, float):
         if abs(ours - plain) <= LOGPROB_TOLERANCE:
             return None
@@ -66,22 +66,8 @@ def _apart(ours: Any, plain: Any, where: str = "") -> str | None:
 
 
 def _same_keys(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
-    """Whether both have the same keys; of the best tokens, only a tie may swap the last."""
+    """Whether both have the same keys; among the best tokens a tie may replace the last."""
     apart = [{**ours, **plain}[key] for key in ours.keys() ^ plain.keys()]
     if len(ours) != len(plain) or not all(isinstance(each, float) for each in apart):
         return not apart
     return all(abs(each - min(plain.values())) <= LOGPROB_TOLERANCE for each in apart)
-
-
-def record(call: Call, said: str, ours: Reply, plain: Reply) -> dict[str, object]:
-    """A difference as JSON's types: the request, what differs, and both replies."""
-    body = call.body.decode() if isinstance(call.body, bytes) else call.body
-    return {
-        "request": call.key,
-        "kinds": call.kinds,
-        "says": said,
-        "path": call.path,
-        "body": body,
-        "ours": asdict(ours),
-        "plain": asdict(plain),
-    }

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lib.results_store import ROOT
 from lib.server import Server, ServerEnded
 from lib.soak_client import Reply, ask_all
-from lib.soak_compare import difference, record
-from lib.soak_phases import MODEL, Phase, prompts_text, write_adapters
-from lib.soak_traffic import COMPLETIONS, Call, Traffic
+from lib.soak_compare import difference
+from lib.soak_traffic import COMPLETIONS, MAX_MODEL_LEN, Call, Traffic
 
+PAIR = "examples/tiny_pair"
+MODEL = f"{PAIR}/target"
+PHASES: dict[str, dict[str, Any]] = {
+    # Whole trees of 12 requests take 204 tokens: more than a step has, so some wait.
+    "whole trees": {"enable_adaptive_verification": False},
+    "adaptive": {},
+}
+"""Keys of `speculative_config` beside the method and the drafters."""
+FLAGS = {
+    "--dtype": "float32",
+    "--max-model-len": str(MAX_MODEL_LEN),
+    "--max-num-seqs": "12",
+    "--max-num-batched-tokens": "160",  # long prompts come in chunks
+    "--block-size": "32",
+    "--num-gpu-blocks-override": "36",  # room for some 4 of 12 requests: they are preempted
+    "--gpu-memory-utilization": "0.1",
+    "--kv-cache-memory-bytes": str(128 << 20),
+}
 WARM_UP = 0.25
 """Share of the windows after which memory has to be flat."""
 JUDGED = 24
-"""Windows that it takes to say so: allocators have then seen what there is to see."""
+"""Least number of windows to judge memory by: allocators have settled by then."""
 FLAT = 0.03
 KEPT_DIFFERENCES = 20
 COUNTED = {
@@ -46,15 +66,14 @@ _IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cach
 
 @dataclass
 class Findings:
-    """What a phase found, so far.
+    """The findings of a phase, so far.
 
     Attributes:
         kinds: requests by kind.
-        finished, cut, refused: replies that came whole, that did not since the client left or
-            had them aborted, that were errors.
+        finished, cut, refused: replies that came whole, whose client left, that were errors.
         different: replies that were not plain vLLM's.
         differences: the first of them.
-        failures: what else was wrong, a sentence each.
+        failures: other errors, a sentence each.
         memory: MiB per window, of each server's two parts.
         seconds: that each server answered for.
         counters: `COUNTED`, of each server, since it started.
@@ -62,21 +81,20 @@ class Findings:
 
     requests: int = 0
     windows: int = 0
-    kinds: dict[str, int] = field(default_factory=dict)
+    kinds: Counter[str] = field(default_factory=Counter)
     finished: int = 0
     cut: int = 0
     refused: int = 0
     compared_tokens: int = 0
     different: int = 0
-    differences: list[dict[str, object]] = field(default_factory=list)
+    differences: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     memory: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: Counter[str] = field(default_factory=Counter)
     counters: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def growth(self, name: str) -> float | None:
-        """By how much a server's memory was larger after its warm-up than at the end of it, as a
-        share; None: too few windows to tell."""
+        """Return the growth of a server's memory after its warm-up; None: too few windows."""
         known = [sum(parts.values()) for parts in self.memory[name]]
         if len(known) < JUDGED:
             return None
@@ -84,7 +102,7 @@ class Findings:
         return max(later) / first - 1
 
     def wrong(self) -> list[str]:
-        """Why the phase did not hold, a sentence each."""
+        """Return why the phase failed, a sentence each."""
         said = [*self.failures]
         if self.different:
             said.append(f"{self.different} replies are not plain vLLM's.")
@@ -98,9 +116,22 @@ class Findings:
                 said.append(f"There were no {name.replace('_', ' ')}: this tested little.")
         return said
 
+    def as_json(self) -> dict[str, Any]:
+        grown = {f"{name}_memory_growth": self.growth(name) for name in self.memory}
+        return asdict(self) | grown | {"wrong": self.wrong()}
+
+
+def start(name: str, speculative: dict[str, Any] | None, folder: Path) -> Server:
+    """Start a server; speculative: None for plain vLLM."""
+    arguments = [MODEL, "--enforce-eager", "--disable-uvicorn-access-log"]
+    arguments += [part for flag in FLAGS.items() for part in flag]
+    if speculative is not None:
+        arguments += ["--speculative-config", json.dumps(speculative)]
+    return Server(arguments, folder / f"{name}.log", ENV, ROOT)
+
 
 def run_phase(
-    phase: Phase,
+    name: str,
     nodes: int,
     seed: int,
     clients: int,
@@ -109,34 +140,43 @@ def run_phase(
     folder: Path,
     seen: Callable[[Findings], None],
 ) -> Findings:
-    """Windows of requests until it is enough.
+    """Send windows of requests until there are enough.
 
     Args:
+        name: of `PHASES`.
+        nodes: N.
         clients: requests under way at a time.
         window: requests of one.
-        enough: told of the findings, and of seconds since both servers answered.
-        folder: takes logs and adapters.
+        enough: called with the findings, and seconds since both servers answered.
+        folder: for logs.
         seen: called after every window.
     """
+    sys.path.insert(0, str(ROOT / PAIR))
+    import corpus
+
     folder.mkdir(parents=True, exist_ok=True)
-    if phase.adapters:
-        write_adapters(folder)
-    tokenizer = ROOT / MODEL / "tokenizer.json"
-    traffic = Traffic(seed, phase.models, tokenizer, prompts_text(), phase.without)
-    found = Findings()
+    traffic = Traffic(seed, MODEL, ROOT / MODEL / "tokenizer.json", corpus.load().held_out)
+    drafts = {
+        "method": "specblock",
+        "model": f"{PAIR}/drafter",
+        "num_speculative_tokens": nodes,
+        "second_drafter": {"kind": "ngram"},
+        "draft_policy": "merge",
+        **PHASES[name],
+    }
+    found = Findings(memory={"plain": [], "drafts": []})
     with ExitStack() as stack:
         servers = {}
-        for name, size in (("plain", None), ("drafts", nodes)):
-            arguments = phase.arguments(folder, size)
-            servers[name] = Server(arguments, folder / f"{name}.log", ENV, ROOT)
-            stack.callback(servers[name].close)
-            found.memory[name], found.seconds[name] = [], 0.0
+        for each, speculative in (("plain", None), ("drafts", drafts)):
+            servers[each] = start(each, speculative, folder)
+            stack.callback(servers[each].close)
         for server in servers.values():
             server.wait()
         began = time.monotonic()
         while not enough(found, time.monotonic() - began):
+            calls = [traffic.call(f"{found.windows}.{index}") for index in range(window)]
             try:
-                _window(found, servers, traffic.window(found.windows, window), clients)
+                _window(found, servers, calls, clients)
             except ServerEnded as error:
                 found.failures.append(f"In window {found.windows} a server ended. {error}")
                 break
@@ -163,24 +203,22 @@ def _window(
         found.counters[name] = {key: int(metrics.get(of, 0)) for key, of in COUNTED.items()}
         found.memory[name].append({k: round(v, 1) for k, v in server.resident().items()})
     for call, ours, plain in zip(calls, replies["drafts"], replies["plain"]):
-        for kind in call.kinds:
-            found.kinds[kind] = found.kinds.get(kind, 0) + 1
-        found.cut += ours.cut
+        found.kinds.update(call.kinds)
+        found.cut += ours.left
         found.refused += call.refused
-        found.finished += not ours.cut and not call.refused
+        found.finished += not ours.left and not call.refused
         found.compared_tokens += sum(len(choice.tokens) for choice in ours.choices.values())
         said = difference(call, ours, plain)
         if said is not None:
             found.different += 1
             if len(found.differences) < KEPT_DIFFERENCES:
-                known = record(call, said, ours, plain) | _again(servers, call, plain)
-                found.differences.append(known)
+                found.differences.append(_record(servers, call, said, ours, plain))
     found.requests += len(calls)
     found.windows += 1
 
 
 def _idle_metrics(server: Server) -> dict[str, float]:
-    """Once aborts have come through. Gauges change with a step only: one more request takes one."""
+    """Return the metrics once all requests have ended. Gauges change in a step only: send one."""
     step = Call("idle", (), COMPLETIONS, {"model": MODEL, "prompt": "x", "max_tokens": 1})
     for _ in range(5):
         asyncio.run(ask_all(server.address, [step], 1))
@@ -191,10 +229,13 @@ def _idle_metrics(server: Server) -> dict[str, float]:
     return metrics
 
 
-def _again(servers: dict[str, Server], call: Call, plain: Reply) -> dict[str, Any]:
-    """What both servers say to it alone, held against what plain vLLM said among others."""
-    alone = {}
+def _record(
+    servers: dict[str, Server], call: Call, said: str, ours: Reply, plain: Reply
+) -> dict[str, Any]:
+    """Return a difference as JSON's types, with how each server answers the request alone."""
+    found: dict[str, Any] = {"says": said}
     for name, server in servers.items():
         (reply,) = asyncio.run(ask_all(server.address, [call.patient()], 1))
-        alone[f"{name}_alone"] = difference(call.patient(), reply, plain) or "the same"
-    return alone
+        found[f"{name}_alone"] = difference(call.patient(), reply, plain) or "the same"
+    body = call.body.decode() if isinstance(call.body, bytes) else call.body
+    return found | asdict(call) | {"body": body, "ours": asdict(ours), "plain": asdict(plain)}

@@ -2,18 +2,16 @@
 
 A request is one draw from each of five tables: what it is asked with (`PROMPTS`), how it samples
 (`SAMPLING`), what binds its text (`CONSTRAINTS`), what else it wants back (`EXTRAS`), and how its
-client reads (`CLIENTS`). Some are wrong (`soak_refused.py`).
+client reads (`CLIENTS`). Some are wrong (`WRONG_KEYS`): the server has to refuse them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from lib.soak_refused import wrong_requests
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_MODEL_LEN = 512
@@ -33,7 +31,6 @@ class Call:
         body: JSON's types; bytes: sent as they are.
         leaves_after: events of a stream after which the client closes its connection.
         patience: seconds after which it does in any case.
-        aborted_after: seconds after which the server is asked to abort it.
         refused: the server has to answer with an error of the client's.
     """
 
@@ -43,16 +40,15 @@ class Call:
     body: dict[str, Any] | bytes
     leaves_after: int | None = None
     patience: float | None = None
-    aborted_after: float | None = None
     refused: bool = False
 
     def patient(self) -> Call:
         """The same request of a client that stays until the end."""
-        return replace(self, leaves_after=None, patience=None, aborted_after=None)
+        return replace(self, leaves_after=None, patience=None)
 
 
 Weighted = dict[str, tuple[int, dict[str, Any]]]
-"""Name → weight, and keys of the request's body."""
+"""Weight of each kind, and its keys of the request's body."""
 
 SCHEMA = {
     "type": "object",
@@ -108,18 +104,66 @@ EXTRAS: Weighted = {
     "n = 3": (1, {"n": 3}),
     "several prompts": (1, {}),
 }
-CLIENTS = {
-    "whole": 9,
-    "stream": 7,
-    "leaves a stream": 3,
-    "does not wait": 2,
-    "aborted": 1,
-    "aborted stream": 1,
+CLIENTS: Weighted = {
+    "whole": (10, {}),
+    "stream": (8, {}),
+    "leaves a stream": (3, {}),
+    "does not wait": (2, {}),
 }
-PROMPTS = {"short": 5, "long": 3, "shared beginning": 4, "repeats itself": 2, "any tokens": 2}
+PROMPTS: Weighted = {
+    "short": (5, {}),
+    "long": (3, {}),
+    "shared beginning": (4, {}),
+    "repeats itself": (2, {}),
+    "any tokens": (2, {}),
+}
 MAX_TOKENS = (1, 1, 2, 8, 24, 24, 48, 48, 80, 120)
 WRONG = 0.06
 """Share of requests that are wrong."""
+
+
+_TOO_MANY = 1 << 20
+
+WRONG_KEYS: dict[str, dict[str, Any]] = {
+    "temperature below 0": {"temperature": -1},
+    "temperature that is a word": {"temperature": "hot"},
+    "top_p above 1": {"top_p": 1.5},
+    "top_k below −1": {"top_k": -5},
+    "min_p above 1": {"min_p": 2},
+    "n = 0": {"n": 0},
+    "several greedy answers": {"n": 2, "temperature": 0},
+    "max_tokens below 0": {"max_tokens": -1},
+    "more tokens than the model takes": {"max_tokens": _TOO_MANY},
+    "least tokens above most": {"min_tokens": 9, "max_tokens": 3},
+    "presence penalty of 5": {"presence_penalty": 5},
+    "repetition penalty of 0": {"repetition_penalty": 0},
+    "bias of a token that there is not": {"logit_bias": {str(_TOO_MANY): 1}},
+    "allowed token that there is not": {"allowed_token_ids": [_TOO_MANY]},
+    "nothing allowed": {"allowed_token_ids": []},
+    "empty stop string": {"stop": [""]},
+    "too many log-probabilities": {"logprobs": 999},
+    "seed that is a word": {"seed": "abc"},
+    "regex that does not end": {"structured_outputs": {"regex": "[a-z"}},
+    "two grammars": {"structured_outputs": {"regex": "a+", "choice": ["a"]}},
+    "schema of an unknown type": {"structured_outputs": {"json": {"type": "tree"}}},
+    "stream options without a stream": {"stream_options": {"include_usage": True}},
+    "model that there is not": {"model": "no/such/model"},
+}
+
+
+def wrong_requests(model: str, prompt: list[int]) -> list[tuple[str, str, dict[str, Any] | bytes]]:
+    """Return the name, path and body of each; `prompt` is a right one."""
+    right = {"model": model, "prompt": prompt, "max_tokens": 8}
+    path = COMPLETIONS
+    return [
+        *((name, path, right | keys) for name, keys in WRONG_KEYS.items()),
+        ("prompt longer than the model takes", path, right | {"prompt": prompt[:1] * 5_000}),
+        ("token that there is not", path, right | {"prompt": [*prompt, _TOO_MANY]}),
+        ("no prompt", path, {"model": model}),
+        ("JSON that breaks off", path, b'{"model": "' + model.encode()),
+        ("chat without messages", CHAT, {"model": model, "messages": []}),
+        ("messages that are a text", CHAT, {"model": model, "messages": "hello"}),
+    ]
 
 
 class Traffic:
@@ -127,23 +171,15 @@ class Traffic:
 
     Args:
         seed: of all that is drawn.
-        models: names that the server knows; requests name one of them.
+        model: its name for the server.
         tokenizer: file of the target's tokenizer.
-        texts: what prompts are cut from.
-        without: of `EXTRAS`, what is not asked for.
+        texts: prompts are cut from them.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        models: Sequence[str],
-        tokenizer: Path,
-        texts: Sequence[str],
-        without: Collection[str] = (),
-    ):
+    def __init__(self, seed: int, model: str, tokenizer: Path, texts: Sequence[str]) -> None:
         from tokenizers import Tokenizer
 
-        self.seed, self.models, self.without = seed, models, without
+        self.seed, self.model = seed, model
         self.tokenizer = Tokenizer.from_file(str(tokenizer))
         rng = random.Random(f"{seed} texts")
         cuts = [self._cut(rng, texts) for _ in range(64)]
@@ -155,32 +191,24 @@ class Traffic:
         start = rng.randrange(len(text) - 6_000)
         return text[text.index("\n", start) + 1 :][:5_000]
 
-    def window(self, number: int, count: int) -> list[Call]:
-        """The `count` requests of a window, independent of earlier windows."""
-        return [self.call(f"{number}.{index}") for index in range(count)]
-
     def call(self, key: str) -> Call:
         """The request of a key."""
         rng = random.Random(f"{self.seed} {key}")
-        model = rng.choice(self.models)
         prompt_kind = _pick(rng, PROMPTS)
         prompt = self._prompt(rng, prompt_kind)
         if rng.random() < WRONG:
-            name, path, body = rng.choice(wrong_requests(model, prompt))
+            name, path, body = rng.choice(wrong_requests(self.model, prompt))
             return Call(key, ("wrong", f"wrong: {name}"), path, body, refused=True)
-        sampling = _pick(rng, {name: weight for name, (weight, _) in SAMPLING.items()})
-        constraint = _pick(rng, {name: weight for name, (weight, _) in CONSTRAINTS.items()})
-        extra = _pick(rng, {name: weight for name, (weight, _) in EXTRAS.items()})
-        client = _pick(rng, CLIENTS)
-        if extra in self.without:
-            extra = "text only"
+        sampling, constraint, extra, client = (
+            _pick(rng, table) for table in (SAMPLING, CONSTRAINTS, EXTRAS, CLIENTS)
+        )
         if sampling == "greedy" and extra.startswith("n ="):
             sampling = "T = 1"  # vLLM refuses several greedy answers
         streamed = client.endswith("stream")
         if streamed and extra == "log-probabilities of the prompt":
             extra = "log-probabilities"  # vLLM refuses them in streams
         body: dict[str, Any] = {
-            "model": model,
+            "model": self.model,
             "request_id": key,
             "seed": rng.randrange(1 << 31),
             "max_tokens": rng.choice(MAX_TOKENS),
@@ -205,12 +233,11 @@ class Traffic:
             body["prompt"] = prompt if rng.random() < 0.5 else self.tokenizer.decode(prompt)
         return Call(
             key,
-            (*kinds, "chat" if chats else "completion", f"model {model}"),
+            (*kinds, "chat" if chats else "completion"),
             CHAT if chats else COMPLETIONS,
             body,
             leaves_after=rng.choice((0, 1, 3, 8)) if client == "leaves a stream" else None,
             patience=rng.uniform(0.02, 1.5) if client == "does not wait" else None,
-            aborted_after=rng.uniform(0.05, 1.0) if client.startswith("aborted") else None,
         )
 
     def _prompt(self, rng: random.Random, kind: str) -> list[int]:
@@ -239,5 +266,5 @@ class Traffic:
         return {"messages": said}
 
 
-def _pick(rng: random.Random, weights: dict[str, int]) -> str:
-    return rng.choices([*weights], [*weights.values()])[0]
+def _pick(rng: random.Random, table: Weighted) -> str:
+    return rng.choices([*table], [weight for weight, _ in table.values()])[0]

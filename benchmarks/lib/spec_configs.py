@@ -40,6 +40,6 @@ def together(
     return alone(first, nodes) | {"second_drafter": second} | POLICIES[policy] | how
 
 
-def eagle3_chain(folder: Path | str, tokens: int) -> dict[str, Any]:
-    """vLLM's own EAGLE-3: one path of `tokens` tokens per step."""
-    return {"method": "eagle3", "model": str(folder), "num_speculative_tokens": tokens}
+def vllms(method: str, tokens: int, **keys: Any) -> dict[str, Any]:
+    """A method of vLLM's own: one path of `tokens` tokens per step."""
+    return {"method": method, "num_speculative_tokens": tokens, **keys}

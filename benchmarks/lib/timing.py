@@ -1,11 +1,10 @@
-"""Time of one call on a device, with cold caches, and its place below the memory's bandwidth."""
+"""Time of one call on a device, with cold caches, and its share of the memory's bandwidth."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,28 +14,7 @@ BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12}
 FLUSH_BYTES = 256 << 20
 """Written between two calls: more than any L2 holds, and long enough for the host to be ahead."""
 WARM_UP = 3
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds of a call: the median and the fastest of `runs` calls."""
-
-    median_us: float
-    least_us: float
-    runs: int
-
-    def with_bytes(self, moved: int, device: torch.device) -> dict[str, Any]:
-        """JSON of it beside what `moved` bytes per call come to.
-
-        gb_s: 10^9 bytes/s; share: of the device's peak, None where that is not known.
-        """
-        peak = peak_bandwidth(device)
-        rate = moved / (self.median_us * 1e-6)
-        return asdict(self) | {
-            "bytes": moved,
-            "gb_s": rate / 1e9,
-            "share": rate / peak if peak else None,
-        }
+Timing = dict[str, Any]
 
 
 def peak_bandwidth(device: torch.device) -> float | None:
@@ -51,15 +29,20 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def time_call(call: Callable[[], Any], device: torch.device, runs: int = 50) -> Timing:
-    """Run `call` again and again.
+def time_call(call: Callable[[], Any], device: torch.device, runs: int, moved: int) -> Timing:
+    """Time a call that moves so many bytes.
 
-    On a GPU it is captured once and replayed: what is measured is the device's time, without
-    the host's launch time. The call must be fit for a CUDA graph. On a CPU it is wall clock,
-    with warm caches.
+    On a GPU replays of its CUDA graph are timed, without launch time; on a CPU the wall clock, with
+    warm caches.
+
+    Returns:
+        the median in µs, 10^9 bytes/s, and their share of the device's peak (None: unknown).
     """
-    took = _replayed(call, runs) if device.type == "cuda" else _called(call, runs)
-    return Timing(statistics.median(took), min(took), runs)
+    times = _replayed(call, runs) if device.type == "cuda" else _called(call, runs)
+    median, peak = statistics.median(times), peak_bandwidth(device)
+    rate = moved / (median * 1e-6)
+    share = rate / peak if peak else None
+    return {"median_us": median, "runs": runs, "bytes": moved, "gb_s": rate / 1e9, "share": share}
 
 
 def _called(call: Callable[[], Any], runs: int) -> list[float]:

@@ -1,8 +1,7 @@
-"""Other weights in every step of a running engine: what adaptation does, at its most violent.
+"""Other weights twice in every step of a running engine: before a tree is drafted, and after.
 
-Weights change twice in every step: before a tree is drafted, and again while it waits for the
-target's verdict. Some are trained, some noise, some a hundred times too large, some of the heads
-alone; some hold NaN, and have to be refused.
+Some are trained, some noise, some a hundred times too large, some of the heads alone; some hold
+NaN, and have to be refused.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ TRAINED_SHARE = 0.7
 
 
 def make_versions(trained: Path, other: Path) -> Versions:
-    """Weights by what they are.
-
-    Args:
-        trained, other: folders of two SpecBlock drafters of one shape.
-    """
+    """Return weights by name; trained, other: folders of two SpecBlock drafters of one shape."""
     weights, draw = _weights(trained), torch.Generator().manual_seed(0)
     noise = {
         name: torch.randn(each.shape, generator=draw) * each.std() for name, each in weights.items()
@@ -51,10 +46,8 @@ class Swaps:
     """Refreshes drafters of an engine around every step that proposes.
 
     Args:
-        speculator: the engine's.
         versions: see `make_versions`.
-        heads: which of its drafters, all of them SpecBlock.
-        seed: of the order.
+        heads: indices of the drafters, all of them SpecBlock.
 
     Attributes:
         count: swaps by version; those of NaN were refused.
@@ -65,7 +58,7 @@ class Swaps:
     ) -> None:
         self.speculator, self.versions = speculator, versions
         self.drafters = [speculator.draft_policy.drafters[head] for head in heads]
-        # Made ready once: hundreds of them are written.
+        # Prepared once: hundreds of them are written.
         self.staged = [
             {name: prepare(each.model, versions[name]) for name in WHOLE} for each in self.drafters
         ]
@@ -105,7 +98,7 @@ class Swaps:
         return self._accepted() - self._accepted_before
 
     def require(self, swaps: int, accepted: int) -> None:
-        """Hold that it looked at something."""
+        """Assert that enough was tested."""
         assert self.count.keys() == self.versions.keys(), f"not all versions: {self.count}"
         assert self.count.total() >= swaps, f"{self.count.total()} swaps, not {swaps}"
         assert self.accepted >= accepted, f"{self.accepted} drafts accepted, not {accepted}"

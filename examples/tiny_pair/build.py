@@ -30,7 +30,7 @@ from stages import Deadline, OutOfTime, Stages
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainConfig, parse
 from vllm_specblock.train.eval.evaluate import evaluate, sequences_from, shapes_of

@@ -27,36 +27,30 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     unpickled,
     with_mapping,
 )
+from vllm_specblock.drafters.common.config import CheckpointError, checked, layers_of
 from vllm_specblock.drafters.detect import KIND
-from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
-from vllm_specblock.drafters.specblock.config_json import checked, layers_of
+from vllm_specblock.drafters.specblock.config import DrafterConfig
 
 Shape = MedusaShape | DrafterConfig | SmallShape
 
-_SHAPES: dict[str, type[Shape]] = {
-    "medusa": MedusaShape,
-    "parallelspec": DrafterConfig,
-    "falcon": FalconShape,
-    "sps": SmallShape,
-}
-_MODELS: dict[type[Shape], type[nn.Module]] = {
-    MedusaShape: MedusaModel,
-    DrafterConfig: ParallelSpecModel,
-    FalconShape: FalconModel,
-    SmallShape: SmallLanguageModel,
+_KINDS: dict[str, tuple[type[Shape], type[nn.Module]]] = {
+    "medusa": (MedusaShape, MedusaModel),
+    "parallelspec": (DrafterConfig, ParallelSpecModel),
+    "falcon": (FalconShape, FalconModel),
+    "sps": (SmallShape, SmallLanguageModel),
 }
 _HEAD = "lm_head.weight"
 
 
 def _from_json(raw: dict[str, Any], where: str) -> Shape:
     kind = raw.get(KIND)
-    if kind not in _SHAPES:
+    if kind not in _KINDS:
         raise CheckpointError(
-            f"{where} has {KIND} = {kind!r}, but it must be one of {', '.join(_SHAPES)}."
+            f"{where} has {KIND} = {kind!r}, but it must be one of {', '.join(_KINDS)}."
         )
     if kind == "sps":
         raw = _of_llama(raw, Path(where).parent)
-    shape = _SHAPES[kind]
+    shape, _ = _KINDS[kind]
     keys = {key: value for key, value in raw.items() if key in shape.model_fields}
     return checked(where, keys, shape)
 
@@ -70,7 +64,7 @@ def _of_llama(raw: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _model(config: Shape, names: Collection[str]) -> nn.Module:
-    return _MODELS[type(config)](config)
+    return dict(_KINDS.values())[type(config)](config)
 
 
 def _named(found: Tensors, config: Shape, directory: Path) -> Tensors:

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_specblock.drafters.specblock.config import Count, DrafterConfig, NetworkShape
+from vllm_specblock.drafters.common.config import Count, NetworkShape
+from vllm_specblock.drafters.specblock.config import DrafterConfig
 
 
 class MedusaShape(BaseModel):
@@ -54,6 +55,10 @@ class SmallShape(NetworkShape):
 
     draft_vocab_size: Count
     tie_word_embeddings: Literal[True] = True
+    max_position_embeddings: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
 
     @property
     def target_hidden_size(self) -> None:

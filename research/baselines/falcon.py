@@ -6,19 +6,17 @@ gives the j-th of the next k tokens. Those tokens and the states that gave them,
 target's features, are the next group; a few such forwards fill a tree of fixed shape.
 
 Simplified:
-* The LSTM starts anew in every block. Its task in the paper, that tokens of one block depend on
-  each other, is inside the block; what is further back, attention gives.
-* A block ends at each row. Blocks see earlier blocks that end a multiple of k before, so what a
-  row drafts does not depend on where the text was cut. A text's first blocks begin before it,
-  with entries of zeros.
+* The LSTM starts anew in every block: tokens of one block depend on each other, as in the paper.
+* A block ends at each row and sees earlier blocks that end a multiple of k before, so a row drafts
+  the same wherever the text was cut. A text's first blocks begin before it, with zeros.
 * Instead of a loss on features and glancing distillation, later forwards are trained on the
-  states that earlier ones gave, their tokens being the text's (EAGLE-3's training-time test).
-* Features of three target layers and a reduced vocabulary, as all drafters here have them.
+  states of earlier ones and the text's tokens (EAGLE-3's training-time test).
+* Features of three target layers and a reduced vocabulary, as all drafters here have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +26,24 @@ from torch.nn.functional import pad
 
 from baselines.config import FalconShape
 from baselines.folder import write_folder
-from baselines.group_attention import GroupAttentionBuilder
-from baselines.groups import Kept, KeyValue, earlier_rows, group_attention, sizes_like
+from baselines.group_attention import FalconAttention
+from baselines.groups import (
+    KeyValue,
+    draw_weights,
+    earlier_rows,
+    extend,
+    group_attention,
+    sizes_like,
+)
 from baselines.options import FalconConfig
-from baselines.positions import Positions
-from baselines.static_tree import TreePlan, default_hits, static_tree
-from baselines.trunk import Trunk, TrunkLearner, passes_over
+from baselines.positions import Positions, PositionsLearner
+from baselines.served_draft import ServedDraft
+from baselines.static_tree import TreePlan, default_hits
+from baselines.trunk import Trunk
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.drafters.common.layers import Attend, RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens
-from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree
 
@@ -67,19 +72,14 @@ class FalconModel(Positions):
     def run(
         self, entries: Tensor, position: Tensor, attend: Attend, keep: Tensor | None = None
     ) -> Tensor:
-        """One forward over groups [..., k, H]; the rest as `Trunk.forward` has it.
-
-        The LSTM starts anew in every group: what is further back, attention gives.
-        """
+        """One forward over groups [..., k, H]; other arguments as of `Trunk.forward`."""
         along = self.lstm(entries.flatten(0, -3))[0].view(entries.shape)
         return self.trunk(entries + along, position, attend, keep)
 
 
 def first_rope(position: Tensor, block: int) -> Tensor:
-    """RoPE positions [..., k] of the entries of a row's group; `position` [...] int64, the row's.
-
-    Its own entry, the last, stands one further than the row.
-    """
+    """RoPE positions [..., k] of a row's group; position [...] int64: the row's, one before that of
+    its own entry, the last."""
     return position[..., None] + 2 - block + torch.arange(block, device=position.device)
 
 
@@ -103,9 +103,7 @@ class FalconDrafter(NetworkDrafter):
         return [*super().cache_layers(), CacheLayer(1, self.model.config.hidden_size // 2, 1)]
 
     def bind(self, caches: list[Tensor]) -> None:
-        self.attention_builder = GroupAttentionBuilder(
-            caches, self.k, self.plan, self.max_model_len
-        )
+        self.attention_builder = FalconAttention(caches, self.k, self.plan, self.max_model_len)
 
     def _forward(self, rows: CommittedTokens) -> Tensor:
         trunk = self.model.trunk
@@ -121,7 +119,7 @@ class FalconDrafter(NetworkDrafter):
         states, beta = of_requests(requests, self.state, self.beta)
         self.attention_builder.begin(requests)
         states, count = states[:, None], len(states)  # [R, S, k, H]
-        rope = first_rope(self.attention_builder.position, self.k)[:, None]  # [R, 1, k]
+        rope = first_rope(self.attention_builder.drafting.position, self.k)[:, None]  # [R, 1, k]
         token = torch.zeros(count, plan.count, dtype=torch.int64, device=states.device)
         score = torch.zeros(count, plan.count, device=states.device)
         for index, step in enumerate(plan.steps):
@@ -129,25 +127,23 @@ class FalconDrafter(NetworkDrafter):
             if index:
                 starts = len(step.source)
                 embedded = self.embed(token[:, step.path].flatten())
-                embedded = embedded.view(count, starts, self.k, -1)
-                entries = trunk.entry(states[:, step.source], embedded)
+                entries = trunk.entry(
+                    states[:, step.source], embedded.view(count, starts, self.k, -1)
+                )
                 attend, there = self.attention_builder.next(index, step.before, starts)
                 at = (rope + index * self.k).expand(-1, starts, -1)
                 states = self.model.run(entries, at, attend)
-            read = states.flatten(1, 2)[:, step.read]  # [R, P, H]
-            logprob, best = self.model.best(read, step.width, beta)
+            logprob, best = self.model.best(states.flatten(1, 2), step.width, beta)
             if there is not None:
-                # Groups without a place have read what is not theirs.
-                logprob = logprob.masked_fill(~there[:, step.read // self.k, None], NEVER)
+                # Groups without slots have read other entries.
+                lost = ~there.repeat_interleave(self.k, 1)[..., None]
+                logprob = logprob.masked_fill(lost, NEVER)
             token[:, step.node] = best[:, step.place, step.rank]
             score[:, step.node] = logprob[:, step.place, step.rank]
         return plan.tree(token, score, self.num_nodes)
 
 
-Seen = Callable[[int, Tensor, Tensor], KeyValue]
-
-
-class Falcon(TrunkLearner, FalconModel):
+class Falcon(PositionsLearner, FalconModel):
     """See the module; `config.block_size` is k."""
 
     config: FalconShape
@@ -162,97 +158,64 @@ class Falcon(TrunkLearner, FalconModel):
         lstm_layers: int = 1,
         **sizes: Any,
     ) -> FalconShape:
-        """block: k."""
+        """block: k; sizes: as `sizes_like` takes them."""
         like = sizes_like(target_config, draft_vocab_size, block, **sizes)
         return FalconShape(forwards=forwards, lstm_layers=lstm_layers, **like)
 
+    def draw(self) -> None:
+        draw_weights(self.trunk)
+
     def forward(self, train_batch: TrainBatch) -> LossOutput:
-        count = self.config.forwards * self.config.block_size
-        return self.outcome(
-            self.states(train_batch), train_batch, [1.0] * count, self.config.forwards
-        )
+        forwards = self.config.forwards
+        weights = [1.0] * forwards * self.config.block_size
+        return self.outcome(self.states(train_batch), train_batch, weights, forwards)
 
     def states(self, train_batch: TrainBatch) -> Tensor:
         """All forwards of all rows but the last, fed the text's tokens: [B, L − 1, F·k, H]."""
         batch, block = train_batch.batch, self.config.block_size
         windows, length = batch.tokens.shape
-        rows, prefix, own = slice(0, length - 1), Kept(dim=1), Kept(dim=2)
-        entries = self.entries(
-            train_batch.target_outputs.hidden[:, rows],
-            train_batch.embed(batch.tokens[:, 1:].clamp(min=0)),
-            batch,
-        )
-        states = [self.first(entries, batch, rows, prefix, own)]
+        rows = slice(0, length - 1)
+        entries = self._first_entries(train_batch, rows)
         row = torch.arange(length - 1, device=entries.device).repeat_interleave(block)
         row, offset = row.expand(windows, -1), torch.arange(block, device=entries.device)
-        sees = _visible(batch, rows, block)
-        for done in range(block, block * self.config.forwards, block):
-            place = row + 2 + done - block + offset.repeat(length - 1)
-            token = batch.at(batch.tokens, row, place, 0).clamp(min=0)
-            embedding = train_batch.embed(token).unflatten(1, (-1, block))
-            entries = self.trunk.entry(states[-1], embedding)
-            rope = first_rope(batch.position[:, rows], block) + done
-            states.append(self.groups(entries, rope, sees, prefix.held, own))
-        return torch.cat(states, dim=2)
-
-    def entries(self, hidden: Tensor, embedding: Tensor, batch: Batch) -> Tensor:
-        """Each row's block: itself and the k − 1 rows before it, zeros before the text.
-
-        hidden [B, R, 3·Ht], embedding of the next tokens [B, R, Ht] -> [B, R, k, H].
-        """
-        block = self.config.block_size
-        real = self.trunk.entry(self.trunk.condition(hidden), embedding)
-        entries = pad(real, (0, 0, block - 1, 0)).unfold(1, block, 1).transpose(2, 3)
-        back = torch.arange(block - 1, -1, -1, device=real.device)
-        exists = batch.position[:, : real.shape[1], None] >= back
-        return entries.masked_fill(~exists[..., None], 0.0)
-
-    def first(self, entries: Tensor, batch: Batch, rows: slice, prefix: Kept, own: Kept) -> Tensor:
-        """The first forward of the rows `rows`; those before them are in `prefix` already.
-
-        entries [B, R, k, H] -> states [B, R, k, H], before the final norm.
-        """
-        block = self.config.block_size
-
-        def grow(layer: int, key: Tensor, value: Tensor) -> KeyValue:
-            return prefix.extend(layer, key.flatten(1, 2), value.flatten(1, 2))
-
-        rope = first_rope(batch.position[:, rows], block)
-        return self.groups(entries, rope, _visible(batch, rows, block), grow, own)
-
-    def groups(
-        self, entries: Tensor, rope: Tensor, sees: Tensor, prefix: Seen, own: Kept
-    ) -> Tensor:
-        """One forward.
-
-        Args:
-            entries: [B, R, k, H].
-            rope: [B, R, k] int64, RoPE positions.
-            sees: [B, R, P] bool, which entries of the prefix a row's blocks see.
-            prefix: (layer, this forward's key, value [B, R, k, nkv, D]) -> the prefix's.
-            own: what the row's earlier blocks left; this one joins it.
-
-        Returns:
-            [B, R, k, H], before the final norm.
-        """
+        # Blocks that end a multiple of k before.
+        sees = earlier_rows(batch.document, rows, block).repeat_interleave(block, dim=-1)
+        prefix: dict[int, KeyValue] = {}
+        own: dict[int, KeyValue] = {}
 
         def attend(layer: int, *flat: Tensor) -> Tensor:
             query, key, value = (each.view(*entries.shape[:3], *each.shape[2:]) for each in flat)
-            mine = own.extend(layer, key, value)
-            shape = query.shape[2], mine[0].shape[2]
-            relaxed = torch.ones(shape, dtype=torch.bool, device=query.device)
-            seen = prefix(layer, key, value)
+            mine = extend(own, layer, (key, value))
+            seen = prefix.setdefault(layer, (key.flatten(1, 2), value.flatten(1, 2)))
+            relaxed = torch.ones(block, mine[0].shape[2], dtype=torch.bool, device=query.device)
             return group_attention(query, seen, mine, sees, relaxed).flatten(0, 2)[:, None]
 
-        return self.run(entries, rope, attend)
+        states: list[Tensor] = []
+        for done in range(0, block * self.config.forwards, block):
+            if done:
+                place = row + 2 + done - block + offset.repeat(length - 1)
+                token = batch.at(batch.tokens, row, place, 0).clamp(min=0)
+                embedding = train_batch.embed(token).unflatten(1, (-1, block))
+                entries = self.trunk.entry(states[-1], embedding)
+            states.append(
+                self.run(entries, first_rope(batch.position[:, rows], block) + done, attend)
+            )
+        return torch.cat(states, dim=2)
+
+    def _first_entries(self, train_batch: TrainBatch, rows: slice) -> Tensor:
+        """Each row's block [B, R, k, H]: itself and the k − 1 rows before it, zeros before the
+        text."""
+        batch, block = train_batch.batch, self.config.block_size
+        condition = self.trunk.condition(train_batch.target_outputs.hidden[:, rows])
+        real = self.trunk.entry(condition, train_batch.embed(batch.tokens[:, 1:].clamp(min=0)))
+        entries = pad(real, (0, 0, block - 1, 0)).unfold(1, block, 1).transpose(2, 3)
+        back = torch.arange(block - 1, -1, -1, device=real.device)
+        return entries.masked_fill((batch.position[:, rows, None] < back)[..., None], 0.0)
 
     @torch.no_grad()
     def calibrate(self, train_batches: Iterable[TrainBatch]) -> None:
-        """Shape later trees by how often each rank of each position is right on `train_batches`,
-        the text's own tokens having been fed. One rank's lessons; the rates are not gathered.
-
-        The default rates weigh as much as one row: no rank is shut out for want of samples.
-        """
+        """Shape later trees by how often each rank of each position is right on this process's
+        `train_batches`, fed the text's tokens. The default rates weigh as much as one row."""
         right = default_hits(*self.hits.shape).to(self.hits)
         count = torch.ones_like(right[:, :1])
         for train_batch in train_batches:
@@ -264,70 +227,13 @@ class Falcon(TrunkLearner, FalconModel):
                 count[k] += len(wanted)
         self.hits.copy_(right / count)
 
-    @torch.no_grad()
     def draft_along(self, sequence: EvalSequence) -> Draft:
-        batch, prefix, block = Batch.of(sequence.tokens[None]), Kept(dim=1), self.config.block_size
-        last = len(sequence.tokens) - 1
-        entries = self.entries(
-            sequence.hidden[None, :last], sequence.embed(sequence.tokens[None, 1:]), batch
-        )
-        # No block sees what comes after its row, so all first forwards can be run before the
-        # first root is asked for: the numbers are those of one pass per root.
-        passes = []
-        for rows in passes_over(last):
-            passes.append(self.first(entries[:, rows], batch, rows, prefix, Kept(dim=2)))
-        first = torch.cat(passes, dim=1)[0]  # [T − 1, k, H]
-        by_row = prefix.map(lambda kept: kept.unflatten(1, (last, block)), dim=1)
-        plan = TreePlan(*static_tree(self.hits.cpu(), self.budget), block, first.device)
-
-        @torch.no_grad()
-        def draft(root: int) -> DraftTree:
-            row = root - 1
-            earlier = by_row.map(lambda kept: kept[:, row % block : row : block].flatten(1, 2), 1)
-            own = by_row.map(lambda kept: kept[:, row : row + 1], dim=2)
-            return self._grow(plan, first[row : row + 1], row, earlier, own, sequence)
-
-        return draft
-
-    def _grow(
-        self,
-        plan: TreePlan,
-        states: Tensor,
-        row: int,
-        earlier: Kept,
-        own: Kept,
-        sequence: EvalSequence,
-    ) -> DraftTree:
-        """The tree of one row, forward after forward. states [1, k, H], of the first one."""
-        block = self.config.block_size
-        token = torch.zeros(1, plan.count, dtype=torch.int64, device=states.device)
-        logprob = torch.zeros(1, plan.count, device=states.device)
-        for index, step in enumerate(plan.steps):
-            if index:
-                own = own.map(lambda kept, source=step.source: kept[:, source], dim=2)
-                embedding = sequence.embed(token[0, step.path])
-                entries = self.trunk.entry(states[step.source], embedding)[None]
-                rope = torch.full((1, len(step.path)), row, device=token.device)
-                seen = earlier.layers[0][0].shape[1]
-                sees = torch.ones(1, len(step.path), seen, dtype=torch.bool, device=token.device)
-                states = self.groups(
-                    entries,
-                    first_rope(rope, block) + index * block,
-                    sees,
-                    lambda layer, *_: earlier.layers[layer],
-                    own,
-                )[0]
-            values, tokens = self.best(states.flatten(0, 1)[step.read], step.width)
-            token[0, step.node] = tokens[step.place, step.rank]
-            logprob[0, step.node] = values[step.place, step.rank]
-        return plan.tree(token, logprob, self.budget)
+        options = FalconConfig(calibrate_drafts=False)
+        # So many slots that the tree is the whole plan.
+        slots = (self.budget + 1) * self.config.block_size
+        return ServedDraft(FalconDrafter, self, options, self.budget, sequence, lookahead=slots)
 
     def save(self, directory: Path) -> None:
         """What we serve; the tree is shaped by the hit rates as they are then."""
         config = {"architectures": ["Falcon"]} | self.config.model_dump(mode="json")
         write_folder(directory, "falcon", config, self.state_dict())
-
-
-def _visible(batch: Batch, rows: slice, block: int) -> Tensor:
-    """[B, R, P·k] bool: blocks that end a multiple of k before each row of `rows`."""
-    return earlier_rows(batch.document, rows, block).repeat_interleave(block, dim=-1)

@@ -15,12 +15,8 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_specblock.drafters.specblock.config import (
-    TargetInfo,
-    check_rope_scaling,
-    default_layer_ids,
-)
-from vllm_specblock.drafters.specblock.config_json import rope_of
+from vllm_specblock.drafters.common.config import check_rope_scaling, default_layer_ids, layers_of
+from vllm_specblock.drafters.specblock.config import TargetInfo
 from vllm_specblock.train.attention import sdpa
 
 KeyValue = tuple[Tensor, Tensor]
@@ -37,33 +33,28 @@ def sizes_like(
     layer_ids: tuple[int, int, int] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Keys of a DrafterConfig of layers built like the target's, `block_size` entries per row.
+    """Return keys of a DrafterConfig whose layers are like the target's.
 
     Args:
         target_config: transformers config of a Llama- or Qwen3-like target.
+        block_size: entries per row.
         layer_ids: of the target's features; None: the usual ones.
-        changes: keys that shall be others, such as `intermediate_size` and `num_hidden_layers`.
+        changes: other keys, such as `intermediate_size` and `num_hidden_layers`.
     """
     raw = target_config.to_dict()
-    theta, scaling = rope_of(raw)
-    size, heads = raw["hidden_size"], raw["num_attention_heads"]
-    target = TargetInfo(hidden_size=size, vocab_size=raw["vocab_size"], layer_ids=layer_ids)
+    size, vocab_size = raw["hidden_size"], raw["vocab_size"]
+    like = ("num_attention_heads", "intermediate_size", "rms_norm_eps")
     return {
         "hidden_size": size,
         "target_hidden_size": size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or size // heads,
-        "intermediate_size": raw["intermediate_size"],
+        **{name: raw[name] for name in like},
+        **layers_of(raw),
         "num_hidden_layers": 2,
         "block_size": block_size,
-        "vocab_size": raw["vocab_size"],
+        "vocab_size": vocab_size,
         "draft_vocab_size": draft_vocab_size,
-        "rms_norm_eps": raw["rms_norm_eps"],
-        "rope_theta": theta,
-        "rope_scaling": scaling,
         "qk_norm": raw["model_type"] == "qwen3",
-        "target": target,
+        "target": TargetInfo(hidden_size=size, vocab_size=vocab_size, layer_ids=layer_ids),
         **changes,
     }
 
@@ -71,7 +62,7 @@ def sizes_like(
 def shape_like(
     kind: type[Shape], target_config: Any, draft_vocab_size: int, **changes: Any
 ) -> Shape:
-    """A shape of a published kind, built like the target's layers; `changes` as `sizes_like`'s."""
+    """Return a published kind's shape, of layers like the target's; changes: see `sizes_like`."""
     like = sizes_like(target_config, draft_vocab_size, 1, **changes)
     check_rope_scaling(like["rope_scaling"])  # YaRN's factor goes into weights that are loaded
     layers = like["target"].layer_ids or default_layer_ids(target_config.num_hidden_layers)
@@ -80,7 +71,7 @@ def shape_like(
 
 
 def seeded(seed: int, make: Callable[[], Made]) -> Made:
-    """What `make` makes from a seed; the global generator is left alone."""
+    """Call `make` with a seed; the global generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
@@ -93,40 +84,18 @@ def draw_weights(network: nn.Module, std: float | None = None) -> None:
             nn.init.normal_(weight, std=std or weight.shape[1] ** -0.5)
 
 
-class Kept:
-    """Keys and values of earlier passes, per layer, joined along dimension `dim`."""
-
-    def __init__(self, dim: int):
-        self.dim, self.layers = dim, dict[int, KeyValue]()
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> KeyValue:
-        """Add a pass's key and value; returns all of the layer's."""
-        new = (key, value)
-        if layer in self.layers:
-            new = tuple(torch.cat(pair, self.dim) for pair in zip(self.layers[layer], new))
-        self.layers[layer] = new
-        return new
-
-    def held(self, layer: int, *_: Tensor) -> KeyValue:
-        """The layer's, without what this pass brings."""
-        return self.layers[layer]
-
-    def map(self, change: Callable[[Tensor], Tensor], dim: int) -> Kept:
-        """What `change` makes of every key and value, to be joined along `dim` from now on."""
-        copy = Kept(dim)
-        copy.layers = {
-            layer: (change(key), change(value)) for layer, (key, value) in self.layers.items()
-        }
-        return copy
+def extend(kept: dict[int, KeyValue], layer: int, new: KeyValue) -> KeyValue:
+    """Add a pass's entries to those of earlier passes [B, R, m, nkv, D]; returns the layer's."""
+    if layer in kept:
+        new = tuple(torch.cat(pair, 2) for pair in zip(kept[layer], new))
+    kept[layer] = new
+    return new
 
 
 def group_attention(
     query: Tensor, prefix: KeyValue, own: KeyValue, sees: Tensor, inside: Tensor
 ) -> Tensor:
-    """Attention of each row's group over the prefix and over its own entries.
-
-    A mask over all groups' entries at once would be R times as wide as `own`; so some rows at a
-    time, over what of the prefix those rows see.
+    """Attention of each row's group over the prefix and over its own entries, some rows at a time.
 
     Args:
         query: [B, R, n, nh, D].
@@ -158,8 +127,7 @@ def group_attention(
 
 
 def _additive(seen: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of some rows' groups: seen [r, P], inside [n, m] ->
-    [r·n, P + r·m]."""
+    """Mask of some rows' groups, for their scores: seen [r, P], inside [n, m] -> [r·n, P + r·m]."""
     rows, (queries, entries) = len(seen), inside.shape
     itself = torch.eye(rows, dtype=torch.bool, device=seen.device)
     near = (itself[:, None, :, None] & inside[:, None]).reshape(rows * queries, rows * entries)
@@ -168,9 +136,9 @@ def _additive(seen: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def earlier_rows(document: Tensor, row: slice, stride: int = 1) -> Tensor:
-    """Which rows lie a multiple of `stride` before each of the rows `row`, in the same document.
+    """Rows that are a multiple of `stride` before each of the rows `row`, in the same document.
 
-    document [B, L] int64, ascending along a window -> [B, R, row.stop] bool.
+    document [B, L] int64 -> [B, R, row.stop] bool.
     """
     column = torch.arange(row.stop, device=document.device)
     distance = column[row, None] - column

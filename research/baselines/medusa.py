@@ -1,11 +1,9 @@
 """Medusa (arXiv 2401.10774): K heads on the target's last state, each for one position ahead.
 
-W = 0 at first in every residual block, so that every head starts as the target's own. The target
-stays frozen (Medusa-1), and position k weighs 0.8^k in the loss. Head k is n residual blocks
-x + SiLU(W x).
-Simplified: the heads share one LM head over the draft vocabulary, where the paper gives each its
-own over all of it, and W has no bias (the paper's formula has none either). Unlike the paper's
-static tree ours is the exact best N of the product of the heads' distributions.
+Head k is n residual blocks x + SiLU(W x). W = 0 at first, so every head starts as the target's own.
+The target stays frozen (Medusa-1), and position k weighs 0.8^k in the loss.
+Simplified: the heads share one LM head over the draft vocabulary, and W has no bias. Unlike the
+paper's static tree ours is the exact best N of the product of the heads' distributions.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from torch.nn.functional import silu
 
 from baselines.config import MedusaShape
 from baselines.folder import write_folder, write_mapping
-from baselines.groups import seeded
 from baselines.options import MedusaConfig
 from baselines.positions import Positions, PositionsLearner
+from baselines.served_draft import LAST, ServedDraft
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
-from vllm_specblock.drafters.dflash.product_trees import ProductTrees
+from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree
@@ -93,77 +91,48 @@ class MedusaDrafter(NetworkDrafter):
         return self.trees.grow(*self.model.best(states, self.trees.width, beta))
 
 
+DECAY = 0.8
+"""Weight of a position's loss relative to the position before."""
+
+
 class Medusa(PositionsLearner, MedusaModel):
-    """See the module.
+    """See the module. `head` is the target's LM head: the final norm came before."""
 
-    Args:
-        hidden_size: Ht, width of the target.
-        d2t, t2d: draft vocabulary.
-        head: [Vd, Ht], the target's LM head rows as they are: what they read here has been
-            through the final norm already.
-        num_heads: K.
-        num_layers: residual blocks per head.
-        decay: of the loss weights from position to position.
-        budget: N, nodes of a drafted tree.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        d2t: Tensor,
-        t2d: Tensor,
-        head: Tensor | None = None,
-        num_heads: int = 5,
-        num_layers: int = 1,
-        decay: float = 0.8,
-        budget: int = 60,
-    ):
-        shape = MedusaShape(
-            hidden_size=hidden_size,
-            vocab_size=len(t2d),
-            draft_vocab_size=len(d2t),
+    @staticmethod
+    def shape_like(
+        target_config: Any, draft_vocab_size: int, *, num_heads: int = 5, num_layers: int = 1
+    ) -> MedusaShape:
+        """num_heads: K; num_layers: residual blocks per head."""
+        return MedusaShape(
+            hidden_size=target_config.hidden_size,
+            vocab_size=target_config.vocab_size,
+            draft_vocab_size=draft_vocab_size,
             num_heads=num_heads,
             num_layers=num_layers,
         )
-        super().__init__(shape)
-        self.begin(d2t, t2d, head)
-        self.decay, self.budget = decay, budget
+
+    def draw(self) -> None:
         for weight in self.blocks.parameters():
             nn.init.zeros_(weight)
-
-    @classmethod
-    def for_target(
-        cls,
-        target_config: Any,
-        d2t: Tensor,
-        t2d: Tensor,
-        seed: int,
-        head: Tensor | None = None,
-        **sizes: Any,
-    ) -> Medusa:
-        """Heads for a target with this transformers config; `seed` of the weights."""
-        return seeded(seed, lambda: cls(target_config.hidden_size, d2t, t2d, head, **sizes))
 
     def states(self, last: Tensor) -> Tensor:
         return super().states(last.to(self.lm_head.weight.dtype))
 
     def forward(self, train_batch: TrainBatch) -> LossOutput:
-        weights = [self.decay**k for k in range(1, len(self.blocks) + 1)]
-        return self.outcome(
-            self.states(train_batch.target_outputs.last[:, :-1]), train_batch, weights
-        )
+        weights = [DECAY**k for k in range(1, len(self.blocks) + 1)]
+        states = self.states(train_batch.target_outputs.last[:, :-1])
+        return self.outcome(states, train_batch, weights)
 
-    @torch.no_grad()
     def draft_along(self, sequence: EvalSequence) -> Draft:
-        return self.product_draft(self.states(sequence.last))
+        options = MedusaConfig(calibrate_drafts=False)
+        return ServedDraft(MedusaDrafter, self, options, self.budget, sequence, layers=(LAST,))
 
     def save(self, directory: Path) -> None:
-        """What we serve, and what vLLM's own `{"method": "medusa"}` loads, which drafts the chain
-        of first choices.
+        """Write a checkpoint for us and for vLLM's method "medusa", which drafts a chain.
 
-        The LM head is written over the whole vocabulary: vLLM 0.32 refuses checkpoints with its
-        own `token_map`, as not initialised. Tokens that no head can name get the mean of the
-        named ones' rows, hence the mean of their logits, which is never the largest.
+        The LM head covers the whole vocabulary: vLLM 0.32 refuses checkpoints with its own
+        `token_map`. Tokens outside the draft vocabulary get the mean of its rows, hence the mean
+        logit, which is never the largest.
         """
         head = self.lm_head.weight.detach()
         rows = head.mean(0).repeat(len(self.t2d), 1)

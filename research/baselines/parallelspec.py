@@ -1,13 +1,12 @@
 """ParallelSpec (arXiv 2410.05589): one forward drafts K positions, by mask tokens after the text.
 
 A row is the target's features of x_i fused with the token x_{i+1}, as EAGLE's; position 1 is read
-from the row itself, positions 2..K from K − 1 learned mask tokens at the next RoPE positions. Masks
-see the rows up to their own and the masks before them, which is plain causal order. In training
-all rows append their masks at once: row i's masks see the rows up to i and earlier masks of their
-own group (the paper's group-wise attention), never another group's.
-Simplified: features of three target layers and a reduced vocabulary, as all drafters here have
-them; two decoder layers; cross-entropy to the target's law and no loss on features; a tree that
-is the best N of the product of the positions' distributions.
+from the row itself, positions 2..K from K − 1 learned mask tokens at the next RoPE positions, in
+causal order. In training all rows append their masks at once: row i's masks see the rows up to i
+and earlier masks of their own group (the paper's group-wise attention).
+Simplified: features of three target layers and a reduced vocabulary, as all drafters here have;
+two decoder layers; cross-entropy to the target's law and no loss on features; a tree that is the
+best N of the product of the positions' distributions.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baselines.causal_rows import CausalRows
 from baselines.folder import write_folder
-from baselines.groups import Kept, earlier_rows, group_attention, sizes_like
+from baselines.group_attention import GroupRows, joined, newest_rows, rows_after
+from baselines.groups import draw_weights, earlier_rows, group_attention, sizes_like
 from baselines.options import ParallelSpecConfig
-from baselines.positions import Positions
-from baselines.trunk import Trunk, TrunkLearner, passes_over
+from baselines.positions import Positions, PositionsLearner
+from baselines.served_draft import ServedDraft
+from baselines.trunk import Trunk
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.drafters.common.layers import RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
-from vllm_specblock.drafters.dflash.product_trees import ProductTrees
+from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.config import DrafterConfig
-from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree
 
@@ -59,90 +58,67 @@ class ParallelSpecDrafter(NetworkDrafter):
         self.trees = ProductTrees(self.max_depth, width, num_nodes, self.device)
 
     def bind(self, caches: list[Tensor]) -> None:
-        self.attention_builder = CausalRows(caches, self.max_model_len)
+        self.attention_builder = GroupRows(caches, 1, self.max_model_len)
 
     def _forward(self, rows: CommittedTokens) -> Tensor:
         model, count = self.model, self.max_depth - 1
         condition = model.trunk.condition(rows.features(self.layers))
         real = model.trunk.entry(condition, self.embed(rows.token))
         masks = model.mask_tokens[:count].to(real.dtype).repeat(len(rows.last), 1)
-        attend, position, keep = self.attention_builder.first(rows, count, keep_newest=True)
+        both = joined(rows, rows_after(newest_rows(rows), count, self.max_model_len))
+        attend, _, keep = self.attention_builder.first(both)
         # RoPE has a row where its token stands, one further than its slot.
-        states = model.trunk(torch.cat([real, masks]), position + 1, attend, keep)
-        return states.view(len(rows.last), self.max_depth, -1)
+        states = model.trunk(torch.cat([real, masks]), both.position + 1, attend, keep)
+        first, masks = states.split([len(rows.last), len(masks)])
+        return torch.cat([first[:, None], masks.view(len(first), count, first.shape[-1])], 1)
 
     def draft(self, requests: Tensor | None = None) -> DraftTree:
         states, beta = of_requests(requests, self.state, self.beta)
         self.attention_builder.begin(requests)
         logprob, token = self.model.best(states, self.trees.width, beta)
         # Masks without a slot have read what is not theirs.
-        lost = ~self.attention_builder.there(self.max_depth - 1)[..., None]
-        logprob = torch.cat([logprob[:, :1], logprob[:, 1:].masked_fill(lost, NEVER)], 1)
-        return self.trees.grow(logprob, token)
+        ahead = torch.arange(self.max_depth, device=self.device)
+        position = self.attention_builder.drafting.position[:, None] + ahead
+        lost = (position >= self.max_model_len) & (ahead > 0)
+        return self.trees.grow(logprob.masked_fill(lost[..., None], NEVER), token)
 
 
-class ParallelSpec(TrunkLearner, ParallelSpecModel):
+class ParallelSpec(PositionsLearner, ParallelSpecModel):
     """See the module; `config.block_size` is K."""
 
     @staticmethod
     def shape_like(
         target_config: Any, draft_vocab_size: int, *, positions: int = 8, **sizes: Any
     ) -> DrafterConfig:
-        """positions: K."""
+        """positions: K; sizes: as `sizes_like` takes them."""
         return DrafterConfig(**sizes_like(target_config, draft_vocab_size, positions, **sizes))
 
-    def states(
-        self, hidden: Tensor, embedding: Tensor, batch: Batch, rows: slice, prefix: Kept
-    ) -> Tensor:
-        """One pass over the rows `rows`; those before them have left their keys in `prefix`.
+    def draw(self) -> None:
+        draw_weights(self.trunk)
 
-        Args:
-            hidden: [B, R, 3·Ht], features of the rows' x_i.
-            embedding: [B, R, Ht], of their x_{i+1}.
-
-        Returns:
-            [B, R, K, H], before the final norm.
-        """
-        real = self.trunk.entry(self.trunk.condition(hidden), embedding)[:, :, None]
+    def forward(self, train_batch: TrainBatch) -> LossOutput:
+        batch, rows = train_batch.batch, slice(0, train_batch.batch.tokens.shape[1] - 1)
+        embedding = train_batch.embed(batch.tokens[:, 1:].clamp(min=0))
+        condition = self.trunk.condition(train_batch.target_outputs.hidden[:, rows])
+        real = self.trunk.entry(condition, embedding)[:, :, None]
         masks = self.mask_tokens.to(real.dtype).expand(*real.shape[:2], -1, -1)
+        entries = torch.cat([real, masks], 2)  # [B, L − 1, K, H]
         sees = earlier_rows(batch.document, rows)
         count = torch.arange(self.config.block_size, device=real.device)
         causal = count[:, None] >= count
-        entries = torch.cat([real, masks], 2)
 
-        def attend(layer: int, *flat: Tensor) -> Tensor:
+        def attend(_: int, *flat: Tensor) -> Tensor:
             query, key, value = (each.view(*entries.shape[:3], *each.shape[2:]) for each in flat)
-            seen = prefix.extend(layer, key[:, :, 0], value[:, :, 0])
+            seen = key[:, :, 0], value[:, :, 0]
             mixed = group_attention(query, seen, (key, value), sees, causal)
             return mixed.flatten(0, 2)[:, None]
 
-        return self.trunk(entries, batch.position[:, rows, None] + 1 + count, attend)
-
-    def forward(self, train_batch: TrainBatch) -> LossOutput:
-        batch, length = train_batch.batch, train_batch.batch.tokens.shape[1]
-        embedding = train_batch.embed(batch.tokens[:, 1:].clamp(min=0))
-        states = self.states(
-            train_batch.target_outputs.hidden[:, :-1],
-            embedding,
-            batch,
-            slice(0, length - 1),
-            Kept(dim=1),
-        )
+        states = self.trunk(entries, batch.position[:, rows, None] + 1 + count, attend)
         return self.outcome(states, train_batch, [1.0] * self.config.block_size)
 
-    @torch.no_grad()
     def draft_along(self, sequence: EvalSequence) -> Draft:
-        batch, prefix = Batch.of(sequence.tokens[None]), Kept(dim=1)
-        embedding = sequence.embed(sequence.tokens[1:])[None]
-        # No row sees what comes after it, so all can be drafted from before the first root is
-        # asked for: the numbers are those of one pass per root.
-        last, passes = len(sequence.tokens) - 1, []
-        for rows in passes_over(last):
-            passes.append(
-                self.states(sequence.hidden[None, rows], embedding[:, rows], batch, rows, prefix)
-            )
-        states = torch.cat(passes, dim=1)[0]  # [T − 1, K, H]
-        return self.product_draft(states)
+        options = ParallelSpecConfig(calibrate_drafts=False)
+        return ServedDraft(ParallelSpecDrafter, self, options, self.budget, sequence)
 
     def save(self, directory: Path) -> None:
         """What we serve."""

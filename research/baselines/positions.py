@@ -1,4 +1,4 @@
-"""What the drafters share whose every row drafts K positions with one LM head.
+"""Learners, and those whose every row drafts K positions with one LM head.
 
 Row i has the target's features of x_i and the token x_{i+1}, the root; its position k = 1..K
 predicts x_{i+1+k}.
@@ -7,32 +7,25 @@ predicts x_{i+1+k}.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from baselines.groups import draw_weights, seeded
 from vllm_specblock.drafters.common.layers import DraftLM
-from vllm_specblock.drafters.dflash.product_trees import ProductTrees
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
-    Draft,
     Learner,
     LossOutput,
     TrainBatch,
     draft_labels,
 )
 from vllm_specblock.train.losses import head_loss
-from vllm_specblock.tree import DraftTree
 
 
 class Positions(DraftLM):
-    """LM head over the draft vocabulary; `norm` is set by the network.
-
-    Args:
-        hidden_size: H, what the LM head reads.
-        draft_vocab_size: Vd.
-    """
+    """LM head over the draft vocabulary; `norm` is set by the network."""
 
     def __init__(self, hidden_size: int, draft_vocab_size: int) -> None:
         super().__init__()
@@ -41,46 +34,69 @@ class Positions(DraftLM):
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
 
 
-class PositionsLearner(Learner):
-    """Draft vocabulary and loss; goes before a `Positions` among the base classes.
+class NamedLearner(Learner):
+    """First weights and draft vocabulary; goes before the network among the base classes.
 
-    Attributes:
+    Args:
+        shape: sizes of the network.
+        d2t: [Vd] int64, target id − draft id.
         t2d: [V] bool, whether a target id has a draft id.
+        head: [Vd, H], first weights of the LM head; None: random.
+        budget: N, nodes of a drafted tree.
     """
 
     lm_head: nn.Linear
     d2t: Tensor
     norm: Any
-    best: Any
-    budget: int
 
-    def begin(self, d2t: Tensor, t2d: Tensor, head: Tensor | None) -> None:
-        """Name the draft vocabulary, and give the LM head its first weights.
-
-        Args:
-            d2t: [Vd] int64, what a draft id lacks to its target id.
-            t2d: [V] bool.
-            head: [Vd, H]; None: random.
-        """
+    def __init__(
+        self, shape: Any, d2t: Tensor, t2d: Tensor, head: Tensor | None = None, budget: int = 60
+    ) -> None:
+        super().__init__(shape)
+        self.budget = budget
+        self.draw()
         self.register_buffer("t2d", t2d.clone())
+        self.take_head(d2t, head)
+
+    def draw(self) -> None:
+        """Draw the first weights of everything but the LM head."""
+        draw_weights(self)
+
+    def take_head(self, d2t: Tensor, head: Tensor | None) -> None:
+        """Set the draft vocabulary and the LM head's first weights."""
         self.d2t.copy_(d2t)
         weight = self.lm_head.weight
         if head is None:
             head = torch.randn(weight.shape) * weight.shape[1] ** -0.5
         weight.data.copy_(head)
 
-    def product_draft(self, states: Tensor) -> Draft:
-        """Trees of the best N = `self.budget` paths of the product of a row's positions.
+    @staticmethod
+    def shape_like(target_config: Any, draft_vocab_size: int, **sizes: Any) -> Any:
+        """Sizes of a drafter for a target."""
+        raise NotImplementedError
 
-        states: [T, K, H], of each row of a text; a root follows its row.
+    @classmethod
+    def for_target(
+        cls,
+        target_config: Any,
+        d2t: Tensor,
+        t2d: Tensor,
+        seed: int,
+        head: Tensor | None = None,
+        *,
+        budget: int = 60,
+        **sizes: Any,
+    ) -> Self:
+        """Return a drafter for a target; the global generator is left alone.
+
+        target_config: of transformers; seed: of the weights; sizes: see `shape_like`.
         """
-        trees = ProductTrees(states.shape[1], len(self.d2t), self.budget, states.device)
+        shape = cls.shape_like(target_config, len(d2t), **sizes)
+        return seeded(seed, lambda: cls(shape, d2t, t2d, head, budget))
 
-        @torch.no_grad()
-        def draft(root: int) -> DraftTree:
-            return trees.grow(*self.best(states[root - 1 : root], trees.width))
 
-        return draft
+class PositionsLearner(NamedLearner):
+    """The loss of K positions."""
 
     def outcome(
         self, states: Tensor, train_batch: TrainBatch, weights: Sequence[float], blocks: int = 1
@@ -120,12 +136,8 @@ class PositionsLearner(Learner):
     def positions(
         self, states: Tensor, train_batch: TrainBatch
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Position after position of states [B, L − 1, K, H], where its label counts.
-
-        Yields:
-            states [n, H] of the rows that count; which those are, [B, r] bool, of the r rows
-            whose position k lies inside the window; their labels [n] int64.
-        """
+        """Yield for each position k of states [B, L − 1, K, H] the rows whose label counts: their
+        states [n, H], the rows [B, r] bool of those with position k in the window, labels [n]."""
         batch = train_batch.batch
         label = draft_labels(self.t2d, batch)
         length = label.shape[1]
@@ -142,13 +154,7 @@ class PositionsLearner(Learner):
 def loss_and_choice(
     normed: Tensor, head: Tensor, target_probs: Tensor, target_row: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`head_loss`, and the drafter's first choice.
-
-    Arguments as there; `head` may have another dtype.
-
-    Returns:
-        sum [] fp32, rows' losses [n] fp32 without a gradient, draft ids [n] int64.
-    """
+    """Return `head_loss` (sum [] fp32, rows [n] fp32), and the drafter's choices [n] int64."""
     best = torch.empty_like(target_row)
 
     def look(rows: slice, logits: Tensor) -> None:

@@ -18,22 +18,22 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
 
-from baselines.causal_rows import CausalRows
 from baselines.config import SmallShape
 from baselines.folder import write_folder, write_mapping
-from baselines.groups import Kept, draw_weights, masked_attention, seeded
+from baselines.group_attention import GroupRows, joined, newest_rows, rows_after
+from baselines.groups import draw_weights, masked_attention
 from baselines.options import SpSConfig
-from baselines.positions import loss_and_choice
+from baselines.positions import NamedLearner, loss_and_choice
+from baselines.served_draft import ServedDraft
+from vllm_specblock.drafters.common.config import layers_of
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.drafters.specblock.config_json import rope_of
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,
     EvalSequence,
-    Learner,
     LossOutput,
     TrainBatch,
     draft_labels,
@@ -72,8 +72,8 @@ class SmallLanguageModel(nn.Module):
         return self.model.embed_tokens.weight[ids]
 
     def best(self, states: Tensor, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The likeliest token after states [R, H]: its log-probability over the draft vocabulary
-        [R, 1] float32, and its target id [R, 1] int64. sharpness: [R] float32; None: 1."""
+        """Return the likeliest token after states [R, H]: its log-probability over the draft
+        vocabulary [R, 1] float32, and its target id [R, 1] int64. beta: [R] float32; None: 1."""
         return topk_tokens(self.logits(states), self.d2t, 1, 1.0, beta)
 
 
@@ -90,8 +90,8 @@ class SmallDecoder(nn.Module):
     def forward(
         self, token: Tensor, position: Tensor, attend: Attend, keep: Tensor | None = None
     ) -> Tensor:
-        """token and position [T] int64 -> states after the final norm, [T, H], or [Q, H] of the
-        rows `keep` [Q]. `attend` gets one position per row, [T, 1, heads, D]."""
+        """token and position [T] int64 -> states after the final norm [T, H]; of `keep` [Q] alone
+        [Q, H]. `attend` gets one position per row, [T, 1, heads, D]."""
         hidden = self.embed_tokens(token)[:, None]
         rope = self.rotary(position, hidden.dtype)
         last = len(self.layers) - 1
@@ -114,23 +114,26 @@ class SpSDrafter(NetworkDrafter):
         self.max_depth = min(options.depth, self.num_nodes, lookahead)
 
     def bind(self, caches: list[Tensor]) -> None:
-        self.attention_builder = CausalRows(caches, self.max_model_len)
+        self.attention_builder = GroupRows(caches, 1, self.max_model_len)
 
     def _forward(self, rows: CommittedTokens) -> Tensor:
-        attend, position, keep = self.attention_builder.first(rows, 1, keep_newest=False)
+        roots = rows_after(newest_rows(rows), 1, self.max_model_len)
         # Row t brings the token after its own, and so all of a request's but the first.
         own = rows.text[rows.req_idx[rows.request()], rows.position].long()
-        token = torch.cat([own, rows.token[rows.last]])
-        return self.model.model(token, position, attend, keep)
+        token, both = torch.cat([own, roots.token]), joined(rows, roots)
+        attend, _, keep = self.attention_builder.first(both)
+        return self.model.model(token, both.position, attend, keep)[len(rows.last) :]
 
     def draft(self, requests: Tensor | None = None) -> DraftTree:
         state, beta = of_requests(requests, self.state, self.beta)
         self.attention_builder.begin(requests)
+        rows = rows_after(self.attention_builder.drafting, 1, self.max_model_len)
         logprob, token = self.model.best(state, beta)
         tokens, scores = [token], [logprob.clamp(max=0)]
-        for ahead in range(1, self.max_depth):
-            attend, position = self.attention_builder.next(ahead)
-            state = self.model.model(token[:, 0], position, attend)
+        for _ in range(1, self.max_depth):
+            rows = rows_after(rows, 1, self.max_model_len)
+            attend, _, keep = self.attention_builder.first(rows)
+            state = self.model.model(token[:, 0], rows.position, attend, keep)
             logprob, token = self.model.best(state, beta)
             tokens.append(token)
             scores.append(scores[-1] + logprob.clamp(max=0))
@@ -144,65 +147,32 @@ _STD = 0.02
 """Of the first weights, as transformers draws a Llama's."""
 
 
-class SmallModel(Learner, SmallLanguageModel):
-    """A small Llama and its distillation.
+class SmallModel(NamedLearner, SmallLanguageModel):
+    """A small Llama and its distillation; the first LM head of a target is not used."""
 
-    Args:
-        shape: of the small Llama, over the target's vocabulary.
-        d2t: [Vd] int64, what a draft id lacks to its target id.
-        t2d: [V] bool, whether a target id has a draft id.
-        depth: d, tokens of a drafted chain.
-        names: further keys of config.json, which other engines read.
-    """
+    depth = 5
+    """Tokens of a drafted chain."""
 
-    def __init__(
-        self,
-        shape: SmallShape,
-        d2t: Tensor,
-        t2d: Tensor,
-        depth: int = 5,
-        names: dict[str, Any] | None = None,
-    ):
-        super().__init__(shape)
-        self.depth, self.names = depth, names or {}
-        self.d2t.copy_(d2t)
-        self.register_buffer("t2d", t2d.clone())
+    @staticmethod
+    def shape_like(target_config: Any, draft_vocab_size: int, **sizes: Any) -> SmallShape:
+        """sizes: hidden_size, num_hidden_layers and other fields that are not the target's."""
+        rope = layers_of(target_config.to_dict())
+        own = {
+            "draft_vocab_size": draft_vocab_size,
+            "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": rope["rope_scaling"],
+        }
+        names = ("vocab_size", "rms_norm_eps", "max_position_embeddings")
+        names += ("bos_token_id", "eos_token_id", "pad_token_id")
+        like = {name: getattr(target_config, name, None) for name in names}
+        return SmallShape(**like | own | sizes)
+
+    def draw(self) -> None:
         draw_weights(self, _STD)
 
-    @classmethod
-    def for_target(
-        cls,
-        target_config: Any,
-        d2t: Tensor,
-        t2d: Tensor,
-        seed: int,
-        head: Tensor | None = None,
-        *,
-        depth: int = 5,
-        **sizes: Any,
-    ) -> SmallModel:
-        """An untrained small Llama for a target; the global generator is left alone.
-
-        Args:
-            target_config: of transformers; gives vocabulary, special tokens, length and RoPE.
-            seed: of the weights.
-            head: not used: the drafter's width is its own. Other drafters take it.
-            sizes: further fields of SmallShape: hidden_size, num_hidden_layers, and so on.
-        """
-        theta, scaling = rope_of(target_config.to_dict())
-        if "head_dim" not in sizes:
-            sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
-        shape = SmallShape(
-            vocab_size=target_config.vocab_size,
-            draft_vocab_size=len(d2t),
-            rms_norm_eps=target_config.rms_norm_eps,
-            rope_theta=theta,
-            rope_scaling=scaling,
-            **sizes,
-        )
-        of_target = "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"
-        names = {key: getattr(target_config, key, None) for key in of_target}
-        return seeded(seed, lambda: cls(shape, d2t, t2d, depth, names))
+    def take_head(self, d2t: Tensor, head: Tensor | None) -> None:
+        self.d2t.copy_(d2t)
 
     def forward(self, train_batch: TrainBatch) -> LossOutput:
         """Cross-entropy to the target's law at every token whose successor is counted."""
@@ -221,10 +191,8 @@ class SmallModel(Learner, SmallLanguageModel):
         state = self.model(tokens.flatten(), batch.position.flatten(), attend)
         rows = (wanted != IGNORE_INDEX).nonzero(as_tuple=True)
         normed = state.view(*label.shape, -1)[rows]
-        target_probs, target_row = (
-            train_batch.target_outputs.target_probs.flatten(0, 1),
-            rows[0] * label.shape[1] + rows[1],
-        )
+        target_probs = train_batch.target_outputs.target_probs.flatten(0, 1)
+        target_row = rows[0] * label.shape[1] + rows[1]
         total, _, best = loss_and_choice(normed, self.rows(), target_probs, target_row)
         count = torch.tensor(len(best), device=label.device)
         hit = (best == wanted[rows]).sum()
@@ -233,8 +201,8 @@ class SmallModel(Learner, SmallLanguageModel):
         return LossOutput(loss, *tally, torch.zeros_like(loss))
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
-        """Greedy chains of `self.depth` tokens along one text."""
-        return Along(self, sequence)
+        options = SpSConfig(calibrate_drafts=False, depth=self.depth)
+        return ServedDraft(SpSDrafter, self, options, self.depth, sequence, layers=())
 
     def save(self, directory: Path) -> None:
         """What we serve, and a transformers model for vLLM's method "draft_model"."""
@@ -247,48 +215,6 @@ class SmallModel(Learner, SmallLanguageModel):
             "attention_bias": False,
             "mlp_bias": False,
             "rope_parameters": rope | {"rope_theta": self.config.rope_theta},
-            **self.names,
         }
         write_folder(directory, "sps", config, dict(self.named_parameters()))
         write_mapping(directory, self.d2t, self.t2d)
-
-
-class Along:
-    """Drafts along one text: catch up on the committed tokens, then one token at a time."""
-
-    def __init__(self, learner: SmallModel, sequence: EvalSequence):
-        self.learner, self.sequence = learner, sequence
-        self.cache = Kept(dim=0)
-        self.length = self.known = 0  # tokens in the cache, and those of them that are committed
-
-    @torch.no_grad()
-    def __call__(self, root: int) -> DraftTree:
-        self._cut(min(self.known, root))
-        token = self.sequence.tokens[self.known : root + 1]
-        tokens, scores, score = [], [], torch.zeros(1, 1, device=token.device)
-        for _ in range(self.learner.depth):
-            logprob, best = self.learner.best(self._run(token)[-1:])
-            token = best[:, 0]
-            score = score + logprob
-            tokens.append(best)
-            scores.append(score)
-        self._cut(root + 1)
-        size = torch.tensor([len(tokens)], dtype=torch.int32, device=token.device)
-        return DraftTree.chain(torch.cat(tokens, 1), torch.cat(scores, 1), size)
-
-    def _run(self, tokens: Tensor) -> Tensor:
-        """Append tokens [n]: states [n, H]."""
-        first, self.length = self.length, self.length + len(tokens)
-        position = torch.arange(first, self.length, device=tokens.device)
-        mask = torch.arange(self.length, device=tokens.device) <= position[:, None]
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            seen = self.cache.extend(layer, key[:, 0], value[:, 0])
-            mixed = masked_attention(query[None, :, 0], *(x[None] for x in seen), mask[None])
-            return mixed[0][:, None]
-
-        return self.learner.model(tokens, position, attend)
-
-    def _cut(self, tokens: int) -> None:
-        self.cache = self.cache.map(lambda kept: kept[:tokens], dim=0)
-        self.length = self.known = tokens

@@ -1,89 +1,61 @@
-"""Trees of a fixed shape, as those of Medusa (arXiv 2401.10774, appendix) and Falcon (2412.12639).
-
-The shape is the best N paths by a product of hit rates that were measured beforehand. It is worked
-out once, on the host.
-"""
+"""Trees of a fixed shape, as in Medusa (arXiv 2401.10774, appendix) and Falcon (2412.12639): the
+best N paths by a product of hit rates that were measured before."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_specblock.candidates import select_nodes
+from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.tree import DraftTree
 
 
 def static_tree(hit: Tensor, budget: int) -> tuple[list[int], list[int]]:
-    """The tree of at most `budget` nodes whose expected accepted length is the largest.
+    """Return the tree of at most `budget` nodes with the largest expected accepted length.
 
-    Args:
-        hit: [K, B], how often position k's choice of rank b is right, its prefix being right.
+    hit: [K, B], how often position k's choice of rank b is right, given its prefix is.
 
     Returns:
-        parents and ranks, one each per node, parents first: the node of its parent (0 = root,
-        i + 1 = the i-th entry), and which choice of its position it takes.
+        of each node, parents first: its parent (0: the root, i + 1: the i-th entry), and its rank.
     """
-    # A path's children score no more than itself and wait until it is taken; so does the next
-    # choice beside it. What the heap hands out next is therefore the best of all that is left.
-    score = hit.double().log().tolist()  # a host list, before there is any step
-    order = [sorted(range(len(row)), key=lambda rank: -row[rank]) for row in score]
-    serial = itertools.count()
-    heap: list[tuple[float, int, int, int, int, float]] = []
-
-    def offer(depth: int, slot: int, parent: int, before: float) -> None:
-        if depth < len(order) and slot < len(order[depth]):
-            total = before + score[depth][order[depth][slot]]
-            if total > -math.inf:
-                heapq.heappush(heap, (-total, depth, next(serial), slot, parent, before))
-
-    nodes: list[tuple[int, int]] = []
-    offer(0, 0, 0, 0.0)
-    while heap and len(nodes) < budget:
-        negative, depth, _, slot, parent, before = heapq.heappop(heap)
-        nodes.append((parent, order[depth][slot]))
-        offer(depth, slot + 1, parent, before)
-        offer(depth + 1, 0, len(nodes), -negative)
-    return [parent for parent, _ in nodes], [rank for _, rank in nodes]
+    rates = hit.cpu().sort(dim=1, descending=True)
+    width, ranks = hit.shape[1], rates.indices[None]
+    tree = ProductTrees(len(hit), width, budget, "cpu").grow(
+        rates.values.log().float()[None], ranks
+    )
+    count = int(tree.size[0])
+    return tree.parent[0, :count].tolist(), tree.token[0, :count].tolist()
 
 
 def default_hits(positions: int, width: int) -> Tensor:
-    """Hit rates [positions, width] to shape a tree by where none were measured.
-
-    The first choice of position 1 is right in 70 % of cases and a tenth less at every further
-    position; each further choice takes two fifths of what those before it left over.
-    """
+    """Hit rates [positions, width] where none were measured: 70 % for the first choice of position
+    1, a tenth less at each further one; a further choice takes two fifths of the rest."""
     first = 0.7 * 0.9 ** torch.arange(positions, dtype=torch.float64)
     later = 0.4 * 0.6 ** torch.arange(width - 1, dtype=torch.float64)
     return torch.cat([first[:, None], (1 - first)[:, None] * later], dim=1)
 
 
 class PlanStep(NamedTuple):
-    """What one forward of a static tree adds. S starts, the nodes whose block it drafts; n nodes.
+    """One forward of a static tree. S starts, the nodes whose block it drafts; n nodes.
 
-    source: [S] int64, which start of the step before each start descends from.
+    source: [S] int64, the start of the step before that each start descends from.
     path: [S, k] int64, the nodes (0-based) of the last k depths of each start's path.
-    node: [n] int64, the nodes that the step adds; start, rank: [n] int64 each, the start that a
-        node descends from, and which choice of its position it is.
-    read: [P] int64, the only positions of all S·k that have nodes; place: [n] int64, which of
-        them a node's is.
+    node: [n] int64, the nodes that the step adds.
+    place, rank: [n] int64, each node's position among all S·k, and its choice there.
     width: choices per position that the nodes take.
     before: starts of the later steps up to this one. The first step's is in the cache for good.
-    ancestry: S lists, per start those of the later steps that are on its path, itself included,
-        as numbers from `before` of step 2 on.
+    ancestry: per start those of the later steps on its path, itself included, as numbers from
+        `before` of step 2 on.
     """
 
     source: Tensor
     path: Tensor
     node: Tensor
-    start: Tensor
-    rank: Tensor
-    read: Tensor
     place: Tensor
+    rank: Tensor
     width: int
     before: int
     ancestry: list[list[int]]
@@ -124,34 +96,18 @@ class TreePlan:
             source = [before.index(path[: done - block]) if done else 0 for path in starts]
             if done:
                 ancestry = [[*ancestry[source[s]], self.starts + s] for s in range(len(starts))]
-            start = [starts.index(paths[n + 1][:done]) for n in nodes]
-            position = [s * block + depth[n] - done - 1 for s, n in zip(start, nodes)]
-            read = sorted(set(position))
-            columns = (
-                source,
-                [path[done - block :] for path in starts],
-                nodes,
-                start,
-                [ranks[n] for n in nodes],
-                read,
-                [read.index(at) for at in position],
-            )
-            index = [torch.tensor(column, device=device).long() for column in columns]
-            self.steps.append(
-                PlanStep(
-                    **dict(zip(PlanStep._fields, index)),
-                    width=1 + max(ranks[n] for n in nodes),
-                    before=self.starts,
-                    ancestry=ancestry,
-                )
-            )
+            place = [starts.index(paths[n + 1][:done]) * block + depth[n] - done - 1 for n in nodes]
+            rank = [ranks[n] for n in nodes]
+            columns = source, [path[done - block :] for path in starts], nodes, place, rank
+            index = (torch.tensor(column, device=device).long() for column in columns)
+            self.steps.append(PlanStep(*index, 1 + max(rank), self.starts, ancestry))
             self.starts += len(starts) if done else 0
 
     @classmethod
     def fitting(
         cls, hit: Tensor, budget: int, block: int, most_starts: int, device: torch.device | str
     ) -> TreePlan:
-        """The largest plan of at most `budget` nodes whose later steps have no more starts."""
+        """Return the largest plan of at most `budget` nodes and so many starts of later steps."""
         while True:
             plan = cls(*static_tree(hit, budget), block, device)
             if plan.starts <= most_starts:
@@ -170,6 +126,5 @@ class TreePlan:
         for level in self.levels:
             total[:, level + 1] = total[:, self.parent[level]] + logprob[:, level]
         parent = self.parent.expand_as(token)
-        return select_nodes(
-            token, parent, total[:, 1:], self.depth, None, budget, self.max_depth
-        ).tree
+        scores, depth = total[:, 1:], self.depth
+        return select_nodes(token, parent, scores, depth, None, budget, self.max_depth)

@@ -69,8 +69,8 @@ def make_config(tmp_path, questions):
 
 @pytest.fixture
 def make_bench(make_config, journal):
-    def make(*arguments: Any, fresh: bool = False, **changes: Any) -> Bench:
-        bench = prepare(make_config(*arguments, **changes), fresh)
+    def make(*arguments: Any, **changes: Any) -> Bench:
+        bench = prepare(make_config(*arguments, **changes))
         bench.command = FAKE
         return bench
 

@@ -42,24 +42,21 @@ def test_every_built_in_method_is_one_that_the_plugin_takes(make_config, drafter
     assert parse_combine(combine)
 
 
-def test_a_method_of_ones_own_changes_another(make_config):
+def test_a_method_of_ones_own_changes_a_built_in_one(make_config):
     define = {
-        "wide": {"base": "deep", "speculative": {"num_speculative_tokens": 9, "depth": None}},
-        "deep": {"base": "ngram", "speculative": {"depth": 4}, "engine": {"enforce_eager": True}},
-        "ngram": {"base": "ngram", "speculative": {"branches": 2}},
+        "deep": {"base": "eagle3-chain", "speculative": {"model": "x"}, "engine": {"a": 1}},
+        "ngram": {"base": "ngram", "speculative": {"branches": 2, "kind": None}},
     }
-    found = methods(make_config, "wide", "deep", "ngram", define=define, nodes=7)
-    common = {
+    found = methods(make_config, "deep", "ngram", define=define, nodes=7)
+    assert found["ngram"].speculative == {
         "method": "specblock",
         "enable_adaptive_verification": False,
-        "kind": "ngram",
         "branches": 2,
+        "num_speculative_tokens": 7,
     }
-    assert found["ngram"].speculative == common | {"num_speculative_tokens": 7}
-    assert found["deep"].speculative == common | {"num_speculative_tokens": 7, "depth": 4}
-    assert found["wide"].speculative == common | {"num_speculative_tokens": 9}
-    assert found["wide"].engine == found["deep"].engine == {"enforce_eager": True}
-    assert found["wide"].env == found["ngram"].env
+    assert found["ngram"].env == {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    chain = {"method": "eagle3", "model": "x", "num_speculative_tokens": 3}
+    assert found["deep"].speculative == chain and found["deep"].engine == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -74,8 +71,8 @@ def test_a_method_of_ones_own_changes_another(make_config):
             "The drafter eagle3=nowhere is no folder",
         ),
         (
-            {"method": ("plain", "a"), "define": {"a": {"base": "b"}, "b": {"base": "a"}}},
-            "There is no method a",
+            {"method": ("plain", "a"), "define": {"a": {"base": "b"}, "b": {}}},
+            "There is no method b",
         ),
         (
             {"method": ("plain", "a"), "define": {"a": {"speculative": {"model": "x"}}}},

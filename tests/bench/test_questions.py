@@ -48,7 +48,7 @@ def tokenizer(template: str | None):
 
 
 def reader(template: str | None = TEMPLATE, raw: bool = False, **options) -> Reader:
-    return Reader(ChatTokens(tokenizer(template), 1000, frozenset(), options), raw)
+    return Reader(ChatTokens(tokenizer(template), 1000, options), raw)
 
 
 def text(ids: list[int]) -> str:

@@ -1,18 +1,18 @@
-"""Whole benchmarks over stand-ins for engines: turns, resuming, groups, failures, files."""
+"""Whole benchmarks over stand-ins for engines: turns, resuming, failures, files."""
 
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_specblock.bench import run
 from vllm_specblock.bench.config import BenchError
 from vllm_specblock.bench.process import EngineFailed
-from vllm_specblock.bench.questions import read_sets
+from vllm_specblock.bench.questions import read_sets, units
 from vllm_specblock.bench.results import write_results
 from vllm_specblock.bench.run import measure
-from vllm_specblock.bench.schedule import units
 
 FAST = {"seconds": 0.5}
 
@@ -72,16 +72,14 @@ def test_a_chat_goes_on_with_the_engines_own_answer(make_bench, journal):
         assert job["prompts"] == [tokens.raw(f"one{said}two")]
 
 
-def test_groups_have_plain_vllm_each(make_bench, journal):
-    fakes = {"a": FAST, "b": FAST, "c": FAST}
-    bench = make_bench(fakes, at_once=4)
+def test_methods_that_come_later_have_plain_vllm_beside_them(make_bench, journal):
+    quiet(make_bench({"a": FAST, "b": FAST}))
+    bench = make_bench({"a": FAST, "b": FAST, "c": FAST})
     quiet(bench)
     assert [{*record.answers} for record in bench.store.records] == (
         [{"plain", "plain-v2", "a", "b"}] * 7 + [{"plain", "plain-v2", "c"}] * 7
     )
     assert len({job["pid"] for job in jobs(journal)}) == 4 + 3
-    with pytest.raises(BenchError, match="--at-once is 2, but must be at least 3"):
-        make_bench(fakes, at_once=2, fresh=True)
 
 
 def test_who_dies_leaves_the_others_and_its_answers(make_bench, journal):
@@ -108,9 +106,9 @@ def test_nothing_goes_without_plain_vllm(make_bench, make_config):
 
 
 def test_a_machine_that_is_full_says_so(make_bench, monkeypatch):
-    left = iter([10, 7, 2])
-    monkeypatch.setattr(run, "available_memory", lambda: next(left) << 30)
-    says = r"2 engines are alive, 2\.0 GiB .* one takes up to 5\.0: give --at-once 2\."
+    left = (SimpleNamespace(available=gib << 30) for gib in (10, 7, 2))
+    monkeypatch.setattr(run.psutil, "virtual_memory", lambda: next(left))
+    says = r"2 engines are alive, 2\.0 GiB .* one takes up to 5\.0: give fewer --method;"
     with pytest.raises(BenchError, match=says):
         quiet(make_bench({"ours": FAST}))
 
@@ -125,15 +123,15 @@ def test_all_files_of_a_run(make_bench):
     # Seconds per token: plain 1, plain-v2 2, ours 1/2, other 2; 2 ms per step; τ 3: an answer's
     # four tokens are the prompt's one and three of a step.
     row = "1.00 | 1.0 | 1.00 | –"
-    assert f"| plain (fastest plain) | {row} | {row} | {row} |" in text
+    assert f"| plain (fastest plain) | {row} | {row} | {row} | – |" in text
     assert "| ours | 2.00 (2.00–2.00) | 2.0 | 3.00 | 2.00 (1%) |" in text
     assert "| plain-v2 | 0.50 (0.50–0.50) | 0.5 | 1.00 | – |" in text
     # 2 questions of 2 turns and 5 of one, each twice.
     for row in (
-        "ours | 2.00 (2.00–2.00) | 2.00 | 2.0 | 3.00 | 2.00 (1%) | 72 | 0 of 18",
-        "other | 0.50 (0.50–0.50) | 0.50 | 0.5 | 3.00 | 2.00 (0%) | 72 | 18 of 18",
+        "2.00 (2.00–2.00) | 2.0 | 3.00 | 2.00 (1%) | 0 of 18",
+        "0.50 (0.50–0.50) | 0.5 | 3.00 | 2.00 (0%) | 18 of 18",
     ):
-        assert f"| mean | 0 | {row} |" in text
+        assert f"| {row} |" in text
     whole = json.loads(files[0].read_text())
     assert whole["quickest_plain"] == "plain" and whole["rounds"] == 2
     ours = [each for each in whole["figures"] if each["method"] == "ours"]

@@ -48,5 +48,5 @@ def test_a_replayed_call_takes_as_long_as_its_bytes():
     source = torch.empty(1 << 29, dtype=torch.int8, device="cuda")
     copy = torch.empty_like(source)
     device = torch.device("cuda")
-    found = timing.time_call(lambda: copy.copy_(source), device, 20).with_bytes(1 << 30, device)
+    found = timing.time_call(lambda: copy.copy_(source), device, 20, 1 << 30)
     assert 0.4 < found["share"] < 1.05

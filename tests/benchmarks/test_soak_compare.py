@@ -8,11 +8,14 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="comes with vLLM")
 
-from lib.soak_client import Choice, Logprob, Reply
-from lib.soak_compare import difference, record
+from lib.soak_client import Choice, Reply
+from lib.soak_compare import difference
 from lib.soak_traffic import COMPLETIONS, Call
 
 CALL = Call("0.1", ("short",), COMPLETIONS, {"prompt": "x"})
+
+
+BEST = {"token_id:5": -0.5, "token_id:9": -2.0}
 
 
 def reply() -> Reply:
@@ -21,7 +24,7 @@ def reply() -> Reply:
         tokens=[5, 6, 7],
         finish_reason="stop",
         stop_reason=7,
-        logprobs=[Logprob("token_id:5", -0.5, {"token_id:5": -0.5, "token_id:9": -2.0})],
+        logprobs=[{"token": "token_id:5", "logprob": -0.5, "best": BEST}],
         prompt_logprobs=[None, {"3": -1.0, "4": -3.0}],
     )
     return Reply(200, {0: said, 1: deepcopy(said)}, {"completion_tokens": 3})
@@ -33,8 +36,8 @@ def change(path: str, value):
     at = changed
     for part in parts:
         at = at[int(part)] if part.isdigit() else getattr(at, part)
-    if last.isdigit():
-        at[int(last)] = value
+    if last.isdigit() or isinstance(at, dict):
+        at[int(last) if last.isdigit() else last] = value
     else:
         setattr(at, last, value)
     return changed
@@ -48,7 +51,7 @@ CHANGES = {
     "choices.1.finish_reason": "length",
     "choices.0.stop_reason": None,
     "choices.0.logprobs": [],
-    "choices.0.logprobs.0.value": -0.502,
+    "choices.0.logprobs.0.logprob": -0.502,
     "choices.0.logprobs.0.token": "token_id:6",
     "choices.0.logprobs.0.best": {"token_id:5": -0.5, "token_id:8": -1.5},
     "choices.0.prompt_logprobs.1": {"3": -1.1, "4": -3.0},
@@ -61,28 +64,21 @@ CHANGES = {
 
 @pytest.mark.parametrize("path", CHANGES)
 def test_every_difference_is_seen(path):
-    said = difference(CALL, change(path, CHANGES[path]), reply())
-    assert said is not None
-    assert record(CALL, said, reply(), reply())["says"] == said
+    assert difference(CALL, change(path, CHANGES[path]), reply()) is not None
 
 
 def test_rounding_is_no_difference():
     path = "choices.0.logprobs.0"
-    assert difference(CALL, change(f"{path}.value", -0.5002), reply()) is None
+    assert difference(CALL, change(f"{path}.logprob", -0.5002), reply()) is None
     tied = {"token_id:5": -0.5, "token_id:8": -2.0003}
     assert difference(CALL, change(f"{path}.best", tied), reply()) is None
 
 
-@pytest.mark.parametrize("how", ["left", "aborted"])
-def test_what_is_cut_has_to_be_a_beginning(how):
+def test_a_reply_whose_client_left_has_to_be_a_beginning():
     ours = reply()
     del ours.choices[1]
     ours.choices[0] = Choice("a t", [5, 6])
-    ours.usage = {}
-    if how == "left":
-        ours.left = True
-    else:
-        ours.choices[0].finish_reason = "abort"
+    ours.usage, ours.left = {}, True
     assert difference(CALL, ours, reply()) is None
     ours.choices[0].tokens = [5, 7]
     assert "tokens differ from place 1" in difference(CALL, ours, reply())

@@ -26,8 +26,8 @@ def called(monkeypatch):
     """The options that each call comes to; nothing is run."""
     calls = []
 
-    def prepare(config, fresh):
-        calls.append((config, fresh))
+    def prepare(config):
+        calls.append(config)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "prepare", prepare)
@@ -43,15 +43,14 @@ def test_options_of_every_kind(called):
     drafters = "--drafter", "specblock=D", "--drafter", "eagle3=E"
     objects = "--define", '{"wide": {"base": "specblock"}}'
     objects += "--template-options", '{"enable_thinking": false}'
-    numbers = "--temperature", "0", "--temperature", "0.7", "--at-once", "4", "--nodes", "12"
-    flags = "--raw", "--fresh"
-    bench(*FIRST, *several, *drafters, *objects, *numbers, *flags)
-    ((config, fresh),) = called
-    assert fresh and config.set == ("S", "b=U") and config.method == ("plain", "wide")
+    numbers = "--temperature", "0", "--temperature", "0.7", "--nodes", "12"
+    bench(*FIRST, *several, *drafters, *objects, *numbers, "--raw")
+    (config,) = called
+    assert config.set == ("S", "b=U") and config.method == ("plain", "wide")
     assert config.drafter == {"specblock": Path("D"), "eagle3": Path("E")}
     assert config.define["wide"].base == "specblock" and config.temperature == (0.0, 0.7)
     assert config.template_options == {"enable_thinking": False}
-    assert (config.raw, config.at_once, config.nodes) == (True, 4, 12)
+    assert (config.raw, config.nodes) == (True, 12)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
-from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.train.eval.drafting import SpecBlockDraft, serving_shape
+from vllm_specblock.train.eval.drafting import draft_specblock, serving_shape
 from vllm_specblock.train.eval.evaluate import sequences_from
 from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.target.features import load_target, load_tokenizer
@@ -42,7 +42,7 @@ def evaluated(prompts: Path, out: Path, *more):
 
 def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
     out = tmp_path / "new" / "figures.json"
-    sizes = "--nodes", 16, "--nodes", 30, "--blocks", 3, "--uniform", "--seed", 5
+    sizes = "--nodes", 16, "--nodes", 30, "--blocks", 3, "--seed", 5
     options = "--new-tokens", 40, "--temperature", 0.8, *sizes, "--no-calibrate-drafts"
     result = evaluated(prompts, out, *options)
     assert result.exit_code == 0, result.output
@@ -59,12 +59,12 @@ def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
         assert entry["temperature"] == temperature
         for nodes in (16, 30):
             shape = serving_shape(drafter, SpecBlockConfig(num_blocks=3), nodes)
-            whole = replay(lambda s, shape=shape: SpecBlockDraft(drafter, s, shape), sequences, 12)
+            whole = replay(lambda s, shape=shape: draft_specblock(drafter, s, shape), sequences, 12)
             found = entry["trees"][f"tree of {nodes}"]
             assert (found["tau"], found["steps"]) == (whole.tau, len(whole.accepted))
             assert f"{whole.tau:.3f} ± " in result.stdout
         assert len(entry["chain"]["alpha"]) == 12
-        assert "chain of 3 blocks" in entry["trees"] and "uniform tree of 16" in entry["trees"]
+        assert "chain of 3 blocks" in entry["trees"]
     assert figures["results"][0]["trees"]["tree of 30"]["tau"] > 2.5  # a trained drafter
 
 

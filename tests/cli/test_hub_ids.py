@@ -53,7 +53,7 @@ COMMANDS = {
     "inspect a prompt": "inspect org/drafter --target org/target --prompt a --raw",
     "eval": "eval org/drafter --target org/target --data prompts.jsonl --prompts 1 "
     "--new-tokens 24 --temperature 0",
-    "data": "data --target org/target --out out --input prompts.jsonl --answers keep",
+    "data": "data --target org/target --out out --input prompts.jsonl --max-length 99999",
     "train": "train --target org/target --init org/drafter --out out --dry-run "
     "--data texts.safetensors --length 16",
     "features": "features --target org/target --data prompts.jsonl --length 999999 --out out",
@@ -62,7 +62,7 @@ COMMANDS = {
     "adapt run": "adapt run queue --drafter org/drafter --target org/target --once",
 }
 END_LATER = {
-    "data": "None of the lines",
+    "data": "which max_length = 99,999 goes beyond",
     "features": "needs a position more",
     "bench": "nowhere",
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trees import nodes, texts, to_tree
+from support.trees import nodes, prefix, texts, to_tree
 
 from vllm_specblock.combine.merge import merge as merge_and_agree
 from vllm_specblock.tree import MAX_NODES, DraftTree
@@ -102,9 +102,9 @@ def test_every_prefix_is_the_tree_of_a_smaller_budget(how, pair, data):
     small = merge(*pair, how, cut)
     again = DraftTree.from_nodes(tree.token, tree.parent, tree.logprob, tree.size)
     for name in DraftTree.TENSORS:
-        assert torch.equal(getattr(tree.prefix(cut), name), getattr(small, name)), name
+        assert torch.equal(getattr(prefix(tree, cut), name), getattr(small, name)), name
         assert torch.equal(getattr(tree, name), getattr(again, name)), name
-    assert torch.equal(tree.prefix(cut).origin, small.origin)
+    assert torch.equal(prefix(tree, cut).origin, small.origin)
 
 
 @quick

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.trees import nodes, path_to
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 
-from vllm_specblock.commit.committed_tokens import committed_sources
+from vllm_specblock.commit.move import committed_sources
 
 
 @settings(deadline=None, max_examples=80)

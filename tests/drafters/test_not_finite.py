@@ -22,7 +22,7 @@ from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_he
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
 
-from vllm_specblock.candidates import Selection, select
+from vllm_specblock.candidates import select
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.tree import DraftTree, unpack_bits
 
@@ -35,7 +35,7 @@ compiled = pytest.mark.skipif(not AVAILABLE, reason="compiled loops need Numba")
 class PlainExpansion(Expansion):
     """Differs in that torch also selects where a compiled loop could."""
 
-    def select(self) -> Selection:
+    def select(self) -> DraftTree:
         fields = (field[:, : self.count] for field in self.fields)
         token, path_hash, key, parent = fields
         score = self.score[:, : self.count]

@@ -33,8 +33,7 @@ TABLE = Path(__file__).with_name("compiled.json")
 KERNELS = Path(__file__).parents[2] / "triton_kernels"
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a block may use, by architecture."""
-LOOPS = ("_tree_attention_kernel", "_attach_and_select_kernel", "_attach_and_grow_kernel",
-         "_select_kernel")  # fmt: skip
+LOOPS = ("_tree_attention_kernel", "_attach_and_select_kernel", "_select_kernel")
 """Kernels that may not spill: attention, growth and selection."""
 HASHED = (*LOOPS, "_merge_splits_kernel", "_attach_and_start_kernel", "tile_classes",
           "select_constants", "warps_for")  # fmt: skip
@@ -96,13 +95,12 @@ def llama_launches(architecture: int) -> list[str]:
     """Record attention, growth and selection of Llama-3.1-8B: 32 heads of 128, N = 60, M = 2."""
     from vllm_specblock.triton_kernels.attention import attention_schedule
     from vllm_specblock.triton_kernels.attention import tree_attention as attention
-    from vllm_specblock.triton_kernels.drafting import expand, grow_level
+    from vllm_specblock.triton_kernels.drafting import expand
     from vllm_specblock.triton_kernels.tree import select_tree
 
     lines: list[str] = []
     kernels = {attention: ["_tree_attention_kernel", "_merge_splits_kernel"],
                expand: ["_attach_and_start_kernel", "_attach_and_select_kernel"],
-               grow_level: ["_attach_and_grow_kernel", "_attach_and_select_kernel"],
                select_tree: ["_select_kernel"]}  # fmt: skip
     replaced = [
         (attention_schedule, "shared_memory", lambda device: SHARED[architecture]),
@@ -113,11 +111,11 @@ def llama_launches(architecture: int) -> list[str]:
     with ExitStack() as stack:
         for each in replaced:
             stack.enter_context(patch.object(*each))
-        launch_llama(attention, expand, grow_level, select_tree)
+        launch_llama(attention, expand, select_tree)
     return list(dict.fromkeys(lines))
 
 
-def launch_llama(attention: Any, expand: Any, grow_level: Any, select_tree: Any) -> None:
+def launch_llama(attention: Any, expand: Any, select_tree: Any) -> None:
     for requests, unknown in ((1, 0), (32, 0), (32, 61)):
         rows = torch.zeros(requests * 61, dtype=torch.int32)
         query = torch.empty(len(rows), 32, 128, dtype=torch.bfloat16)
@@ -136,11 +134,11 @@ def launch_llama(attention: Any, expand: Any, grow_level: Any, select_tree: Any)
         return token.float(), token, token[..., 0]
 
     growing.attach(growing.attach(None, *block(1)), *block(4))
-    levels = grow_level.GrowingLevels(grow_level.LevelLimits(8, 10, 8, 60), torch.zeros(1).long())
-    grown = levels.attach(None, None, torch.zeros(1, 1, 10), torch.zeros(1, 1, 10).long())
+    levels = expand.Growing(expand.TreeShape.levels(8, 10, 8, 60), torch.zeros(4).long(), 1)
+    grown = levels.attach(None, torch.zeros(1, 1, 1, 10), torch.zeros(1, 1, 1, 10).long())
     for _ in range(7):
-        said = torch.zeros(1, 8, 10, dtype=torch.int64)
-        grown = levels.attach(grown, None, said.float(), said)
+        said = torch.zeros(1, 8, 1, 10, dtype=torch.int64)
+        grown = levels.attach(grown, said.float(), said)
     whole = torch.zeros(1, 577, dtype=torch.int64)
     select_tree.select_triton(whole, whole, whole.float(), whole, whole, 60, 12)
 

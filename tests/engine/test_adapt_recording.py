@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from dataclasses import dataclass, field
 
@@ -62,29 +61,23 @@ def flush(engine: Engine, slabs: int = SLABS) -> None:
     raise AssertionError("a slab never came back")
 
 
-@contextlib.contextmanager
-def from_the_beginning(engine: Engine, monkeypatch):
-    """As if nothing had been served; yields what is drafted from here on."""
-    engine.llm.reset_prefix_cache()
-    engine.speculator.forget_warm_up()
-    slots = engine.speculator.tree_states
-
-    def note(tokens, batch, *_, **__) -> list[list]:
-        trees = (tokens, slots.parent[batch.idx_mapping], slots.score[batch.idx_mapping])
-        return [each.tolist() for each in trees]
-
-    with monkeypatch.context() as patch:
-        yield note_calls(patch, engine.speculator, "propose", note)
-
-
 def same_drafts(watching: Engine, off: Engine, monkeypatch, requests, texts, expected) -> Kept:
     """Both engines draft alike and say what is expected; gives what was recorded."""
+    found = []
     with monkeypatch.context() as patch:
-        sink, found = kept(watching, patch), []
+        sink = kept(watching, patch)
         for engine in (off, watching):
-            with from_the_beginning(engine, patch) as drafts:
-                check(engine, requests, expected, texts)
-            found.append(drafts)
+            # As if nothing had been served.
+            engine.llm.reset_prefix_cache()
+            engine.speculator.forget_warm_up()
+            slots = engine.speculator.tree_states
+
+            def note(tokens, batch, *_, slots=slots, **__) -> list[list]:
+                trees = slots.parent[batch.idx_mapping], slots.score[batch.idx_mapping]
+                return [each.tolist() for each in (tokens, *trees)]
+
+            found.append(note_calls(patch, engine.speculator, "propose", note))
+            check(engine, requests, expected, texts)
         assert found[0] == found[1] and len(found[0]) > 10
         flush(watching)
     return sink
@@ -109,9 +102,6 @@ def rebuilt(record: Record, text: list[int], prompt: int) -> int:
             if labels == record.labels.tolist():
                 return begin
     raise AssertionError("a record is of no text")
-
-
-# ---- the same drafts, the same tokens ----
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -189,9 +179,6 @@ def test_more_requests_than_slabs(watching, monkeypatch):
     assert recorder.counts()[recording.UNRECORDED, 0] == before[recording.UNRECORDED, 0] + 6
 
 
-# ---- what is in a record ----
-
-
 def test_last_is_what_the_head_reads(watching, monkeypatch):
     """The law of a row names the greedy target's own token, and states are those of a prefill."""
     sink = kept(watching, monkeypatch)
@@ -219,33 +206,24 @@ def test_last_is_what_the_head_reads(watching, monkeypatch):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=2e-3)
 
 
-# ---- who is recorded ----
-
-
-def everything(engine: Engine, sink: Kept) -> list[torch.Tensor]:
-    """All tokens that are anywhere: in slabs, and in what was handed on."""
-    return [engine.speculator.recorder.slabs.tensors.token, *(r.tokens for r in sink.records)]
-
-
-def occurs(text: list[int], where: list[torch.Tensor]) -> bool:
-    """Whether three tokens of a text stand side by side somewhere."""
+def anywhere(engine: Engine, sink: Kept, text: list[int]) -> bool:
+    """Whether three tokens of a text stand side by side in slabs, or in what was handed on."""
+    rows = [*engine.speculator.recorder.slabs.tensors.token, *(r.tokens for r in sink.records)]
     trigrams = {tuple(text[at : at + 3]) for at in range(len(text) - 2)}
-    for tokens in where:
-        rows = tokens.reshape(-1, tokens.shape[-1]) if tokens.dim() > 1 else tokens[None]
-        for row in rows.tolist():
-            if any(tuple(row[at : at + 3]) in trigrams for at in range(len(row) - 2)):
-                return True
-    return False
+    there = (row.unfold(0, 3, 1).tolist() for row in rows if len(row) > 2)
+    return any(tuple(each) in trigrams for row in there for each in row)
 
 
 @pytest.mark.parametrize(
     ("said", "records"),
-    [(None, None), (1, True), ("1", True), (True, True), (1.0, True)]
+    [(1, True), ("1", True), (True, True), (1.0, True)]
     + [(each, False) for each in (0, "0", False, "no", 2)],
 )
 def test_an_unclear_value_is_a_no(said, records):
-    extra_args = None if said is None else {recording.SAYS: said}
-    assert recording.wanted(SamplingParams(extra_args=extra_args)) is records
+    marked = SamplingParams(extra_args={recording.SAYS: said})
+    for requests in ("all", "marked"):
+        assert recording.wanted(marked, requests) is records
+        assert recording.wanted(SamplingParams(), requests) is (requests == "all")
 
 
 def test_who_opted_out_is_in_no_buffer(watching, monkeypatch):
@@ -262,9 +240,9 @@ def test_who_opted_out_is_in_no_buffer(watching, monkeypatch):
     answers = watching.generate(texts, requests)
     flush(watching)
     assert recorder.counts()[recording.OPTED_OUT, 0] == before + 1 and len(sink.offers) == 4
-    where = everything(watching, sink)
-    assert not occurs(private, where)
-    assert all(occurs([*t, *a[0].tokens], where) for t, a in zip(others[:2], answers))
+    assert not anywhere(watching, sink, private)
+    for text, (answer,) in zip(others[:2], answers):
+        assert anywhere(watching, sink, [*text, *answer.tokens])
     # Its answer may say what others say; alone, it leaves no trace.
     untouched = [tensor.clone() for tensor in slabs]
     watching.generate([private], [requests[2]])
@@ -287,28 +265,25 @@ def test_marked_requests_only(watching, monkeypatch):
     assert recorder.counts()[recording.OPTED_OUT, 0] == before + 2
 
 
-# ---- in graphs ----
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a recording knows no compiled kernels")
 def test_a_graph_records(watching, reference, monkeypatch):
     """Replays record what eager steps record."""
-    requests = params(3, max_tokens=40)
+    requests, found = params(3, max_tokens=40), []
     expected = reference("three for a graph", requests, PROMPTS[:3])
-    sink = kept(watching, monkeypatch)
-    watching.llm.reset_prefix_cache()
-    check(watching, requests, expected, PROMPTS[:3])
-    flush(watching)
-    eager, sink.offers = sink.offers, []
     with monkeypatch.context() as patch:
-        patch.setattr(watching.speculator, "pad_rows", True)
-        graphs = capture(watching, patch, [25, 75])
-        watching.llm.reset_prefix_cache()
-        check(watching, requests, expected, PROMPTS[:3])
-        flush(watching)
+        for sizes in (None, [25, 75]):
+            if sizes is not None:
+                patch.setattr(watching.speculator, "pad_rows", True)
+                graphs = capture(watching, patch, sizes)
+            sink = kept(watching, patch)
+            watching.llm.reset_prefix_cache()
+            check(watching, requests, expected, PROMPTS[:3])
+            flush(watching)
+            found.append(sink.offers)
         assert sum(graph.replays for graph in graphs.values()) > 10
-    assert len(eager) == len(sink.offers) == 3
-    for (one, done), (other, over) in zip(eager, sink.offers):
+    eager, replayed = found
+    assert len(eager) == len(replayed) == 3
+    for (one, done), (other, over) in zip(eager, replayed):
         assert torch.equal(one.tokens, other.tokens) and torch.equal(one.labels, other.labels)
         assert (done.steps, done.tokens) == (over.steps, over.tokens)
         torch.testing.assert_close(one.states, other.states, rtol=1e-3, atol=2e-3)

@@ -1,4 +1,4 @@
-"""An engine whose drafter learns while it serves, with a real trainer: the tokens stay vLLM's."""
+"""Engines whose drafter learns, from a trainer beside, from a folder or elsewhere."""
 
 from __future__ import annotations
 
@@ -9,23 +9,132 @@ import time
 import pytest
 import torch
 from support.dashboard import unanswered
-from support.engines import Engine, make_engine
+from support.engines import DRAFTER, ROOT, TARGET, Engine, make_engine
 from support.matrix import PROMPTS, Checker, params
 
+from vllm_specblock.adapt.link.folder_link import FolderSource
+from vllm_specblock.adapt.serving import recorder as recording
+from vllm_specblock.adapt.serving.observer import make_observer
+from vllm_specblock.adapt.trainer.trainer import Trainer, TrainerConfig
+from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.drafters.common.linear import process_after_loading
+from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.refresh import HEADS
 from vllm_specblock.engine.metrics import exporter
+from vllm_specblock.train.config import TrainError
 
+TABLES = ROOT / "examples/two_heads/tables"
+NODES = {"num_speculative_tokens": 10}
 check = Checker()
-ONLY_OF_TWO = {
-    f"{exporter.PREFIX}{name}_total"
-    for name in (
-        "agreed",
-        "both_drafted",
-        "second_skipped",
-        "shared_nodes",
-        "shared_accepted_nodes",
+
+
+@pytest.fixture
+def out(tmp_path):
+    """A folder in which a person chose another drafter's weights."""
+    versions = VersionFolder(tmp_path / "out", DRAFTER, TARGET)
+    versions.lock()
+    versions.use(versions.write(checkpoint.load(TABLES), {"parent": None}))
+    versions.unlock()
+    return versions.out
+
+
+def served(engine: Engine) -> dict[str, torch.Tensor]:
+    """Weights of the drafter that serves."""
+    drafter = engine.speculator.draft_policy.drafters[0].model
+    return {name: value.detach().clone().cpu() for name, value in drafter.named_parameters()}
+
+
+def assert_serves(engine: Engine, folder) -> None:
+    made_ready = process_after_loading(checkpoint.load(folder, torch.float32), None)
+    wanted, found = dict(made_ready.named_parameters()), served(engine)
+    assert found.keys() == wanted.keys() and found
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+def end(engine: Engine) -> None:
+    """Leave the folder to others, as the end of an engine's process does."""
+    swaps = engine.speculator.recorder.swaps
+    if swaps.trainer is None:
+        swaps.link.close()
+    else:
+        swaps.trainer.stop()
+
+
+def another(engine: Engine):
+    """What a second engine with the same options would begin with."""
+    ours = engine.speculator
+    return make_observer(
+        ours.vllm_config,
+        ours.resolved,
+        ours.draft_policy.drafters,
+        ours.tree_states.parent,
+        ours.draft_policy.max_depth,
     )
-}
+
+
+def counts(engine: Engine) -> dict[str, int]:
+    return {name: count for (name, _), count in engine.speculator.recorder.counts().items()}
+
+
+def test_a_start_and_a_sleep_serve_what_is_current(out, reference):
+    """From the first step on, whether a trainer comes up or not."""
+    adapt = {"out": str(out)}
+    requests, texts = params(2, max_tokens=20), PROMPTS[:2]
+    expected = reference("two to start with", requests, texts)
+    engine = make_engine({**NODES, "adapt": adapt})
+    assert_serves(engine, TABLES)
+    assert counts(engine)["adapt_swaps"] >= 1
+    check(engine, requests, expected, texts)
+    engine.llm.sleep(level=1)
+    engine.llm.wake_up()
+    assert_serves(engine, TABLES)
+    check(engine, requests, expected, texts)
+    assert_serves(engine, TABLES)
+    with pytest.raises(TrainError, match=r"Another engine or trainer uses the folder"):
+        another(engine)
+    end(engine)
+    # The same folder after an end, with what was chosen since.
+    VersionFolder(out).use(None)
+    again = make_engine({**NODES, "adapt": adapt})
+    assert_serves(again, DRAFTER)
+    end(again)
+
+
+def test_a_trainer_elsewhere(tmp_path, reference):
+    """Requests go out by a folder, and a version comes back by it; who opted out is in none."""
+    folder = tmp_path / "requests"
+    engine = make_engine({**NODES, "adapt": {"trainer": str(folder)}})
+    requests, texts = params(4, max_tokens=40), PROMPTS[:4]
+    requests[3].extra_args = {recording.SAYS: 0}
+    expected = reference("four, of which one opts out", requests, texts)
+    before = served(engine)
+    for _ in range(3):
+        check(engine, requests, expected, texts)
+    # A finished request is handed on with the next step.
+    link = engine.speculator.recorder.swaps.link
+    while len([*folder.glob("request-*")]) < counts(engine)["adapt_recorded_requests"]:
+        link._thread.join(0.05)
+    config = TrainerConfig(
+        str(DRAFTER), str(TARGET), "always", every=2, out=str(folder / "versions"), seconds=0
+    )
+    trainer = Trainer(config, FolderSource(folder))
+    taken = 0
+    while trainer.step():
+        taken += 1
+    trainer.close()
+    found = counts(engine)
+    assert taken == found["adapt_recorded_requests"] >= 6
+    assert found["adapt_opted_out_requests"] == 3 and trainer.source.tally["updates_heads"] >= 2
+    link._look()
+    check(engine, requests, expected, texts)
+    assert counts(engine)["adapt_swaps"] >= 1
+    assert any(not torch.equal(value, before[name]) for name, value in served(engine).items())
+    versions = VersionFolder(folder / "versions", DRAFTER, TARGET)
+    assert_serves(engine, versions.out / versions.current())
+    end(engine)
+
+
+ONLY_OF_TWO = "agreed both_drafted second_skipped shared_nodes shared_accepted_nodes"
 """Metrics of engines with two drafters."""
 LIMIT = 240.0
 """Seconds: the trainer is started beside everything else that a machine does."""
@@ -34,25 +143,16 @@ LIMIT = 240.0
 @pytest.fixture
 def learning():
     adapt = {"policy": "always", "every": 2, "lr": 1e-3, "actions": "all"}
-    engine = make_engine({"num_speculative_tokens": 10, "adapt": adapt})
+    engine = make_engine({**NODES, "adapt": adapt})
     yield engine
-    engine.speculator.recorder.swaps.trainer.stop()
-
-
-def counts(engine: Engine) -> dict[str, int]:
-    return {name: count for (name, _), count in engine.speculator.recorder.counts().items()}
-
-
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
-    drafter = engine.speculator.draft_policy.drafters[0].model
-    return {name: each.clone() for name, each in drafter.named_parameters()}
+    end(engine)
 
 
 def test_it_takes_what_its_trainer_offers(learning, reference):
     """Versions are swapped in between steps, also after a trainer was killed."""
     requests, texts = params(4, max_tokens=60), PROMPTS[:4]
     expected = reference("four to learn from", requests, texts)
-    trainer, before = learning.speculator.recorder.swaps.trainer, weights(learning)
+    trainer, before = learning.speculator.recorder.swaps.trainer, served(learning)
 
     def serve_until(what) -> None:
         until = time.monotonic() + LIMIT
@@ -63,12 +163,12 @@ def test_it_takes_what_its_trainer_offers(learning, reference):
             time.sleep(2)
 
     serve_until(lambda: counts(learning)["adapt_swaps"] >= 2)
-    after = weights(learning)
+    after = served(learning)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert any(not name.startswith(HEADS) for name in changed)
     assert set(counts(learning)) == exporter.LEARNING.keys()
     # The dashboard's, as far as one drafter has them.
-    assert unanswered() == ONLY_OF_TWO
+    assert unanswered() == {f"{exporter.PREFIX}{name}_total" for name in ONLY_OF_TWO.split()}
     os.kill(trainer.pid, signal.SIGKILL)
     serve_until(lambda: counts(learning)["adapt_trainer_restarts"] == 1)
     swaps = counts(learning)["adapt_swaps"]

@@ -2,90 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import random
-import re
 
 import pytest
 import torch
+from families import FAMILIES, VOCAB
+from family_engine import draw_weights
 from support.engines import configure, make_engine
 from support.matrix import Checker
-from transformers import (
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-)
 from vllm import SamplingParams
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from vllm_specblock.config import OptionError
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "num_hidden_layers": 5,
-}
-CONFIGS = {
-    "Mamba-2": (
-        GraniteMoeHybridForCausalLM,
-        GraniteMoeHybridConfig(
-            **SIZES,
-            layer_types=["mamba", "attention", "mamba", "mamba", "attention"],
-            mamba_n_heads=8,
-            mamba_d_head=32,
-            mamba_d_state=16,
-            mamba_chunk_size=32,
-            num_local_experts=0,
-            num_experts_per_tok=0,
-            shared_intermediate_size=96,
-            position_embedding_type="rope",
-            tie_word_embeddings=False,
-        ),
-    ),
-    "short convolution": (
-        Lfm2ForCausalLM,
-        Lfm2Config(
-            **SIZES,
-            layer_types=["conv", "full_attention", "conv", "conv", "full_attention"],
-            block_multiple_of=32,
-            **dict.fromkeys(("conv_dim", "block_dim", "conv_dim_out"), 128),
-            block_ff_dim=96,
-            tie_word_embeddings=False,
-        ),
-    ),
-}
-DRAFTS = {"num_speculative_tokens": 12, "model": None, "kind": "ngram"}
-
-
-@pytest.fixture(scope="module", params=CONFIGS)
-def target(request, tmp_path_factory):
-    """A model whose answers repeat themselves: layers add little to the embedding."""
-    kind, config = CONFIGS[request.param]
-    torch.manual_seed(0)
-    model = kind(config)
-    for name, weight in model.named_parameters():
-        if re.search("embed_tokens|lm_head", name):
-            torch.nn.init.normal_(weight, std=1.0 if "embed" in name else 0.5)
-        elif weight.dim() == 2:
-            leaf = re.search("out_proj|o_proj|w2|output_linear", name)
-            torch.nn.init.normal_(weight, std=0.01 if leaf else 0.2)
-    folder = tmp_path_factory.mktemp("target")
-    model.save_pretrained(folder)
-    return {
-        "model": str(folder),
-        "skip_tokenizer_init": True,
-        "block_size": None,
-        "kv_cache_memory_bytes": 16 << 20,
-    }
-
-
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU")
+
+DRAFTS = {"num_speculative_tokens": 12, "model": None, "kind": "ngram"}
+HYBRIDS = {"Mamba-2": "Granite 4 hybrid", "short convolution": "LFM2"}
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def target(request, tmp_path_factory):
+    """Engine arguments of a model of random weights whose answers repeat themselves."""
+    family, folder = FAMILIES[HYBRIDS[request.param]], tmp_path_factory.mktemp("target")
+    (folder / "config.json").write_text(json.dumps(family.config))
+    with pytest.MonkeyPatch.context() as patch:
+        # Layers add little to the embedding.
+        patch.setattr(
+            DummyModelLoader, "load_weights", lambda _, model, __: draw_weights(model, 0.02)
+        )
+        yield {
+            "model": str(folder),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "kv_cache_memory_bytes": 16 << 20,
+            **family.engine,
+        }
+
+
 only_mamba = pytest.mark.parametrize("target", ["Mamba-2"], indirect=True)
 
 
@@ -105,7 +60,7 @@ def prompts():
     draw = random.Random(1)
     made = []
     for length, words in ((40, 7), (150, 11), (21, 5), (97, 4)):
-        book = [[draw.randrange(5, 64) for _ in range(3)] for _ in range(words)]
+        book = [[draw.randrange(5, VOCAB) for _ in range(3)] for _ in range(words)]
         made.append([token for _ in range(length) for token in draw.choice(book)][:length])
     return made
 

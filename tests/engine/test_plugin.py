@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 from support.engines import TARGET
+from support.processes import run_python
 from vllm.platforms import current_platform
 
 from vllm_specblock import plugin
@@ -32,19 +31,7 @@ print(json.dumps({
 
 
 def report(**environment: str) -> dict:
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET", "VLLM_PLUGINS")
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", REPORT, str(TARGET)],
-        env=clean | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_python("-c", REPORT, TARGET, **environment)[-1])
 
 
 def test_same_runner_and_triton_with_and_without():
@@ -87,27 +74,17 @@ if __name__ == "__main__":
 @on_a_cpu
 def test_asking_for_trees_is_enough_and_other_engines_keep_their_runner(tmp_path):
     """A worker that is spawned prepares itself."""
-    script = tmp_path / "asking.py"
+    script, wanted = tmp_path / "asking.py", ["[False, True, False]", "12"]
     script.write_text(ASKING)
-    names = ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET", "VLLM_ENABLE_V1_MULTIPROCESSING")
-    env = {k: v for k, v in os.environ.items() if k not in names}
-    done = subprocess.run(
-        [sys.executable, str(script), str(TARGET)],
-        env=env | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    said = [line for line in done.stdout.splitlines() if line in ("[False, True, False]", "12")]
-    assert said == ["[False, True, False]", "12"]
+    lines = run_python(script, TARGET, VLLM_WORKER_MULTIPROC_METHOD="spawn")
+    assert [line for line in lines if line in wanted] == wanted
 
 
 @on_a_cpu
 def test_numba_may_be_loaded_first():
     """Its library resolves any attribute, and vLLM's search for kernels fails on that."""
     code = "import llvmlite.binding; from vllm_specblock.cpu import runner; runner.prepare()"
-    env = {k: v for k, v in os.environ.items() if k != "VLLM_USE_V2_MODEL_RUNNER"}
-    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    run_python("-c", code)
 
 
 @on_a_cpu
@@ -138,7 +115,7 @@ def test_register_twice_patches_once():
 ELSEWHERE = """
 import json, sys
 from vllm_specblock import plugin
-plugin._vllm_version = lambda: sys.argv[1]
+plugin.installed_version = lambda package: sys.argv[1]
 plugin.register()
 plugin.register()
 plugin.prepare_cpu()
@@ -166,14 +143,9 @@ def test_other_versions_refuse_those_who_ask_and_leave_the_others_alone():
         "unknown": {"method": "no such method", "num_speculative_tokens": 4},
         "none": None,
     }
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, version, str(TARGET), json.dumps(asked)],
-        env=os.environ | {"VLLM_PLUGINS": "", "VLLM_USE_V2_MODEL_RUNNER": "0"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    switches = {"VLLM_PLUGINS": "", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    lines = run_python("-c", ELSEWHERE, version, TARGET, json.dumps(asked), **switches)
+    found = json.loads(lines[-1])
     for name in ("ours", "ours with a drafter"):
         kind, _, sentence = found[name].partition(": ")
         assert kind == "OptionError" and sentence.endswith(".") and "\n" not in sentence
@@ -190,6 +162,4 @@ def test_plain_processes_load_no_drafter_and_no_numba():
         "names = 'numba', 'vllm_specblock.drafters.specblock.model'; "
         "print([name for name in names if name in sys.modules])"
     )
-    env = {k: v for k, v in os.environ.items() if k != "VLLM_USE_V2_MODEL_RUNNER"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
+    assert run_python("-c", code)[-1:] == ["[]"]

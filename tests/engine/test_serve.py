@@ -3,75 +3,48 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
+from lib.server import Server
+from openai import OpenAI
 from support.dashboard import unanswered
 from support.engines import ROOT
+from support.processes import SWITCHES
+from vllm import SamplingParams
 
 DRAFTER = "examples/tiny_pair/drafter"
+pytestmark = pytest.mark.skipif(
+    shutil.which("vllm", path=str(Path(sys.executable).parent)) is None,
+    reason="the vllm command is not installed",
+)
 
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory):
-    """A server that was told nothing of speculation but the drafter's folder, and its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("serve") / "log"
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
-    }
+    """A server that is given the drafter's folder alone, and its address."""
     options = (
-        f"--port {port} --host 127.0.0.1 --dtype float32 --enforce-eager --max-model-len 512 "
-        f"--kv-cache-memory-bytes {256 << 20} --max-num-seqs 8 --gpu-memory-utilization 0.3 "
+        "--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 8 "
+        f"--kv-cache-memory-bytes {256 << 20} --gpu-memory-utilization 0.3 "
         "--per-request-spec-decode-metrics detailed"
     )
-    command = [Path(sys.executable).with_name("vllm"), "serve", DRAFTER, *options.split()]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            # A shell starts jobs in the background with Ctrl-C ignored, and that is inherited.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    address = f"http://127.0.0.1:{port}"
+    log = tmp_path_factory.mktemp("serve") / "log"
+    # A shell starts jobs in the background with Ctrl-C ignored, and that is inherited.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    server = Server([DRAFTER, *options.split()], log, dict.fromkeys(SWITCHES), ROOT)
+    signal.signal(signal.SIGINT, before)
     try:
-        for _ in range(240):
-            assert process.poll() is None, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=2)
-                break
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(1)
-        else:
-            pytest.fail(log.read_text()[-3000:])
-        yield process, address
+        server.wait()
+        yield server.process, server.address
     finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-@pytest.fixture(scope="module")
-def server(process):
-    """Its address."""
-    return process[1]
+        server.close()
 
 
 def post(url: str, **body) -> dict:
@@ -81,15 +54,9 @@ def post(url: str, **body) -> dict:
     return json.load(urllib.request.urlopen(request, timeout=120))
 
 
-needs_command = pytest.mark.skipif(
-    shutil.which("vllm", path=str(Path(sys.executable).parent)) is None,
-    reason="the vllm command is not installed",
-)
-
-
-@needs_command
-def test_a_request_opts_out_of_drafts(server):
+def test_a_request_opts_out_of_drafts(process):
     """A wrong value gets HTTP 400; the server keeps running."""
+    _, server = process
     body = {"model": DRAFTER, "prompt": "class Reader:\n", "max_tokens": 24, "temperature": 0}
     plain = post(f"{server}/v1/completions", **body)["choices"]
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -103,8 +70,8 @@ def test_a_request_opts_out_of_drafts(server):
         assert own["num_draft_tokens"] == 0
 
 
-@needs_command
-def test_a_user_session(server, plain):
+def test_a_user_session(process, plain):
+    _, server = process
     prompt = "class Reader:\n    def __init__(self, name):\n"
     (model,) = [
         entry["id"] for entry in json.load(urllib.request.urlopen(f"{server}/v1/models"))["data"]
@@ -113,8 +80,6 @@ def test_a_user_session(server, plain):
         f"{server}/v1/completions", model=model, prompt=prompt, max_tokens=64, temperature=0
     )
     (answer,) = whole["choices"]
-    from vllm import SamplingParams
-
     ids = plain.llm.get_tokenizer()(prompt)["input_ids"]
     (expected,) = plain.generate([ids], SamplingParams(temperature=0, max_tokens=64))[0]
     assert answer["text"] == expected.text
@@ -123,8 +88,6 @@ def test_a_user_session(server, plain):
     own = whole["metrics"]["speculative_decoding"]
     assert own["num_spec_steps"] == len(own["per_step_accepted"]) > 0
     assert 1 + own["num_accepted_draft_tokens"] + own["num_spec_steps"] == 64
-
-    from openai import OpenAI
 
     client = OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
     chat = client.chat.completions.create(
@@ -150,7 +113,6 @@ def test_a_user_session(server, plain):
     assert "vllm:specblock_chosen_trees_total" not in dashboard
 
 
-@needs_command
 def test_ctrl_c_with_a_request_in_flight(process):
     """The server ends within seconds, and none of its processes is left. The last test here."""
     running, address = process

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from support.engines import TARGET, Engine, assert_identical, make_engine
 from support.matrix import PROMPTS, Checker, params
+from support.targets import edit_config
 from vllm import SamplingParams
 
 from vllm_specblock.drafters.common.linear import Fp8Linear
@@ -31,6 +36,50 @@ def test_a_length_that_vllm_fits_to_the_cache(plain: Engine):
     assert_identical(engine.generate(texts, to_the_limit), plain.generate(texts, to_the_limit))
 
 
+def look_back(folder: Path) -> dict[str, str]:
+    """The example's target, which looks back 48 tokens only in every other layer."""
+    layers = json.loads((TARGET / "config.json").read_text())["num_hidden_layers"]
+    kinds = [["sliding_attention", "full_attention"][i % 2] for i in range(layers)]
+    shutil.copytree(TARGET, folder / "target")
+    edit_config(folder / "target", sliding_window=48, layer_types=kinds)
+    return {"model": str(folder / "target")}
+
+
+@pytest.mark.parametrize(
+    ("speculative", "settings"),
+    [
+        # The sweep of targets has models with windows alone.
+        pytest.param(LOOKUP, look_back, id="sliding windows"),
+        pytest.param(
+            {"num_speculative_tokens": 24},
+            lambda _: {"kv_cache_dtype": "fp8"},
+            id="KV cache of 8 bits",
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available() or not torch.cpu._is_avx512_supported(),
+                reason="vLLM has it on CPUs with AVX-512; on a GPU it is refused",
+            ),
+        ),
+    ],
+)
+def test_settings_that_change_what_is_said(speculative, settings, reference, tmp_path):
+    given = settings(tmp_path)
+    plain, ours = (make_engine(each, **given) for each in (None, speculative))
+    for temperature in (0.0, 1.0):
+        requests = params(4, temperature=temperature, max_tokens=100)
+        expected = plain.generate(PROMPTS[:4], requests)
+        usual = reference(f"four long answers, {temperature}", requests, PROMPTS[:4])
+        assert [one.tokens for (one,) in expected] != [one.tokens for (one,) in usual]
+        Checker()(ours, requests, expected, PROMPTS[:4])
+    counts = ours.speculator.counters.as_dict()
+    accepted = sum(counts[name] for name in counts if name.startswith("accepted_nodes"))
+    assert accepted > 100, "hardly a tree was right: this tested little"
+
+
+def test_a_cache_by_kinds_of_layers_is_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match="disable_hybrid_kv_cache_manager is False, but"):
+        make_engine({}, **look_back(tmp_path), disable_hybrid_kv_cache_manager=False)
+
+
 def test_long_prompts_in_chunks():
     """Thousands of tokens, with RoPE scaled beyond the trained length."""
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
@@ -51,7 +100,7 @@ def test_long_prompts_in_chunks():
     for heat in (0, 1):
         requests = params(3, temperature=heat, max_tokens=24)
         ours, theirs = (each.generate(texts, requests) for each in (engine, plain))
-        assert assert_identical(ours, theirs).tokens == 72
+        assert assert_identical(ours, theirs) == 72
     assert engine.metrics["vllm:spec_decode_num_accepted_tokens"] > 20
 
 

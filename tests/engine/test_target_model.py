@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-import torch
 from support.engines import make_engine, record_drafts, shared_engine
 from support.matrix import PROMPTS, params
 from torch import nn
@@ -22,7 +19,6 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm_specblock.config import OptionError
 from vllm_specblock.engine import target_model
 from vllm_specblock.engine.attention.backend import TreeAttentionBackend
-from vllm_specblock.engine.runner.caches import caches_of
 
 
 class OwnAttention(Attention):
@@ -89,19 +85,3 @@ def test_an_inherited_interface_counts_if_the_forward_implements_it():
     assert not target_model.hands_out_states(target(llama.LlamaModel), [0, 2])
     assert target_model.hands_out_states(target(MistralModel), [2])  # calls its parent's forward
     assert not target_model.hands_out_states(target(MiMoModel), [2])
-
-
-def test_caches_are_grouped_and_shared_caches_listed_once():
-    """Cache groups stay separate, and layers that share a cache count once."""
-
-    def layer(heads: int, cache: torch.Tensor | None = None):
-        cache = torch.zeros(4, heads, 8, 16) if cache is None else cache
-        impl = SimpleNamespace(packing=lambda cache: None)
-        return SimpleNamespace(kv_cache=cache, impl=impl)
-
-    first = layer(2)
-    layers = {"a": first, "b": layer(2), "c": layer(1), "d": layer(2, first.kv_cache)}
-    found = caches_of(layers, list(layers), {"a": 0, "b": 1, "c": 0, "d": 0})
-    addresses = [(group, [c.data_ptr() for c in caches.caches]) for group, caches in found]
-    a, b, c = (layers[name].kv_cache.data_ptr() for name in "abc")
-    assert addresses == [(0, [a]), (1, [b]), (0, [c])]

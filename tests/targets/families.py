@@ -13,10 +13,7 @@ VOCAB = 32
 class Family:
     """A model that random weights are drawn for.
 
-    Attributes:
-        config: its config.json.
-        engine: engine arguments that it needs.
-        mix: size of what layers add to the residual stream; less makes texts repeat themselves.
+    mix: size of what layers add to the residual stream; less makes texts repeat themselves.
     """
 
     config: dict[str, Any]

@@ -83,7 +83,7 @@ def _serve(family: Family, folder: Path, mode: str) -> dict[str, Any]:
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     common = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
     prompts = _prompts()
-    greedy = [SamplingParams(temperature=0.0, logprobs=2, **common) for _ in prompts]
+    greedy = [SamplingParams(temperature=0.0, **common) for _ in prompts]
     seeded = [
         SamplingParams(temperature=0.8, seed=seed, **common) for seed, _ in enumerate(prompts)
     ]
@@ -104,7 +104,6 @@ def _serve(family: Family, folder: Path, mode: str) -> dict[str, Any]:
     result = {
         "layers": _layers(runner),
         "tokens": [list(answer.token_ids) for answer in answers],
-        "gaps": [_gaps(answer.logprobs) for answer in answers],
     }
     if drafts is None:
         return result
@@ -124,12 +123,6 @@ def _prompts() -> list[list[int]]:
         book = [[draw.randrange(5, VOCAB) for _ in range(3)] for _ in range(words)]
         made.append([token for _ in range(length) for token in draw.choice(book)][:length])
     return made
-
-
-def _gaps(logprobs: Any) -> list[float]:
-    """Nats between the two most probable tokens of each step: small ones are near ties."""
-    tops = [sorted(entry.logprob for entry in step.values())[-2:] for step in logprobs or ()]
-    return [round(top[-1] - top[0], 6) for top in tops]
 
 
 def _layers(runner: Any) -> dict[str, int]:

@@ -121,16 +121,13 @@ def _reason(failed: dict[str, str]) -> dict[str, str]:
 
 
 def _differences(plain: dict[str, Any], trees: dict[str, Any]) -> str:
-    """How many tokens come before the first other one of each answer, and how near a tie it was."""
-    same = total = 0
-    near = []
-    for want, got, gaps in zip(plain["tokens"], trees["tokens"], plain["gaps"], strict=True):
-        first = next((i for i, (a, b) in enumerate(zip(want, got)) if a != b), len(want))
-        same, total = same + first, total + len(want)
-        if first < len(gaps):
-            near.append(gaps[first])
-    ties = f"; greedy gaps there {near} nats" if near else ""
-    return f"{same} of {total} tokens come before the first different one of each answer{ties}"
+    """How many tokens come before the first other one of each answer."""
+    pairs = list(zip(plain["tokens"], trees["tokens"], strict=True))
+    same = sum(
+        next((i for i, (a, b) in enumerate(zip(*pair)) if a != b), len(pair[0])) for pair in pairs
+    )
+    total = sum(len(want) for want, _ in pairs)
+    return f"{same} of {total} tokens come before the first different one of each answer"
 
 
 def in_child(log: Path, work: Any, *arguments: Any) -> dict[str, Any]:

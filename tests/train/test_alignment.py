@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from support.dense_cache import DenseCache
 from support.train_batches import lesson_of, packed
 
 from vllm_specblock.train.distributed import BatchCounts
-from vllm_specblock.train.eval.dense_cache import DenseCache
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner, Unroll, outcome
 
 COLUMNS = 24

@@ -11,8 +11,8 @@ from support.train_batches import packed
 from support.training import VOCAB, equal, history, kill_at, save_tokens, weights
 from transformers import LlamaForCausalLM
 
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train import loop
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data import shards

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.targets import edit_config, write_target
 
-from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.train.untrained import init
 
 

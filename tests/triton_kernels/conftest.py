@@ -22,6 +22,10 @@ INTERPRETED = pytest.StashKey[bool]()
 """Whether this process has interpreted kernels: of Triton's own library some traces stay."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sm", type=int, default=90, help="architecture that kernels compile for")
+
+
 def module_of(name: str) -> str:
     """The full name of the kernel module `name`, whichever room it is in."""
     (path,) = Path(triton_kernels.__file__).parent.glob(f"*/{name}.py")

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.compiled import RELOADS, SHARED, Compile, resources
 from vllm_specblock.triton_kernels.attention import attention_schedule, tree_attention
 from vllm_specblock.triton_kernels.drafting import (
     expand,
     first_block_metadata,
-    grow_level,
     later_block_metadata,
 )
 from vllm_specblock.triton_kernels.feedback import (
@@ -36,16 +36,8 @@ from vllm_specblock.triton_kernels.layers import (
     topk_tokens,
 )
 from vllm_specblock.triton_kernels.ngram import continuations, occurrences
-from vllm_specblock.triton_kernels.tree import (
-    merge_trees,
-    select_tree,
-    store_tree,
-)
-from vllm_specblock.triton_kernels.verify import (
-    accept_path,
-    build_tree_mask,
-    reallocate_drafts,
-)
+from vllm_specblock.triton_kernels.tree import merge_trees, select_tree, store_tree
+from vllm_specblock.triton_kernels.verify import accept_path, build_tree_mask, reallocate_drafts
 
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.tree import DraftTree
@@ -53,68 +45,43 @@ from vllm_specblock.tree import DraftTree
 from .conftest import INTERPRETED
 
 OWN_PROCESS = "the interpreter runs in this process; `make test` compiles in one of its own"
-CAPABILITY = 90
-SHARED_LIMIT = 99 * 1024  # bytes a block may use on the smallest GPUs of the last generations
-
-
-class Compile:
-    """Stands in for a kernel: compiles it for the arguments that it is launched with."""
-
-    def __init__(self, kernel):
-        self.kernel, self.compiled = kernel, []
-
-    def __getitem__(self, grid):
-        return self.launch
-
-    def launch(self, *positional, **named):
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource, make_backend
-        from triton.compiler import compile as triton_compile
-        from triton.runtime.jit import create_function_from_signature
-
-        kernel, target = self.kernel, GPUTarget("cuda", CAPABILITY, 32)
-        # Triton ignores a name that it does not find.
-        assert set(kernel.do_not_specialize) <= set(kernel.arg_names)
-        backend = make_backend(target)
-        # As a launch finds out what is 1, what is absent and what is aligned.
-        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        bound, found, options = bind(*positional, **named)
-        for parameter in kernel.params:
-            grouped = isinstance(bound[parameter.name], tuple)
-            assert not (grouped and parameter.do_not_specialize), "Triton heeds it for no group"
-            kind = type(bound[parameter.name])  # Triton before 3.7 looks for names in it alone
-            assert "_fields" in vars(kind) or not hasattr(kind, "_fields")
-        options, *source = kernel._pack_args(backend, named, bound, found, options)
-        source = ASTSource(kernel, *source)
-        self.compiled.append(triton_compile(source, target=target, options=options.__dict__))
+SHARED_LIMIT = min(SHARED.values())
 
 
 @pytest.fixture
-def compiler(request, monkeypatch, tmp_path):
-    """Swaps a module's kernel for a `Compile`, in a private copy of the module."""
-    if request.config.stash.get(INTERPRETED, False):
-        pytest.skip(OWN_PROCESS)
+def capability(request) -> int:
+    return request.config.getoption("sm", 90)
+
+
+@pytest.fixture
+def compiler(request, monkeypatch, tmp_path, capability):
+    """Swap the kernels of modules for a `Compile` each; all of them have to be launched."""
     triton = pytest.importorskip("triton")
-    backends = pytest.importorskip("triton.backends").backends
-    if "nvidia" not in backends:
+    if "nvidia" not in pytest.importorskip("triton.backends").backends:
         pytest.skip("this Triton cannot compile for NVIDIA GPUs")
-    if not isinstance(triton.language.max, triton.runtime.jit.JITFunction):
+    jitted, swapped = triton.runtime.jit.JITFunction, []
+    if request.config.stash.get(INTERPRETED, False) or not isinstance(triton.language.max, jitted):
         pytest.skip(OWN_PROCESS)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    swapped = []
 
-    def swap(module, name, limit=SHARED_LIMIT):
-        kernel = getattr(module, name)
-        if not isinstance(kernel, triton.runtime.jit.JITFunction):
-            pytest.skip(OWN_PROCESS)
-        stand_in = Compile(kernel)
-        monkeypatch.setattr(module, name, stand_in)
-        swapped.append((stand_in.compiled, limit))
-        return stand_in.compiled
+    def swap(*modules, limit=SHARED_LIMIT, may_spill=True) -> list[Compile]:
+        made = []
+        for module in modules:
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                if not isinstance(getattr(module, name), jitted):
+                    pytest.skip(OWN_PROCESS)
+                made.append(Compile(getattr(module, name), capability))
+                monkeypatch.setattr(module, name, made[-1])
+        swapped.extend((each, limit, may_spill) for each in made)
+        return made
 
     yield swap
-    for compiled, limit in swapped:
-        assert compiled and all(each.metadata.shared <= limit for each in compiled)
+    for each, limit, may_spill in swapped:
+        assert each.compiled, each.kernel
+        assert all(compiled.metadata.shared <= limit for compiled in each.compiled)
+        took = [] if may_spill else [resources(compiled) for compiled in each.compiled]
+        print(f"sm_{capability}", each.kernel.__name__, *took)
+        assert all(one["in_loops"] <= RELOADS.get(capability, 0) for one in took)
 
 
 def whole(*shape: int) -> torch.Tensor:
@@ -126,64 +93,54 @@ def whole(*shape: int) -> torch.Tensor:
     ("rows", "dtype"), [(2, torch.bfloat16), (20, torch.bfloat16), (64, torch.float32)], ids=str
 )
 def test_layer_shift_compiles(compiler, rows, dtype):
-    compiler(layer_shift, "_layer_shift_kernel")
+    compiler(layer_shift)
     weight = torch.empty(64, 128, dtype=dtype)
     layer_shift.layer_shift_triton(torch.empty(rows, 5, 64, dtype=dtype), weight)
 
 
-def attend(compiler, dtype, head_size, queries, requests, shared, cache_dtype=None, **rare):
-    """Compile tree attention -> programs of its first kernel."""
-    module, rows = tree_attention, torch.zeros(requests * queries + 1, dtype=torch.int32)
-    attending = compiler(module, "_tree_attention_kernel", shared)
-    if requests == 1 or "unknown_up_to" in rare:  # in splits
-        compiler(module, "_merge_splits_kernel", shared)
-    query = torch.empty(requests * queries, 32, head_size, dtype=dtype)
-    cache = torch.empty(8, 16, 8, 2 * head_size, dtype=cache_dtype or dtype).transpose(1, 2)
-    seen = module.VisibleEntries(
-        block_table=torch.zeros(requests, 2048, dtype=torch.int32),
-        query_start=rows[: requests + 1],
-        seq_len=rows[:requests],
-        prefix_len=rows[:-1],
-        prefix_from=rows[:-1] if rare.pop("window", None) else None,
-        mask_words=torch.zeros(len(query), 1, dtype=torch.int64),
-        tree_start=rows[:requests],
-    )
-    bounds = module.BatchBounds({queries}, 32768, rare.pop("unknown_up_to", 0))
-    scores = module.ScoreOptions(0.1, **rare)
-    module.tree_attention_triton(query, cache, seen, bounds, scores, torch.empty_like(query))
-    return attending
-
-
 ONE = torch.ones(())
-RARE = {
-    "plain": {},
-    "fp8": {"cache_dtype": torch.float8_e4m3fn, "key_scale": ONE, "value_scale": ONE},
-    "window and cap": {"window": True, "soft_cap": 50.0},
-    "sinks": {"sinks": torch.ones(32)},
-}
-
-
-HOPPER = 227 * 1024
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_size", "queries", "rare", "shared"),
+    ("dtype", "head_size", "queries", "smallest", "rare"),
     [
-        (torch.bfloat16, 64, 1, "window and cap", SHARED_LIMIT),
-        (torch.bfloat16, 64, 61, "sinks", HOPPER),
-        (torch.bfloat16, 128, 61, "fp8", SHARED_LIMIT),
-        (torch.bfloat16, 256, 61, "plain", SHARED_LIMIT),
-        (torch.float32, 96, 61, "plain", SHARED_LIMIT),
+        (torch.bfloat16, 128, 61, False, {}),
+        (torch.bfloat16, 64, 1, True, {"window": True, "soft_cap": 50.0}),
+        (torch.bfloat16, 64, 61, False, {"sinks": torch.ones(32)}),
+        (torch.bfloat16, 128, 61, True, {"key_scale": ONE, "value_scale": ONE}),
+        (torch.bfloat16, 256, 61, True, {}),
+        (torch.float32, 96, 61, True, {}),
     ],
-    ids=str,
+    ids=["Llama 3", "window and cap", "sinks", "fp8", "large heads", "fp32"],
 )
-def test_tree_attention_compiles(compiler, monkeypatch, dtype, head_size, queries, rare, shared):
-    monkeypatch.setattr(attention_schedule, "shared_memory", lambda device: shared)
-    attend(compiler, dtype, head_size, queries, 1, shared, **RARE[rare])
+def test_tree_attention_compiles(
+    compiler, monkeypatch, capability, dtype, head_size, queries, smallest, rare
+):
+    limit = SHARED_LIMIT if smallest else SHARED[capability]
+    monkeypatch.setattr(attention_schedule, "shared_memory", lambda device: limit)
+    monkeypatch.setattr(attention_schedule, "generation", lambda device: capability // 10)
+    compiler(tree_attention, limit=limit, may_spill=smallest or bool(rare))
+    rows, scores = torch.zeros(queries + 1, dtype=torch.int32), dict(rare)
+    query = torch.empty(queries, 32, head_size, dtype=dtype)
+    cache_dtype = torch.float8_e4m3fn if "key_scale" in rare else dtype
+    cache = torch.empty(8, 16, 8, 2 * head_size, dtype=cache_dtype).transpose(1, 2)
+    seen = tree_attention.VisibleEntries(
+        block_table=torch.zeros(1, 2048, dtype=torch.int32),
+        query_start=rows[:2],
+        seq_len=rows[:1],
+        prefix_len=rows[:-1],
+        prefix_from=rows[:-1] if scores.pop("window", None) else None,
+        mask_words=whole(queries, 1),
+        tree_start=rows[:1],
+    )
+    bounds = tree_attention.BatchBounds({queries}, 32768, 0)
+    scores = tree_attention.ScoreOptions(0.1, **scores)
+    out = torch.empty_like(query)
+    tree_attention.tree_attention_triton(query, cache, seen, bounds, scores, out)
 
 
 def test_move_kv_compiles(compiler):
-    compiler(commit, "_move_path_kernel")
+    compiler(commit)
     caches = [torch.empty(4, 2, 16, 256, dtype=torch.bfloat16) for _ in range(2)]
     path = whole(2, 12)
     rows = commit.AcceptedRows(path[:, 0], path[:, 0], path, path[0, :2].int())
@@ -195,12 +152,9 @@ def test_move_kv_compiles(compiler):
     [(torch.bfloat16, 32_000, 20, True), (torch.float32, 152_064, None, False)],
 )
 def test_read_heads_compile(compiler, dtype, vocab, scope, sharp):
-    compiler(best_of_chunks, "_best_of_chunk_kernel")
-    compiler(lm_and_rank_head, "_merge_and_rank_kernel")
-    layers = (
-        torch.nn.Linear(*size, bias=False, dtype=dtype) for size in ((64 + 15, 256), (256, 4))
-    )
-    first, second = layers
+    compiler(best_of_chunks, lm_and_rank_head)
+    sizes = (64 + 15, 256), (256, 4)
+    first, second = (torch.nn.Linear(*size, bias=False, dtype=dtype) for size in sizes)
     lm_and_rank_head.lm_and_rank_head_triton(
         torch.empty(2, 4, 64, dtype=dtype),
         torch.empty(2, 4, vocab, dtype=dtype),
@@ -217,8 +171,7 @@ def test_read_heads_compile(compiler, dtype, vocab, scope, sharp):
     [(torch.bfloat16, 32_000, 10, True), (torch.float32, 151_936, 32, False)],
 )
 def test_best_tokens_compile(compiler, dtype, vocab, width, sharp):
-    compiler(best_of_chunks, "_best_of_chunk_kernel")
-    compiler(topk_tokens, "_merge_kernel")
+    compiler(best_of_chunks, topk_tokens)
     logits = torch.empty(2, 8, vocab, dtype=dtype)
     beta = torch.ones(2) if sharp else None
     topk_tokens.topk_tokens_triton(logits, whole(vocab), width, 0.5, beta)
@@ -230,7 +183,7 @@ def test_best_tokens_compile(compiler, dtype, vocab, width, sharp):
     ids=str,
 )
 def test_fp8_linear_compiles(compiler, dtype, rows):
-    compiler(fp8_linear, "_fp8_linear_kernel")
+    compiler(fp8_linear)
     weight = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn)
     x = torch.empty(rows, 4096, dtype=dtype)
     fp8_linear.fp8_linear_triton(x, weight, torch.ones(4096), x if rows < 100 else None)
@@ -252,19 +205,17 @@ KNOWN = pytest.mark.parametrize(
 @KNOWN
 def test_feedback_compiles(compiler, num_nodes, known):
     """Calibration with requests told apart, and without; counts of one, two or no drafters."""
-    compiler(calibrate_drafts, "_learn_kernel")
+    compiler(calibrate_drafts, count_step, write_survival)
     result, heat = result_of(num_nodes, known), torch.zeros(5)
     for own in (heat, heat[:0]):
         rates = calibrate_drafts.LearnRates(-1.0, 1.0, 20.0, 500.0, 1.4, 10.0, 50.0)
         state = heat[:2], heat[2:4], own, own
         calibrate_drafts.update_calibration_triton(*state, 0, result, rates)
-    compiler(count_step, "_count_step_kernel")
     flag, size = heat[:3] > 0, result.accepted
     one = count_step.Drafted(whole(3, 3)[:, 0], None, None, size, None)
     two = count_step.Drafted(flag, flag, flag, size, heat[:3], size, None)
     for drafted in (None, one, two):
         count_step.count_step_triton(whole(30), result, drafted)
-    compiler(write_survival, "_write_survival_kernel")
     counts, steps = torch.zeros(2, 32), torch.zeros(4, num_nodes)
     write_survival.write_survival_triton(
         result.req_idx, result.score, heat[:3], counts, counts, counts[0], 4.0, 4, steps
@@ -273,7 +224,7 @@ def test_feedback_compiles(compiler, num_nodes, known):
 
 @KNOWN
 def test_record_step_compiles(compiler, num_nodes, known):
-    compiler(record_step, "_record_step_kernel")
+    compiler(record_step)
     dtype = torch.float32 if num_nodes == 12 else torch.bfloat16
     slabs = SlabTensors.empty(2, 256, 4096, 5, dtype)
     result = result_of(num_nodes, known)._replace(score=None, temperatures=None)
@@ -284,14 +235,13 @@ def test_record_step_compiles(compiler, num_nodes, known):
 
 @pytest.mark.parametrize(("count", "joins"), [(577, True), (130, False)])
 def test_select_compiles(compiler, count, joins):
-    compiler(select_tree, "_select_kernel")
+    compiler(select_tree, may_spill=False)
     key = whole(2, count)
     select_tree.select_triton(key, key, key.float(), key, key if joins else None, 60, 12)
 
 
 def test_growth_compiles(compiler):
-    starting = compiler(expand, "_attach_and_start_kernel")
-    compiler(expand, "_attach_and_select_kernel")
+    starting, _ = compiler(expand, may_spill=False)
     growing = expand.Growing(expand.TreeShape(4, 3, 4, (4, 4, 4, 4), 60), whole(4), 1)
 
     def block(rows):
@@ -301,29 +251,25 @@ def test_growth_compiles(compiler):
     starts = growing.attach(None, *block(1))
     starts = growing.attach(starts, *block(4))
     growing.attach(starts, *block(4))
-    assert len(starting) == 2
+    assert len(starting.compiled) == 2
 
 
 @pytest.mark.parametrize(
     ("depth", "top_k", "width"), [(3, 10, 8), (2, 1, 1), (3, 10, 1), (2, 32, 32)]
 )
 def test_growing_levels_compiles(compiler, depth, top_k, width):
-    growing = compiler(grow_level, "_attach_and_grow_kernel")
-    compiler(grow_level, "_attach_and_select_kernel")
-    limits = grow_level.LevelLimits(depth, top_k, width, 60)
-    levels = grow_level.GrowingLevels(limits, whole(2, 3)[:, 1])
-    said = whole(2, 1, top_k)
-    grown = levels.attach(None, None, said.float(), said)
-    for level in range(2, depth + 1):
-        said = whole(2, width, top_k)
-        there = grown.valid if level % 2 else None
-        grown = levels.attach(grown, there, said.float(), said)
-    assert len(growing) == depth - 1
+    starting, _ = compiler(expand, may_spill=False)
+    levels = expand.Growing(expand.TreeShape.levels(depth, top_k, width, 60), whole(4), 2)
+    grown = None
+    for rows in [1] + [width] * (depth - 1):
+        said = whole(2, rows, 1, top_k)
+        grown = levels.attach(grown, said.float(), said)
+    assert len(starting.compiled) == depth - 1
 
 
 @pytest.mark.parametrize("num_nodes", [1, 64, 256])
 def test_storing_and_merging_compile(compiler, num_nodes):
-    compiler(store_tree, "_store_trees_kernel")
+    compiler(store_tree, merge_trees)
     tree, column = DraftTree.empty(3, num_nodes, "cpu"), whole(3, 3)[:, 0]
     new = replace(tree, origin=tree.token.to(torch.uint8))
     kept = store_tree.KeptTrees(
@@ -332,23 +278,21 @@ def test_storing_and_merging_compile(compiler, num_nodes):
     for chain in (None, column.bool(), column):
         store_tree.store_trees_triton(column, new, kept, chain, None, tree.token)
     store_tree.store_trees_triton(tree.size, tree, kept, column, column.bool(), tree.token)
-    compiler(merge_trees, "_merge_kernel")
     for_both = vars(tree), vars(tree), num_nodes != 64
     merge_trees.merge_trees_triton(*for_both, num_nodes, 12)
 
 
 @pytest.mark.parametrize(("size", "starts", "mask_words"), [(1, 10, 1), (4, 4, 1), (8, 40, 15)])
 def test_metadata_of_blocks_compiles(compiler, size, starts, mask_words):
-    compiler(first_block_metadata, "_first_block_metadata_kernel")
+    compiler(first_block_metadata, later_block_metadata)
     first = whole(20)
     first_block_metadata.first_block_metadata_triton(
         first, first[1:], first, first[:4].int(), first[:3], size
     )
-    compiler(later_block_metadata, "_later_block_metadata_kernel")
     row, known, rows = whole(2, starts), whole(5, 3), 1 + 3 * starts
     for last, reach in ((known[:2, 0], None), (row[:, 0], whole(2, 5))):
         later_block_metadata.later_block_metadata_triton(
-            later_block_metadata.StartPointers(row, row, row.bool()),
+            expand.NextStarts(row, row, row, row, row.bool()),
             later_block_metadata.CommittedRows(known[:, 1], known[:, 1], last),
             whole(rows, size, mask_words),
             torch.zeros(2, 9, dtype=torch.int32),
@@ -356,12 +300,13 @@ def test_metadata_of_blocks_compiles(compiler, size, starts, mask_words):
             3,
             16,
             4096,
+            by_level=reach is not None,
         )
 
 
 @pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
 def test_committed_tokens_compile(compiler, known):
-    compiler(committed_tokens, "_committed_tokens_kernel")
+    compiler(committed_tokens)
     req_idx, rows = result_of(1, known).req_idx, whole(39)
     of_paths = rows[:3], rows[:3], whole(3, 13), rows[:3].int()
     text, heat = torch.zeros(5, 100, dtype=torch.int32), torch.zeros(5)
@@ -373,7 +318,7 @@ def test_committed_tokens_compile(compiler, known):
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 128), (torch.float32, 96)], ids=str)
 def test_rope_compiles(compiler, dtype, size):
-    compiled = compiler(rope, "_rotate_pair_kernel")
+    (rotating,) = compiler(rope)
     both = torch.empty(3, 5, 48, size, dtype=dtype)  # as a product leaves them
     query, key = both[..., :32, :], both[..., 32:40, :]
     keep = whole(3, 3)[:, 0]
@@ -382,25 +327,24 @@ def test_rope_compiles(compiler, dtype, size):
     rope.rotate_pair_triton(query, key, angles)
     rope.rotate_pair_triton(query[:2], key, angles, keep[:2], norms)
     # Quick sines are far off at far positions.
-    assert not [kernel for kernel in compiled if "sin.approx" in kernel.asm["ptx"]]
+    assert not any("sin.approx" in each.asm["ptx"] for each in rotating.compiled)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_norms_compile(compiler, dtype):
-    compiler(norms, "_add_norm_kernel")
+    compiler(norms)
     row, query = torch.empty(3, 1, 4096, dtype=dtype), torch.empty(1, 4, 4096, dtype=dtype)
     both, norm = torch.empty(3, 4, 8192, dtype=dtype), torch.nn.RMSNorm(4096, 1e-5, dtype=dtype)
     keep = whole(2, 3)[:, 0]
     norms.add_norm_triton(row, query, norm)
     norms.add_norm_triton(both[..., 4096:], both[:2, :, :4096], norm, keep)
-    compiler(norms, "_norm_pair_kernel")
     norms.norm_pair_triton(row[0], query[0, :2], norm, norm, None)
     norms.norm_pair_triton(row[0], row[:2, 0], norm, norm, keep.contiguous())
 
 
 @pytest.mark.parametrize("num_nodes", [1, 256])
 def test_verification_compiles(compiler, num_nodes):
-    compiler(build_tree_mask, "_build_tree_mask_kernel")
+    compiler(build_tree_mask, accept_path, reallocate_drafts)
     row, slot, depth = whole(16), whole(3, 3)[:, 0], whole(5, num_nodes + 1)
     start, ancestors = row[:4].int(), whole(5, num_nodes + 1, num_nodes // 64 + 1)
     build_tree_mask.build_tree_mask_triton(
@@ -409,7 +353,6 @@ def test_verification_compiles(compiler, num_nodes):
         ancestors,
         build_tree_mask.MaskTensors(row.int(), ancestors[0], start[:3], row, row),
     )
-    compiler(accept_path, "_accept_path_kernel")
     accept_path.accept_path_triton(
         accept_path.DrawnRows(row.int(), row, start, slot),
         whole(5, num_nodes).int(),
@@ -418,7 +361,6 @@ def test_verification_compiles(compiler, num_nodes):
         whole(5, 9),
         row[:5].int(),
     )
-    compiler(reallocate_drafts, "_reallocate_drafts_kernel")
     starts, confidence = row[:9].int(), torch.zeros(5, num_nodes)
     reallocate_drafts.reallocate_drafts_triton(
         confidence, row[:3], whole(2, 3).int(), 1, 1, starts, starts
@@ -426,18 +368,17 @@ def test_verification_compiles(compiler, num_nodes):
 
 
 def test_device_clock_compiles(compiler):
-    for name, launch in (("_begin", "begin_span_triton"), ("_end", "end_span_triton")):
-        compiled = compiler(device_clock, f"{name}_kernel")
-        getattr(device_clock, launch)(whole(3))
-        assert "globaltimer" in compiled[0].asm["ptx"]
+    spans = compiler(device_clock)
+    device_clock.begin_span_triton(whole(3))
+    device_clock.end_span_triton(whole(3))
+    assert all("globaltimer" in each.compiled[0].asm["ptx"] for each in spans)
 
 
 @pytest.mark.parametrize(
     ("width", "branches", "depth"), [(1024, 8, 16), (32_768, 1, 1), (1 << 20, 32, 8)]
 )
 def test_following_compiles(compiler, width, branches, depth):
-    compiler(occurrences, "_occurrences_kernel")
-    compiler(continuations, "_follow_kernel")
+    compiler(occurrences, continuations)
     table, known = torch.zeros(1, width, dtype=torch.int32), whole(1, 3)
     texts = occurrences.Texts(table, known[:, 0], known[0], known[:, 1])
     how = continuations.Following(1, 8, branches, depth, 60, 0.32, 1.2, 4096, 1024)
@@ -446,6 +387,6 @@ def test_following_compiles(compiler, width, branches, depth):
 
 @pytest.mark.parametrize("width", [3, 8192])
 def test_masking_holes_compiles(compiler, width):
-    compiler(mask_holes, "_mask_holes_kernel")
+    compiler(mask_holes)
     row, table = whole(2), torch.zeros(2, width, dtype=torch.int32)
     mask_holes.mask_holes_triton(whole(9), table, row, row, 16, row, row)

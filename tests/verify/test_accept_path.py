@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trees import nodes, path_to, to_tree
+from support.trees import nodes, path_to, prefix, to_tree
 
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path, accept_path_rows
 
@@ -86,7 +86,7 @@ def test_longest_matching_path_over_several_words(size, vocab):
 
 
 def test_no_nodes_at_all():
-    tree = to_tree([[]], 1).prefix(0)
+    tree = prefix(to_tree([[]], 1), 0)
     accepted_paths = run(tree, torch.ones(1, 0, dtype=torch.bool), torch.tensor([[4]]), 0)
     assert accepted_paths.accepted.tolist() == [0] and accepted_paths.output.tolist() == [[4]]
 

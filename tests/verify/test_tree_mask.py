@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.tree import ancestor_words
+from vllm_specblock.tree import climb
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
 
 PARENT = [[0, 0, 1], [0, 1, 2]]  # slot 0: two children, and one's child; slot 1: a chain
@@ -25,7 +25,7 @@ def seen():
     )
     tree_mask = TreeMask(10, 3, 3, torch.device("cpu"))
     tree_mask.mask_words[:8] = -1  # of a former, larger batch
-    ancestors = ancestor_words(torch.tensor(PARENT, dtype=torch.int32))
+    ancestors, _ = climb(torch.tensor(PARENT, dtype=torch.int32))
     tree_mask.fill(rows, torch.tensor(DEPTH), ancestors)
     return tree_mask
 

@@ -133,12 +133,10 @@ def _read(
     TILE: tl.constexpr,  # TileConstants
     READ: tl.constexpr,  # ReadConstants
 ):
-    """The entries start … stop-1: with a mask before `open`, without one up to `shut`, with one
-    from there on.
+    """Read the entries start … stop-1, without a mask from `open` to `shut`.
 
-    WHOLE: these are several splits of `length` entries, the last one maybe less. Each is summed up
-    by itself and folded in its turn. One loop over all of them keeps the next entries on their
-    way across a border; a loop for each would wait for memory anew.
+    WHOLE: these are several splits of `length` entries, each folded in its turn. One loop over all
+    of them keeps loads in flight across a border.
     """
     state = empty_state(TILE.BLOCK_M, TILE.BLOCK_D)
     merged = state

@@ -11,7 +11,7 @@ The CPU modules of this folder need numba, which vLLM installs.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,9 @@ from .cpu_attention_loop import (
 )
 from .cpu_packing import ELEMENTS, GROUP, Packing
 from .cpu_threads import team_size
+
+if TYPE_CHECKING:
+    from .tree_attention import ScoreOptions
 
 _LEAST_WORK = 2048
 """Rows × entries of one KV head that justify a thread: some 5 µs."""
@@ -117,6 +120,46 @@ class LayerCall:
         self.loop(self.address, self.threads)
 
 
+def attend_batch(
+    batch: Any,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    packing: Packing,
+    window: int | None,
+    options: ScoreOptions,
+    causal_elsewhere: bool,
+) -> torch.Tensor:
+    """Run the attention of one layer; arguments as in `TreeAttentionBatch.attend`."""
+    kv_heads = packing.kv_heads
+    group = query.shape[1] // kv_heads
+
+    def make() -> PackedSchedule:
+        left_out = batch.causal() if causal_elsewhere else None
+        seen = batch.see(window)
+        return plan_packed(
+            _rows(batch, seen.mask_words), group, kv_heads, left_out, seen.prefix_from
+        )
+
+    plan = batch.once((window, group, kv_heads, causal_elsewhere), make)
+    scale, value_scale = options.scale, 1.0
+    if options.key_scale is not None and options.value_scale is not None:
+        scale *= options.key_scale.item()  # a host tensor
+        value_scale = options.value_scale.item()  # a host tensor
+    scores = scale, out, options.soft_cap, value_scale, options.sinks
+    return attend_packed(query, kv_cache, packing, batch.block_table, plan, *scores)
+
+
+def causal_requests(batch: Any) -> np.ndarray:
+    """Return [R] bool, requests with causal rows only; computed once per batch."""
+    return batch.once("causal", lambda: find_causal(*_rows(batch, batch.mask_words)))
+
+
+def _rows(batch: Any, mask_words: torch.Tensor) -> Rows:
+    tensors = batch.seq_len, batch.prefix_len, mask_words, batch.tree_start
+    return rows_of(batch.query_start_host, *tensors)
+
+
 def rows_of(
     query_start: list[int],
     seq_len: torch.Tensor,
@@ -126,10 +169,7 @@ def rows_of(
 ) -> Rows:
     """Return numpy views for numba; only `query_start` is copied."""
     tensors = seq_len[: len(query_start) - 1], prefix_len, mask_words, tree_start
-    return Rows(
-        np.array(query_start, dtype=np.int64),
-        *(x.numpy() for x in tensors),  # a host tensor each
-    )
+    return Rows(np.array(query_start), *(x.numpy() for x in tensors))  # a host tensor each
 
 
 def plan_packed(

@@ -113,9 +113,13 @@ def tree_attention_triton(
         if not launch.whole:
             tiles = launch.requests * num_kv_heads * launch.slots
             if workspace is None:
-                workspace = query.new_empty(
-                    workspace_size(launches, num_kv_heads, head_size), dtype=torch.float32
+                # At most PROGRAMS · MAX_SPLITS tiles: 130 MiB for 128 rows of head size 128.
+                size = max(
+                    each.requests * num_kv_heads * each.slots * each.tile.rows * (block_d + 2)
+                    for each in launches
+                    if not each.whole
                 )
+                workspace = query.new_empty(size, dtype=torch.float32)
             partial = workspace[: tiles * block_m * block_d]
             stats = workspace[tiles * block_m * block_d :]
         tile_constants = TileConstants(
@@ -139,7 +143,7 @@ def tree_attention_triton(
         )
         # One more program row clears the tokens past query_start[R].
         slots = launch.tiles if launch.whole else launch.slots
-        whole_from = launch.whole_from or None
+        serves = launch.above, launch.up_to, launch.whole_from or None
         _tree_attention_kernel[(slots, launch.requests + last, num_kv_heads)](
             query,
             kv_cache,
@@ -151,9 +155,7 @@ def tree_attention_triton(
             num_tokens,
             num_requests,
             bounds.max_seq_len,
-            launch.above,
-            launch.up_to,
-            whole_from,
+            *serves,
             scores.scale,
             scores.soft_cap,
             strides,
@@ -173,9 +175,7 @@ def tree_attention_triton(
                 partial,
                 stats,
                 bounds.max_seq_len,
-                launch.above,
-                launch.up_to,
-                whole_from,
+                *serves,
                 launch.slots,
                 out_strides,
                 tile_constants,
@@ -183,16 +183,3 @@ def tree_attention_triton(
                 num_stages=1,
             )
     return out
-
-
-def workspace_size(launches: list[cut.Launch], num_kv_heads: int, head_size: int) -> int:
-    """Return the size of the workspace that the launches share, in fp32 elements.
-
-    At most PROGRAMS · MAX_SPLITS tiles: 130 MiB for 128 rows of head size 128.
-    """
-    block_d = max(next_power_of_2(head_size), 16)
-    return max(
-        launch.requests * num_kv_heads * launch.slots * launch.tile.rows * (block_d + 2)
-        for launch in launches
-        if not launch.whole
-    )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import cache
 from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +15,6 @@ from .tree_attention_reference import tree_attention
 if TYPE_CHECKING:  # they need numba
     import numpy as np
 
-    from .cpu_attention import PackedSchedule, Rows
     from .cpu_packing import Packing
 
 
@@ -33,19 +30,8 @@ def packing_on_cpu(kv_cache: torch.Tensor, amx: bool | None = None) -> Packing |
     return packing_of(kv_cache, torch.cpu._is_amx_tile_supported() if amx is None else amx)
 
 
-@cache
-def _loops() -> ModuleType:
-    """What needs numba."""
-    from . import cpu_attention
-
-    return cpu_attention
-
-
 class TreeAttentionBatch:
-    """Queries of R requests in order, and their visible entries.
-
-    Query t of request r sees cache entries 0 … prefix_len[t] − 1 of its request, and entry
-    tree_start[r] + j if bit j of mask_words[t] is set.
+    """Queries of R requests in order, and their visible entries by the rule of `tree_attention.py`.
 
     Args (T queries, R requests, W words):
         block_table: [R, max blocks] int32.
@@ -89,9 +75,7 @@ class TreeAttentionBatch:
     @property
     def bounds(self) -> BatchBounds:
         """Host numbers that determine the launches."""
-        longest, lengths = self.max_query_len, self.host_lens
-        if self.unknown_up_to:
-            lengths = set()
+        longest, lengths = self.max_query_len, set() if self.unknown_up_to else self.host_lens
         query_lens = {longest, *(length for length in lengths if length < longest)}
         return BatchBounds(query_lens, self.max_seq_len, self.unknown_up_to)
 
@@ -121,29 +105,21 @@ class TreeAttentionBatch:
         """
         if out is None:
             out = torch.empty_like(query)
-        if packing is not None:
-            group = query.shape[1] // packing.kv_heads
-            plan = self._plan_packed(window, group, packing.kv_heads, causal_elsewhere)
-            value_factor = 1.0
-            if key_scale is not None and value_scale is not None:
-                scale *= key_scale.item()  # a host tensor
-                value_factor = value_scale.item()  # a host tensor
-            return _loops().attend_packed(
-                query,
-                kv_cache,
-                packing,
-                self.block_table,
-                plan,
-                scale,
-                out,
-                soft_cap,
-                value_factor,
-                sinks,
-            )
         options = ScoreOptions(scale, soft_cap, key_scale, value_scale, sinks)
-        return tree_attention(query, kv_cache, self._see(window), self.bounds, options, out)
+        if packing is not None:
+            from .cpu_attention import attend_batch
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+            how = packing, window, options, causal_elsewhere
+            return attend_batch(self, query, kv_cache, out, *how)
+        return tree_attention(query, kv_cache, self.see(window), self.bounds, options, out)
+
+    def causal(self) -> np.ndarray:
+        """Return [R] bool, requests with causal rows only; on a CPU."""
+        from .cpu_attention import causal_requests
+
+        return causal_requests(self)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return a value that all layers of a kind share; the first one computes it."""
         if self.plan is None:
             self.plan = {}
@@ -151,39 +127,17 @@ class TreeAttentionBatch:
             self.plan[key] = make()
         return self.plan[key]
 
-    def _see(self, window: int | None) -> VisibleEntries:
+    def see(self, window: int | None) -> VisibleEntries:
         """Return the visible entries under `window`."""
 
         def make() -> VisibleEntries:
             prefix_from, mask_words = None, self.mask_words
             if window is not None:
                 prefix_from, mask_words = see_last(self.prefix_len, mask_words, window)
-            tables = self.block_table, self.query_start, self.seq_len
-            return VisibleEntries(
-                *tables, self.prefix_len, prefix_from, mask_words, self.tree_start
-            )
+            tables = self.block_table, self.query_start, self.seq_len, self.prefix_len
+            return VisibleEntries(*tables, prefix_from, mask_words, self.tree_start)
 
-        return self._once(window, make)
-
-    def causal(self) -> np.ndarray:
-        """Return [R] bool, requests with causal rows only; on a CPU."""
-        return self._once("causal", lambda: _loops().find_causal(*self._rows(self.mask_words)))
-
-    def _plan_packed(
-        self, window: int | None, group: int, kv_heads: int, causal_elsewhere: bool
-    ) -> PackedSchedule:
-        def make() -> PackedSchedule:
-            left_out = self.causal() if causal_elsewhere else None
-            seen = self._see(window)
-            rows = self._rows(seen.mask_words)
-            return _loops().plan_packed(rows, group, kv_heads, left_out, seen.prefix_from)
-
-        return self._once((window, group, kv_heads, causal_elsewhere), make)
-
-    def _rows(self, mask_words: torch.Tensor) -> Rows:
-        return _loops().rows_of(
-            self.query_start_host, self.seq_len, self.prefix_len, mask_words, self.tree_start
-        )
+        return self.once(window, make)
 
 
 def see_last(

@@ -1,5 +1,6 @@
-"""Rank-guided expansion, one launch per block of the drafter, one program per request.
+"""Tree growth in one launch per block of the drafter, one program per request.
 
+It is SpecBlock's rank-guided expansion, and with blocks of one position EAGLE-2's growth by levels.
 The torch reference is `vllm_specblock.drafters.specblock.growth.Expansion`, bit for bit except
 invalid starts.
 """
@@ -37,6 +38,7 @@ class TreeShape:
         branching: children per rank bucket; at a position of 0 only the chain's own node is
             attached, and no block starts.
         budget: N, nodes of the tree.
+        by_level: a block starts from nodes of the block before it only, and no two texts are equal.
 
     Raises:
         ValueError: paths of more than 255 tokens.
@@ -47,6 +49,7 @@ class TreeShape:
     num_starts: int
     branching: tuple[int, int, int, int]
     budget: int
+    by_level: bool = False
 
     def __post_init__(self) -> None:
         if self.max_depth > MAX_DEPTH:
@@ -54,6 +57,11 @@ class TreeShape:
                 f"{self.num_blocks} blocks of {self.block_size} positions draft paths of "
                 f"{self.max_depth} tokens, but at most {MAX_DEPTH} are supported."
             )
+
+    @classmethod
+    def levels(cls, depth: int, top_k: int, width: int, budget: int) -> TreeShape:
+        """EAGLE-2: `depth` levels, `top_k` children of a row, `width` rows from level 2 on."""
+        return cls(1, depth, width, (top_k,) * 4, budget, by_level=True)
 
     @property
     def width(self) -> int:
@@ -76,7 +84,7 @@ class TreeShape:
 
     def rows(self, blocks: int) -> int:
         """Drafted rows of `blocks` blocks: the drafting row, and S per further block."""
-        return 1 + (blocks - 1) * self.num_starts
+        return 1 + (blocks - 1) * self.num_starts if blocks else 0
 
 
 class Growing:
@@ -106,7 +114,7 @@ class Growing:
         starts: NextStarts | None,
         logprob: torch.Tensor,
         token: torch.Tensor,
-        bucket: torch.Tensor,
+        bucket: torch.Tensor | None = None,
     ) -> NextStarts | TreeTensors:
         """Hang a block under its starts; return the next starts, or at last the trees.
 
@@ -114,67 +122,77 @@ class Growing:
             starts: what the last call returned; None in block 1.
             logprob: [R, rows, K, B] fp32, best first; 1 row in block 1, then S.
             token: [R, rows, K, B] int64, target vocabulary.
-            bucket: [R, rows, K] int64, 0 to 3.
+            bucket: [R, rows, K] int64, 0 to 3; None: every position has B children.
         """
         self.block += 1
         shape, device, block = self.shape, self.score.device, self.block
-        last = block == shape.num_blocks
-        grown = (self.num_requests, shape.num_starts)
+        last, done = block == shape.num_blocks, shape.rows(block - 1)
+        rows, count = shape.rows(block) - done, shape.count(block)
         # Block 1 reads no starts.
         node, valid = (self.branching,) * 2 if starts is None else (starts.node, starts.valid)
-        count = shape.count(block)
-        rows = 1 if block == 1 else shape.num_starts
         drafts = BlockDrafts(
             logprob.contiguous(),
             token.contiguous(),
-            bucket.contiguous(),
+            None if bucket is None else bucket.contiguous(),
             self.branching,
             node.contiguous(),
             valid.contiguous(),
         )
+        # tl.topk needs two values at least in Triton 3.6.
+        slots = max(2, next_power_of_2(shape.num_starts))
         constants = BlockConstants(
-            BLOCK=block,
+            ROOT=starts is None,
             BLOCKS=shape.num_blocks,
             C=shape.candidates,
             ROWS=rows,
             K=shape.block_size,
             B=shape.width,
             S=shape.num_starts,
-            CELLS=next_power_of_2(rows * shape.block_size * shape.width),
+            CELLS=max(slots, next_power_of_2(rows * shape.block_size * shape.width)),
+            STARTED=0 if last or shape.by_level else (block - 1) * shape.num_starts,
+            REOPENS=not last and not shape.by_level,
         )
-        kept, size = (self.fields, self.score, self.started), self.score.numel()
-        grid, num_warps = (self.num_requests,), warps_for(count)
+        kept, numbers = (self.fields, self.score, self.started), (self.score.numel(), done)
+        grid = (self.num_requests,)
         if last:
             tree = TreeTensors.empty(self.num_requests, shape.budget, self.fields[5])
-            select = select_constants(count, shape.budget, shape.max_depth)
             if self.num_requests:
                 _attach_and_select_kernel[grid](
-                    drafts, *kept, tree, size, constants, select, num_warps=num_warps
+                    drafts,
+                    *kept,
+                    tree,
+                    *numbers,
+                    constants,
+                    JOINS=not shape.by_level,
+                    SELECT=select_constants(count, shape.budget, shape.max_depth),
+                    num_warps=warps_for(count),
                 )
             return tree
-        dtypes = (*[torch.int64] * 4, torch.bool)
-        next_starts = NextStarts._make([torch.empty(grown, dtype=x, device=device) for x in dtypes])
+        size, dtypes = (self.num_requests, shape.num_starts), (*[torch.int64] * 4, torch.bool)
+        next_starts = NextStarts._make([torch.empty(size, dtype=x, device=device) for x in dtypes])
         if self.num_requests:
+            # The levels after the first are one program, whichever their number.
+            looks_at = constants.CELLS if shape.by_level else count
             _attach_and_start_kernel[grid](
                 drafts,
                 *kept,
                 next_starts,
-                size,
+                *numbers,
                 constants,
-                COUNT=count,
-                PLACES=max(next_power_of_2(count), next_power_of_2(shape.num_starts)),
-                STARTS=max(2, next_power_of_2(shape.num_starts)),  # 3.6 has no top 1
-                num_warps=num_warps,
+                COUNT=0 if shape.by_level else count,
+                PLACES=max(next_power_of_2(looks_at), slots),
+                STARTS=slots,
+                num_warps=1 if shape.by_level and looks_at <= 128 else warps_for(looks_at),
             )
         return next_starts
 
 
 class BlockDrafts(NamedTuple):
-    """A block's tokens and starting candidates."""
+    """A block's tokens and starts, contiguous."""
 
     top_logprob: torch.Tensor  # [R, ROWS, K, B] fp32
     top_token: torch.Tensor  # [R, ROWS, K, B] int64
-    bucket: torch.Tensor  # [R, ROWS, K] int64
+    bucket: torch.Tensor | None  # [R, ROWS, K] int64
     branching: torch.Tensor  # [4] int64
     start_node: torch.Tensor  # [R, S] int64
     start_valid: torch.Tensor  # [R, S] bool
@@ -183,7 +201,7 @@ class BlockDrafts(NamedTuple):
 class BlockConstants(NamedTuple):
     """What a launch is compiled for; letters as in `TreeShape`, C: all candidates of a request."""
 
-    BLOCK: int
+    ROOT: bool  # block 1
     BLOCKS: int
     C: int
     ROWS: int
@@ -191,6 +209,8 @@ class BlockConstants(NamedTuple):
     B: int
     S: int
     CELLS: int  # >= ROWS · K · B
+    STARTED: int  # texts that blocks have started from, and that start no other one
+    REOPENS: bool  # later blocks may start from any block's nodes
 
 
 class NextStarts(NamedTuple):
@@ -213,15 +233,19 @@ def _attach_block(
     score_ptr,  # [C] fp32
     started_ptr,  # [max(1, BLOCKS-2), S] int64, one request's
     request,  # int64
+    done,  # drafted rows of earlier blocks
     GROW: tl.constexpr,  # BlockConstants
-    ROOT: tl.constexpr = ROOT_HASH,
+    ROOT_TEXT: tl.constexpr = ROOT_HASH,
     DEPTH: tl.constexpr = _DEPTH_BITS,
     DEPTH_ONE: tl.constexpr = DEPTH_ONE,
     FACTOR: tl.constexpr = PATH_FACTOR,
     FIRST: tl.constexpr = FIRST,
     CLOSED: tl.constexpr = CLOSED,
 ):
-    """One caterpillar per row: a chain of top-1 tokens, each with its siblings."""
+    """Attach one caterpillar per row: a chain of top-1 tokens, each with its siblings.
+
+    Returns [CELLS] int64, the candidates' keys as starts; where there is none, the last is closed.
+    """
     path_hash_ptr, key_ptr, parent_ptr = (
         token_ptr + size,
         token_ptr + 2 * size,
@@ -230,17 +254,16 @@ def _attach_block(
     cell = tl.arange(0, GROW.CELLS)
     inside = cell < GROW.ROWS * GROW.K * GROW.B
     row, position, branch = cell // (GROW.K * GROW.B), cell // GROW.B % GROW.K, cell % GROW.B
-    if GROW.BLOCK == 1:
+    if GROW.ROOT:
         tl.store(token_ptr, 0)
-        tl.store(path_hash_ptr, ROOT)
+        tl.store(path_hash_ptr, ROOT_TEXT)
         tl.store(key_ptr, 0)
         tl.store(parent_ptr, 0)
         tl.store(score_ptr, 0.0)
         node = tl.full([GROW.CELLS], 0, tl.int64)
         total = tl.full([GROW.CELLS], 0.0, tl.float32)
-        text = tl.full([GROW.CELLS], ROOT, tl.int64)
+        text = tl.full([GROW.CELLS], ROOT_TEXT, tl.int64)
         above = tl.full([GROW.CELLS], 0, tl.int64)
-        first_cell = 1
     else:
         start = request * GROW.ROWS + row
         node = tl.load(drafts.start_node + start, mask=inside, other=0)
@@ -248,12 +271,10 @@ def _attach_block(
         total = tl.where(valid, tl.load(score_ptr + node), float("-inf"))
         text = tl.load(path_hash_ptr + node)
         above = tl.load(key_ptr + node) & DEPTH
-        first_cell = 1 + (1 + (GROW.BLOCK - 2) * GROW.S) * GROW.K * GROW.B
-        if GROW.BLOCK < GROW.BLOCKS:
+        if GROW.REOPENS:
             # The root is not a start.
-            begun = started_ptr + (GROW.BLOCK - 2) * GROW.S + row
             begins = inside & (cell % (GROW.K * GROW.B) == 0)
-            tl.store(begun, tl.where(valid, text, ROOT), mask=begins)
+            tl.store(started_ptr + done - 1 + row, tl.where(valid, text, ROOT_TEXT), mask=begins)
 
     line = (request * GROW.ROWS + row) * GROW.K
     for j in range(GROW.K):  # in the order of the chain, as the reference adds
@@ -261,13 +282,15 @@ def _attach_block(
         which = tl.where(j < position, 0, branch)
         gain = tl.load(drafts.top_logprob + (line + j) * GROW.B + which, mask=ahead, other=0.0)
         word = tl.load(drafts.top_token + (line + j) * GROW.B + which, mask=ahead, other=0)
-        width = tl.load(drafts.branching + tl.load(drafts.bucket + line + j, mask=inside, other=0))
+        if drafts.bucket is not None:
+            level = tl.load(drafts.bucket + line + j, mask=inside, other=0)
+            width = tl.maximum(tl.load(drafts.branching + level), 1)
+            gain = tl.where(which < width, gain, float("-inf"))
         # Rounding may leave a certain token's log-probability above 0.
-        gain = tl.minimum(tl.where(which < tl.maximum(width, 1), gain, float("-inf")), 0.0)
-        total = tl.where(ahead, total + gain, total)
+        total = tl.where(ahead, total + tl.minimum(gain, 0.0), total)
         text = tl.where(ahead, word + text * FACTOR, text)
 
-    index = first_cell + cell
+    index = 1 + done * (GROW.K * GROW.B) + cell
     tie = above + (position + 1).to(tl.int64) * DEPTH_ONE + index
     rank = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
     own = tl.load(drafts.top_token + line * GROW.B + cell % (GROW.K * GROW.B), mask=inside, other=0)
@@ -275,21 +298,23 @@ def _attach_block(
     tl.store(path_hash_ptr + index, text, mask=inside)
     tl.store(key_ptr + index, rank, mask=inside)
     tl.store(score_ptr + index, total, mask=inside)
-    tl.store(
-        parent_ptr + index, tl.where(position == 0, node, index - branch - GROW.B), mask=inside
-    )
-    if GROW.BLOCK < GROW.BLOCKS:
+    chained = index - branch - GROW.B
+    tl.store(parent_ptr + index, tl.where(position == 0, node, chained), mask=inside)
+    open_key = rank
+    if drafts.bucket is not None:
         level = tl.load(drafts.bucket + line + position, mask=inside, other=0)
-        width = tl.load(drafts.branching + level)
-        open_key = tl.where(width > 0, rank, rank | CLOSED)
+        open_key = tl.where(tl.load(drafts.branching + level) > 0, rank, rank | CLOSED)
+    if GROW.REOPENS:
         # The main chain goes on from row 0 of every block, which starts at its last end.
         chain_end = cell == (GROW.K - 1) * GROW.B
         open_key = tl.where(chain_end, open_key | FIRST, open_key)
         tl.store(token_ptr + 4 * size + index, open_key, mask=inside)
     tl.debug_barrier()
+    final = (done + GROW.ROWS) * (GROW.K * GROW.B)
+    return tl.where(inside, open_key, final.to(tl.int64) | CLOSED)
 
 
-@jit(do_not_specialize=["size"])
+@jit(do_not_specialize=["size", "done"])
 def _attach_and_start_kernel(
     drafts,  # BlockDrafts
     fields_ptr,  # [6, R, C] int64
@@ -297,29 +322,25 @@ def _attach_and_start_kernel(
     started_ptr,  # [R, max(1, BLOCKS-2), S] int64
     starts,  # NextStarts
     size,  # R · C
+    done,  # drafted rows of earlier blocks
     GROW: tl.constexpr,  # BlockConstants
-    COUNT: tl.constexpr,  # candidates so far
+    COUNT: tl.constexpr,  # candidates so far; not read unless some texts have started blocks
     PLACES: tl.constexpr,  # >= COUNT
     STARTS: tl.constexpr,  # >= S
     CLOSED: tl.constexpr = CLOSED,
     INDEX: tl.constexpr = INDEX_BITS,
 ):
-    """Attach block BLOCK, and choose the S best nodes as starts, each text once."""
+    """Attach a block, and choose the S best nodes as starts, each text once."""
     request = tl.program_id(0).to(tl.int64)
     token = fields_ptr + request * GROW.C
-    path_hash, key = token + size, token + 2 * size
-    may_start, scratch = token + 4 * size, token + 5 * size
     score_ptr += request * GROW.C
     started_ptr += request * (max(GROW.BLOCKS - 2, 1) * GROW.S)
-    _attach_block(drafts, token, size, score_ptr, started_ptr, request, GROW)
-
-    place = tl.arange(0, PLACES)
-    inside = (place > 0) & (place < COUNT)
-    # Too few candidates: the last one, closed, fills the starts.
-    closed = tl.minimum(tl.maximum(place, 1), COUNT - 1).to(tl.int64) | CLOSED
-    open_key = tl.load(may_start + place, mask=inside, other=0)
-    open_key = tl.where(inside, open_key, closed)
-    if GROW.BLOCK > 1:
+    open_key = _attach_block(drafts, token, size, score_ptr, started_ptr, request, done, GROW)
+    if GROW.STARTED > 0:
+        path_hash, key = token + size, token + 2 * size
+        may_start, scratch = token + 4 * size, token + 5 * size
+        place = tl.arange(0, PLACES)
+        inside = (place > 0) & (place < COUNT)
         _, candidate, rank, leader = by_text(key, path_hash, COUNT, PLACES, True)
         best = (leader == rank).to(tl.int64)
         at = tl.gather(candidate, rank, 0)
@@ -327,9 +348,12 @@ def _attach_and_start_kernel(
         tl.debug_barrier()
         text = tl.load(path_hash + place, mask=inside, other=0)
         free = tl.load(scratch + place, mask=inside, other=0) != 0
-        for s in range((GROW.BLOCK - 1) * GROW.S):
+        for s in range(GROW.STARTED):
             free = free & (text != tl.load(started_ptr + s))
-        open_key = tl.where(free, open_key, closed)
+        # Too few candidates: the last one, closed, fills the starts.
+        closed = tl.minimum(tl.maximum(place, 1), COUNT - 1).to(tl.int64) | CLOSED
+        open_key = tl.load(may_start + place, mask=inside, other=0)
+        open_key = tl.where(inside & free, open_key, closed)
     # Complemented: the largest are then the smallest keys, in ascending order.
     chosen = ~tl.topk(~open_key, STARTS)
     slot = tl.arange(0, STARTS)
@@ -343,7 +367,7 @@ def _attach_and_start_kernel(
     tl.store(starts.valid + out, chosen < CLOSED, mask=slot < GROW.S)
 
 
-@jit(do_not_specialize=["size"])
+@jit(do_not_specialize=["size", "done"])
 def _attach_and_select_kernel(
     drafts,  # BlockDrafts
     fields_ptr,  # [6, R, C] int64
@@ -351,7 +375,9 @@ def _attach_and_select_kernel(
     started_ptr,  # [R, max(1, BLOCKS-2), S] int64
     tree,  # TreeTensors
     size,  # R · C
+    done,  # drafted rows of earlier blocks
     GROW: tl.constexpr,  # BlockConstants
+    JOINS: tl.constexpr,  # texts may be equal
     SELECT: tl.constexpr,  # SelectConstants
 ):
     """Attach the last block, and build the tree."""
@@ -359,5 +385,5 @@ def _attach_and_select_kernel(
     token = fields_ptr + request * GROW.C
     path_hash, key, parent = token + size, token + 2 * size, token + 3 * size
     score_ptr += request * GROW.C
-    _attach_block(drafts, token, size, score_ptr, started_ptr, request, GROW)
-    select_part(token, parent, score_ptr, key, path_hash, tree, request, JOINS=True, SELECT=SELECT)
+    _attach_block(drafts, token, size, score_ptr, started_ptr, request, done, GROW)
+    select_part(token, parent, score_ptr, key, path_hash, tree, request, JOINS, SELECT)

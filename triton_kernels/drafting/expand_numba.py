@@ -1,4 +1,4 @@
-"""Rank-guided expansion for CPUs, one call per block of the drafter.
+"""Tree growth for CPUs, one call per block of the drafter.
 
 See `expand.py`; the torch reference is `vllm_specblock.drafters.specblock.growth.Expansion`, bit
 for bit except invalid starts.
@@ -33,7 +33,7 @@ class CompiledGrowing(Growing):
         starts: NextStarts | None,
         logprob: torch.Tensor,
         token: torch.Tensor,
-        bucket: torch.Tensor,
+        bucket: torch.Tensor | None = None,
     ) -> NextStarts | TreeTensors:
         self.block += 1
         shape, requests, block = self.shape, self.num_requests, self.block
@@ -42,6 +42,8 @@ class CompiledGrowing(Growing):
             valid = torch.ones(requests, 1, dtype=torch.bool)
         else:
             node, valid = starts.node, starts.valid
+        if bucket is None:
+            bucket = token.new_zeros(token.shape[:3])
         fields = (*self.fields[:5].numpy(), self.score.numpy(), self.started.numpy())
         given = (node, valid, logprob.float(), token, bucket)
         _attach_block(
@@ -49,12 +51,13 @@ class CompiledGrowing(Growing):
             self.branching.numpy(),
             *(x.detach().contiguous().numpy() for x in given),
             block,
-            shape.count(block - 1) if block > 1 else 1,
-            block < shape.num_blocks,
+            shape.count(block - 1),
+            block < shape.num_blocks and not shape.by_level,
         )
         if block == shape.num_blocks:
             own, path_hash, key, parent = self.fields[:4]
-            return select_numba(own, parent, self.score, key, path_hash, shape.budget)
+            texts = None if shape.by_level else path_hash
+            return select_numba(own, parent, self.score, key, texts, shape.budget)
         size = requests, shape.num_starts
         next_starts = [torch.empty(size, dtype=torch.int64) for _ in range(4)]
         next_starts.append(torch.empty(size, dtype=torch.bool))
@@ -63,7 +66,8 @@ class CompiledGrowing(Growing):
             *fields[4:5],
             fields[6],
             *(x.numpy() for x in next_starts),
-            block,
+            1 if shape.by_level else block,
+            shape.count(block - 1) if shape.by_level else 1,
             shape.count(block),
             shape.block_size,
             shape.width,
@@ -88,7 +92,7 @@ def _attach_block(
     bucket,  # [R, rows, K] int64
     block,
     first,  # the candidate of row 0
-    goes_on,  # another block follows
+    reopens,  # later blocks may start from any block's nodes
 ):
     requests, rows, positions, width = top_token.shape
     bits = score.view(np.int32)
@@ -98,7 +102,7 @@ def _attach_block(
             path_hash[r, 0], score[r, 0] = ROOT_HASH, 0
         for row in range(rows):
             node, valid = start_node[r, row], start_valid[r, row]
-            if goes_on and block > 1:
+            if reopens and block > 1:
                 started[r, block - 2, row] = path_hash[r, node] if valid else ROOT_HASH
             above = score[r, node] if valid else np.float32(-np.inf)
             text, deep = path_hash[r, node], key[r, node] & _DEPTH
@@ -117,7 +121,7 @@ def _attach_block(
                     key[r, c] += deep + (k + 1) * DEPTH_ONE + c
                     start_key[r, c] = key[r, c] if wanted > 0 else key[r, c] | CLOSED
                 # The main chain goes on from row 0 of every block, which starts at its last end.
-                if row == 0 and k == positions - 1:
+                if reopens and row == 0 and k == positions - 1:
                     start_key[r, at] |= FIRST
                 node, above, text = at, score[r, at], path_hash[r, at]
 
@@ -134,7 +138,8 @@ def _choose_starts(
     row,
     position,
     valid,  # [R, S] bool
-    block,  # the attached block
+    block,  # the attached block; 1: no text has started a block, and no two are equal
+    first_open,  # candidate, from which on blocks may start
     count,  # candidates so far, the root included
     block_size,
     width,
@@ -147,7 +152,7 @@ def _choose_starts(
     best, chosen = np.empty(starts, np.int64), np.empty(starts, np.int64)
     for r in range(requests):
         first[:] = 0
-        best[:], chosen[:] = CLOSED, 1
+        best[:], chosen[:] = CLOSED, first_open
         if block > 1:
             for c in range(count):
                 at = (path_hash[r, c] ^ (path_hash[r, c] >> 29)) & (room - 1)
@@ -155,7 +160,7 @@ def _choose_starts(
                     at = (at + 1) & (room - 1)
                 if first[at] == 0 or key[r, c] < key[r, first[at] - 1]:
                     first[at] = c + 1
-        for c in range(1, count):
+        for c in range(first_open, count):
             now = start_key[r, c]
             if now >= best[starts - 1]:
                 continue

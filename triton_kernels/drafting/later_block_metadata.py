@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..op import op
-from ..optional_triton import jit, next_power_of_2, tl
+from ..optional_triton import jit, next_power_of_2, strides_of, tl
+from .expand import NextStarts
 
 
 class LaterBlockMetadata(NamedTuple):
@@ -25,7 +26,7 @@ class LaterBlockMetadata(NamedTuple):
 
 
 def later_block_metadata_triton(
-    starts: StartPointers,
+    starts: NextStarts,
     committed: CommittedRows,
     own: torch.Tensor,
     block_table: torch.Tensor,
@@ -33,6 +34,7 @@ def later_block_metadata_triton(
     block: int,
     token_block: int,
     max_position: int,
+    by_level: bool = False,
 ) -> LaterBlockMetadata:
     """Launch the kernel; arguments as `later_block_metadata` has them."""
     (requests, count), (rows, block_size, num_words) = starts.row.shape, own.shape
@@ -54,9 +56,9 @@ def later_block_metadata_triton(
     )
     places = next_power_of_2(count * block_size)
     _later_block_metadata_kernel[(requests + 1,)](
-        StartPointers._make(x.contiguous() for x in starts),
+        NextStarts._make(x.contiguous() for x in starts),
         committed,
-        CommittedRows._make(x.stride(0) for x in committed),
+        strides_of(committed),
         own,
         block_table,
         block_table.stride(0),
@@ -71,6 +73,7 @@ def later_block_metadata_triton(
         K=block_size,
         W=num_words,
         TOKENS=token_block,
+        BY_LEVEL=by_level,
         PLACES=places,
         num_warps=1 if places <= 64 else 4,
     )
@@ -79,7 +82,7 @@ def later_block_metadata_triton(
 
 @op(later_block_metadata_triton)
 def later_block_metadata(
-    starts: StartPointers,
+    starts: NextStarts,
     committed: CommittedRows,
     own: torch.Tensor,
     block_table: torch.Tensor,
@@ -87,29 +90,32 @@ def later_block_metadata(
     block: int,
     token_block: int,
     max_position: int,
+    by_level: bool = False,
 ) -> LaterBlockMetadata:
     """Return the metadata of block `block` ≥ 2, and fill in its rows of `kept`.
 
     Args:
-        starts: of the block, in rows before it.
+        starts: of the block.
         committed: of the step; `last`: [R] int64, which of them drafts.
         own: [rows, K, W] int64 contiguous, the bits up to each position of a row.
         block_table: [R, max blocks] int32.
         kept: row 0's is not read.
         token_block: tokens in one block of the table.
         max_position: positions at or beyond it have no slot.
+        by_level: `source` counts the rows of the last block only, and a row's base is one less: a
+            level's rows stand where EAGLE-3's do.
     """
     row, position = starts.row, starts.position
     (requests, S), (_, K, width) = row.shape, own.shape
     first_row, device = 1 + (block - 2) * S, row.device
     here, k = slice(first_row, first_row + S), torch.arange(K, device=device)
-    newest, rope = committed.index[committed.last], committed.position[committed.last]  # [R]
+    newest, rope = committed.place[committed.last], committed.position[committed.last]  # [R]
     drafted = row > 0
     before = torch.where(drafted, kept.prefix.gather(1, row), newest[:, None] * K + position + 1)
     path = kept.bits.gather(1, row[..., None].expand(-1, -1, width))
     path = path.masked_fill(~drafted[..., None], 0) | own[row, position]  # [R, S, W]
     kept.prefix[:, here], kept.bits[:, here] = before, path
-    base = (rope[:, None] + 1).expand_as(row)
+    base = (rope[:, None] + (not by_level)).expand_as(row)
     if kept.reach is not None:
         reach = kept.reach.gather(1, row).masked_fill(~drafted, 0) + position + 1
         kept.reach[:, here], base = reach, base + reach
@@ -121,6 +127,7 @@ def later_block_metadata(
     kv_slot = block_table.gather(1, table_block).long() * token_block
     kv_slot = torch.where(there, kv_slot + at % token_block, -1)
     window = ((newest + 1) * K).int()
+    gone = max(first_row - S, 0) if by_level else 0
     request = torch.arange(requests, device=device)[:, None]
     return LaterBlockMetadata(
         kv_index=(torch.where(kv_slot >= 0, kv_slot * K, -K)[..., None] + k).flatten(0, 1),
@@ -130,25 +137,17 @@ def later_block_metadata(
         seq_len=(window + (block - 1) * S * K).minimum(limit * K).int(),
         tree_start=window,
         valid=starts.valid & there,
-        source=((request * first_row + row) * K + position).flatten(),
+        source=((request * (first_row - gone) + row - gone) * K + position).flatten(),
         base=base.flatten(),
     )
 
 
-class StartPointers(NamedTuple):
-    """What a block starts from; contiguous in the kernel."""
-
-    row: torch.Tensor  # [R, S] int64
-    position: torch.Tensor  # [R, S] int64
-    valid: torch.Tensor  # [R, S] bool
-
-
 class CommittedRows(NamedTuple):
-    """The step's committed rows, or the strides of these tensors."""
+    """The step's committed rows."""
 
-    position: Any  # [T] int64
-    index: Any  # [T] int64
-    last: Any  # [R] int64
+    position: torch.Tensor  # [T] int64
+    place: torch.Tensor  # [T] int64, `index` of `CommittedTokens`
+    last: torch.Tensor  # [R] int64
 
 
 class RowPointers(NamedTuple):
@@ -162,9 +161,9 @@ class RowPointers(NamedTuple):
 
 @jit(do_not_specialize=["num_requests", "table_width", "first_row"])
 def _later_block_metadata_kernel(
-    starts,  # StartPointers
+    starts,  # NextStarts, contiguous
     committed,  # CommittedRows
-    strides,  # CommittedRows
+    strides,  # CommittedRows, their strides
     own_ptr,  # [ROWS, K, W] int64
     block_table_ptr,  # [R, table_width] int32
     table_stride,
@@ -179,6 +178,7 @@ def _later_block_metadata_kernel(
     K: tl.constexpr,
     W: tl.constexpr,
     TOKENS: tl.constexpr,  # in one block of the table
+    BY_LEVEL: tl.constexpr,
     PLACES: tl.constexpr,  # >= S · K
 ):
     """Handle the S·K positions of one request; one more program ends `query_start`."""
@@ -188,7 +188,7 @@ def _later_block_metadata_kernel(
         return
     drafts_from = tl.load(committed.last + request * strides.last)
     rope = tl.load(committed.position + drafts_from * strides.position)
-    newest = tl.load(committed.index + drafts_from * strides.index)
+    newest = tl.load(committed.place + drafts_from * strides.place)
     longest = max_position - (rope - newest)  # in places of the block table
     ends = (newest + 1) * K
     tl.store(out.tree_start + request, ends.to(tl.int32))
@@ -209,9 +209,10 @@ def _later_block_metadata_kernel(
     tl.store(kept.prefix + request * ROWS + first_row + start, before, mask=once)
     tl.store(out.prefix_len + cell, before.to(tl.int32), mask=inside)
     # Earlier rows are grouped by request; their number is this block's first row.
-    goes_on = (request * first_row + from_row) * K + from_k
+    gone = tl.maximum(first_row - S, 0) if BY_LEVEL else 0
+    goes_on = (request * (first_row - gone) + from_row - gone) * K + from_k
     tl.store(out.source + of_start, goes_on, mask=once)
-    ahead = rope + 1
+    ahead = rope if BY_LEVEL else rope + 1
     if kept.reach is not None:
         longer = tl.load(kept.reach + request * ROWS + from_row, mask=drafted, other=0) + from_k + 1
         tl.store(kept.reach + request * ROWS + first_row + start, longer, mask=once)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..optional_triton import jit, next_power_of_2, tl
+from ..optional_triton import jit, next_power_of_2, strides_of, tl
 from ..verify.verification_result import VerificationResult
 
 _TILE = 2048  # nodes of several requests that the program looks at together
@@ -53,7 +53,7 @@ def update_calibration_triton(
         own_trees if len(own) else None,
         beta,
         result,
-        result.strides,
+        strides_of(result),
         rates,
         len(result.req_idx),
         BIT=1 << drafter,
@@ -75,7 +75,7 @@ def _learn_kernel(
     own_trees_ptr,  # [S] fp32; or None
     beta_ptr,  # [R] fp32
     result,  # VerificationResult
-    strides,  # ResultStrides
+    strides,  # VerificationResult, their strides
     rates,  # LearnRates
     num_requests,  # R
     BIT: tl.constexpr,
@@ -93,16 +93,14 @@ def _learn_kernel(
         request = first + tl.arange(0, BLOCK)
         there = request < num_requests
         at = tl.load(result.req_idx + request * strides.req_idx, mask=there, other=0).to(tl.int64)
-        run = tl.load(result.num_run + request * strides.num_run, mask=there, other=0).to(tl.int32)[
-            :, None
-        ]
+        run = tl.load(result.num_run + request * strides.num_run, mask=there, other=0)
+        run = run.to(tl.int32)[:, None]
         # Verified nodes are nodes of the tree: at most N are scheduled.
         wanted = node < tl.minimum(run, NUM_NODES)
-        by = tl.load(result.origin + at[:, None] * NUM_NODES + node, mask=wanted, other=0)
+        tree = at[:, None] * NUM_NODES
+        by = tl.load(result.origin + tree + node, mask=wanted, other=0)
         mine = (by.to(tl.int32) & BIT) > 0
-        logprob = tl.load(
-            result.score + at[:, None] * NUM_NODES + node, mask=mine, other=float("-inf")
-        )
+        logprob = tl.load(result.score + tree + node, mask=mine, other=float("-inf"))
         expected = tl.sum(tl.exp(logprob), 1)
         counts = tl.max(mine.to(tl.int32), 1) > 0
 
@@ -111,24 +109,19 @@ def _learn_kernel(
         on_path = (place > 0) & (place <= end) & (place < PATH_LEN)
         step = tl.load(result.path + request[:, None] * strides.path + place, mask=on_path, other=0)
         on_path = on_path & (step > 0) & (step <= run)
-        by = tl.load(result.origin + at[:, None] * NUM_NODES + step - 1, mask=on_path, other=0)
+        by = tl.load(result.origin + tree + step - 1, mask=on_path, other=0)
         kept = tl.sum(((by.to(tl.int32) & BIT) > 0).to(tl.float32), 1)
 
         error = tl.where(counts, (kept - expected) / (1 + expected), 0.0)
         if own_ptr is not None:
-            count = tl.minimum(
-                tl.load(own_trees_ptr + at, mask=counts, other=0.0) + 1, rates.own_memory
-            )
-            moved = tl.load(own_ptr + at, mask=counts, other=0.0) + error / (
-                rates.own_prior + count
-            )
+            count = tl.load(own_trees_ptr + at, mask=counts, other=0.0) + 1
+            count = tl.minimum(count, rates.own_memory)
+            moved = tl.load(own_ptr + at, mask=counts, other=0.0)
+            moved += error / (rates.own_prior + count)
+            moved = tl.minimum(tl.maximum(moved, -rates.own_most), rates.own_most)
             tl.debug_barrier()  # every warp reads these, one writes them
             tl.store(own_trees_ptr + at, count, mask=counts)
-            tl.store(
-                own_ptr + at,
-                tl.minimum(tl.maximum(moved, -rates.own_most), rates.own_most),
-                mask=counts,
-            )
+            tl.store(own_ptr + at, moved, mask=counts)
         is_greedy = greedy * tl.load(result.temperatures + at, mask=there, other=0.0) <= sampling
         decides = counts[:, None] & (is_greedy[:, None] == (kind == 0)[None, :])
         pull += tl.sum(tl.where(decides, error[:, None], 0.0), 0)

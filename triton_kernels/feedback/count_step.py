@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..optional_triton import cdiv, jit, next_power_of_2, tl
+from ..optional_triton import cdiv, jit, next_power_of_2, strides_of, tl
 from ..verify.verification_result import VerificationResult
 
 _TILE = 2048  # nodes of several requests that a program looks at
 
 
 class Drafted(NamedTuple):
-    """Drafts for R requests, or the strides of these tensors.
+    """Drafts for R requests.
 
     Attributes:
         live: [R] bool or integers; other requests are skipped (mid-prompt, padding).
@@ -42,16 +42,13 @@ def count_step_triton(
     """Launch the kernel; see `DrafterCounters.count`."""
     count, nodes, places = len(result.req_idx), result.origin.shape[1], result.path.shape[1]
     block = max(1, _TILE // next_power_of_2(nodes))
-    strides = None
-    if drafted is not None:
-        strides = Drafted._make([0 if x is None else x.stride(0) for x in drafted])
     if count:
         _count_step_kernel[(cdiv(count, block),)](
             total,
             result,
-            result.strides,
+            strides_of(result),
             drafted,
-            strides,
+            None if drafted is None else strides_of(drafted),
             count,
             DRAFTED=drafted is not None,  # Triton before 3.7 cannot ask a tuple with a None in it
             NUM_NODES=nodes,
@@ -67,9 +64,9 @@ def count_step_triton(
 def _count_step_kernel(
     total_ptr,  # [9 + 3 · drafters + 4] int64
     result,  # VerificationResult
-    strides,  # ResultStrides
+    strides,  # VerificationResult, their strides
     drafted,  # Drafted; or None
-    by_request,  # Drafted, strides; or None
+    by_request,  # Drafted, their strides; or None
     num_requests,  # R
     DRAFTED: tl.constexpr,
     NUM_NODES: tl.constexpr,
@@ -100,16 +97,13 @@ def _count_step_kernel(
         live = tl.load(drafted.live + request * by_request.live, mask=there, other=0)
         there = there & (live != 0)
         TWO: tl.constexpr = 0 if drafted.other_size is None else 1
-        size, beta = drafted.size, drafted.beta
-        both = _count_tree(
-            total_ptr, size, by_request.size, beta, by_request.beta, request, there, TWO
-        )
+        size = drafted.size + request * by_request.size
+        at = request * by_request.beta
+        both = _count_tree(total_ptr, size, drafted.beta, at, there, TWO)
         if TWO:
-            size, beta = drafted.other_size, drafted.other_beta
-            size_stride, beta_stride = by_request.other_size, by_request.other_beta
-            both = both & _count_tree(
-                total_ptr + 1, size, size_stride, beta, beta_stride, request, there, TWO
-            )
+            size = drafted.other_size + request * by_request.other_size
+            at = request * by_request.other_beta
+            both = both & _count_tree(total_ptr + 1, size, drafted.other_beta, at, there, TWO)
             asked = tl.load(drafted.second + request * by_request.second, mask=there, other=0)
             _add(total_ptr + 2, asked != 0)
             same = tl.load(drafted.agreed + request * by_request.agreed, mask=there, other=0)
@@ -119,16 +113,14 @@ def _count_step_kernel(
 
 
 @jit
-def _count_tree(
-    to_ptr, size_ptr, size_stride, beta_ptr, beta_stride, request, there, TWO: tl.constexpr
-):
+def _count_tree(to_ptr, size_ptr, beta_ptr, at, there, TWO: tl.constexpr):
     """Count one drafter's nodes, trees and thousandths of β; returns where it has a tree."""
-    size = tl.load(size_ptr + request * size_stride, mask=there, other=0)
+    size = tl.load(size_ptr, mask=there, other=0)
     _add(to_ptr, size)
     _add(to_ptr + 3 + TWO, size > 0)
     beta = 1.0
     if beta_ptr is not None:
-        beta = tl.load(beta_ptr + request * beta_stride, mask=there, other=0.0)
+        beta = tl.load(beta_ptr + at, mask=there, other=0.0)
     _add(to_ptr + 6 + 2 * TWO, tl.where(size > 0, beta * 1000 + 0.5, 0.0))
     return size > 0
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ..op import op
-from ..optional_triton import cdiv, jit, next_power_of_2, tl
+from ..optional_triton import cdiv, jit, next_power_of_2, strides_of, tl
 from .slab_tensors import SlabTensors, StepToRecord
 
 _COLUMNS = 1024  # of a program
@@ -15,18 +13,16 @@ _COLUMNS = 1024  # of a program
 
 def record_step_triton(slabs: SlabTensors, step: StepToRecord) -> None:
     """Launch the kernel; see `record_step`."""
-    result = step.result
-    states = [x if x.stride(1) == 1 else x.contiguous() for x in (*step.states, step.last)]
+    result, of_step = step.result, (*step.states, step.last)
+    low, mid, high, last = (x if x.stride(1) == 1 else x.contiguous() for x in of_step)
+    step = step._replace(states=(low, mid, high), last=last)
     rows, count, hidden = len(step.request), len(result.req_idx), slabs.last.shape[2]
     if rows + count:
         _record_step_kernel[(rows + count, cdiv(hidden, _COLUMNS))](
             slabs,
-            RowPointers._make(getattr(step, name) for name in RowPointers._fields),
-            *states,
-            tuple(x.stride(0) for x in states),
-            result,
-            result.strides,
-            step.parent,
+            step,
+            tuple(x.stride(0) for x in (low, mid, high, last)),
+            strides_of(result),
             rows,
             WIDTH=slabs.token.shape[1],
             HIDDEN=hidden,
@@ -37,39 +33,26 @@ def record_step_triton(slabs: SlabTensors, step: StepToRecord) -> None:
 
 @op(record_step_triton)
 def record_step(slabs: SlabTensors, step: StepToRecord) -> None:
-    """Write a step's rows into the slabs, and add to the sums, with fixed shapes.
+    """Write a step's rows into the slabs, and add to the sums.
 
     Padding, requests without a slab and positions outside it are skipped.
     """
-    count, width = slabs.token.shape
-    result, req_idx = step.result, step.result.req_idx.long()
+    width, result = slabs.token.shape[1], step.result
+    req_idx = result.req_idx.long()
     slab = slabs.of_slot[req_idx].long()
-    first = slabs.begin.long()[slab.clamp(min=0)]
-
-    place = step.position - first[step.request]
     owner = slab[step.request]
+    place = step.position - slabs.begin[owner]
     kept = (owner >= 0) & (step.cache_slot >= 0) & (place >= 0) & (place < width)
-    # The row for each place; one more place for rows without any.
-    rows = torch.arange(len(place), device=place.device)
-    writer = torch.full((count * width + 1,), -1, device=place.device)
-    writer[torch.where(kept, owner * width + place, count * width)] = rows
-    writer = writer[:-1].view(count, width)
-    if len(rows):
-        written, row = writer >= 0, writer.clamp(min=0)
-        source = step.source[row]
-        states = torch.cat([state[source] for state in step.states], -1)
-        slabs.states.copy_(torch.where(written[..., None], states, slabs.states))
-        slabs.last.copy_(torch.where(written[..., None], step.last[source], slabs.last))
-        slabs.token.copy_(torch.where(written, step.token[row].int(), slabs.token))
-
-        newest = (step.position[step.newest] + 1).minimum(first + width)
-        end = torch.nn.functional.pad(slabs.end, (0, 1))
-        at = torch.where(slab >= 0, slab, count)
-        end[at] = end[at].maximum(newest.int())
-        slabs.end.copy_(end[:count])
+    at, source = (owner[kept], place[kept]), step.source[kept]
+    slabs.states[at] = torch.cat([state[source] for state in step.states], -1)
+    slabs.last[at], slabs.token[at] = step.last[source], step.token[kept].int()
+    recorded = slab >= 0
+    owner = slab[recorded]
+    newest = (step.position[step.newest[recorded]] + 1).minimum(slabs.begin[owner] + width)
+    slabs.end[owner] = slabs.end[owner].maximum(newest.int())
 
     run, origin, parent = result.num_run, result.origin[req_idx], step.parent[req_idx]
-    live = (slab >= 0) & (run > 0) & (origin[:, 0] > 0)
+    live = recorded & (run > 0) & (origin[:, 0] > 0)
     stopped = result.path.gather(1, result.accepted.long()[:, None])
     node = torch.arange(parent.shape[1], device=parent.device)
     missed = ((parent == stopped) & (node < run[:, None])).any(1) & live
@@ -78,30 +61,12 @@ def record_step(slabs: SlabTensors, step: StepToRecord) -> None:
     slabs.committed.index_add_(0, req_idx, (result.accepted.int() + 1) * live)
 
 
-class RowPointers(NamedTuple):
-    """Committed rows of a step, as in `StepToRecord`."""
-
-    request: torch.Tensor  # [T] int64, as the four after it
-    source: torch.Tensor
-    token: torch.Tensor
-    position: torch.Tensor
-    cache_slot: torch.Tensor
-    newest: torch.Tensor  # [R] int64
-
-
-# States may be slices: do not specialise on alignment.
-@jit(do_not_specialize=["low_ptr", "mid_ptr", "high_ptr", "last_ptr", "num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def _record_step_kernel(
     slabs,  # SlabTensors
-    rows,  # RowPointers
-    low_ptr,  # [B, HIDDEN], as the three after it
-    mid_ptr,
-    high_ptr,
-    last_ptr,
-    state_strides,  # of these four
-    result,  # VerificationResult
-    strides,  # ResultStrides
-    parent_ptr,  # [S, NUM_NODES] int32
+    step,  # StepToRecord, elements of a state are consecutive
+    state_strides,  # of the low, mid, high and last states
+    strides,  # VerificationResult, their strides
     num_rows,  # T
     WIDTH: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -110,35 +75,31 @@ def _record_step_kernel(
     BLOCK: tl.constexpr = _COLUMNS,
 ):
     """Copy BLOCK columns of one row, or add the sums of one request."""
-    program = tl.program_id(0).to(tl.int64)
+    result, program = step.result, tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if program < num_rows:
-        of = tl.load(rows.request + program)
+        of = tl.load(step.request + program)
         slab = tl.load(slabs.of_slot + tl.load(result.req_idx + of * strides.req_idx)).to(tl.int64)
-        place = tl.load(rows.position + program) - tl.load(slabs.begin + tl.maximum(slab, 0))
-        padding = tl.load(rows.cache_slot + program) < 0
+        place = tl.load(step.position + program) - tl.load(slabs.begin + tl.maximum(slab, 0))
+        padding = tl.load(step.cache_slot + program) < 0
         if (slab >= 0) & (place >= 0) & (place < WIDTH) & (padding == 0):
-            row, to = tl.load(rows.source + program), slab * WIDTH + place
+            row, to = tl.load(step.source + program), slab * WIDTH + place
             column = part * BLOCK + tl.arange(0, BLOCK)
             inside = column < HIDDEN
             out = slabs.states + to * (3 * HIDDEN) + column
-            tl.store(
-                out, tl.load(low_ptr + row * state_strides[0] + column, mask=inside), mask=inside
-            )
-            value = tl.load(mid_ptr + row * state_strides[1] + column, mask=inside)
-            tl.store(out + HIDDEN, value, mask=inside)
-            value = tl.load(high_ptr + row * state_strides[2] + column, mask=inside)
-            tl.store(out + 2 * HIDDEN, value, mask=inside)
-            value = tl.load(last_ptr + row * state_strides[3] + column, mask=inside)
+            for layer in tl.static_range(3):
+                state = step.states[layer] + row * state_strides[layer]
+                tl.store(out + layer * HIDDEN, tl.load(state + column, mask=inside), mask=inside)
+            value = tl.load(step.last + row * state_strides[3] + column, mask=inside)
             tl.store(slabs.last + to * HIDDEN + column, value, mask=inside)
             if part == 0:
-                tl.store(slabs.token + to, tl.load(rows.token + program).to(tl.int32))
+                tl.store(slabs.token + to, tl.load(step.token + program).to(tl.int32))
     elif part == 0:
         of = program - num_rows
         owner = tl.load(result.req_idx + of * strides.req_idx).to(tl.int64)
         slab = tl.load(slabs.of_slot + owner).to(tl.int64)
         if slab >= 0:
-            after = tl.load(rows.position + tl.load(rows.newest + of)) + 1
+            after = tl.load(step.position + tl.load(step.newest + of)) + 1
             limit = tl.load(slabs.begin + slab) + WIDTH
             after = tl.minimum(after, limit).to(tl.int32)
             tl.store(slabs.end + slab, tl.maximum(after, tl.load(slabs.end + slab)))
@@ -148,7 +109,7 @@ def _record_step_kernel(
                 stopped = tl.load(result.path + of * strides.path + depth)
                 node = tl.arange(0, NODES)
                 seen = (node < NUM_NODES) & (node < run)
-                above = tl.load(parent_ptr + owner * NUM_NODES + node, mask=seen, other=-1)
+                above = tl.load(step.parent + owner * NUM_NODES + node, mask=seen, other=-1)
                 wrong = tl.max((above == stopped).to(tl.int32), 0)
                 # Slots that several rows share belong to no request, and have no slab.
                 tl.store(slabs.missed + owner, tl.load(slabs.missed + owner) + wrong)

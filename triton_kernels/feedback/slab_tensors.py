@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -68,8 +67,7 @@ class SlabTensors(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class StepToRecord:
+class StepToRecord(NamedTuple):
     """What a step committed, and the verdicts on the trees it ran on.
 
     Attributes (T rows, R requests, B rows of the target's batch, N nodes):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..optional_triton import jit, next_power_of_2, tl
+from ..optional_triton import jit, next_power_of_2, strides_of, tl
 
 if TYPE_CHECKING:  # it needs numba
     from ..attention.cpu_packing import Packing
@@ -62,12 +62,10 @@ def move_kv(
 
     source_slot, target_slot [R, D] int64 (slot = block · block_size + offset; negative: padding);
     moves [R, D] bool. Rows that do not move, or that name a padding slot, change nothing.
-    Two moving rows may not share a target. A target may be a source of the same request, but not
-    of another request (requests never share the slots they write).
+    Two moving rows may not share a target, nor may one's target be another request's source.
 
-    Shapes must not depend on how many rows move, so an idle row must write something. Rewriting its
-    own slot could undo a move there, so it repeats the first moving row; if none moves, it rewrites
-    that row's source.
+    Shapes do not depend on how many rows move: an idle row repeats the first moving one, or if none
+    moves rewrites that row's source. Rewriting its own slot could undo a move.
     """
     if kv_caches.packing is not None:
         from ..attention.cpu_packing import move_packed
@@ -109,15 +107,6 @@ class AcceptedRows(NamedTuple):
     accepted: torch.Tensor
 
 
-class AcceptedStrides(NamedTuple):
-    """Strides of `AcceptedRows` by request."""
-
-    query_start: int
-    base: int
-    path: int
-    accepted: int
-
-
 def move_path_triton(
     kv_caches: KVCacheSet, slot_mapping: torch.Tensor, rows: AcceptedRows, num_rows: int
 ) -> None:
@@ -138,7 +127,7 @@ def move_path_triton(
         kv_caches.pointers,
         slot_mapping,
         rows,
-        AcceptedStrides(*(x.stride(0) for x in rows)),
+        strides_of(rows),
         CacheStrides(*cache.stride()),
         num_rows - 1,
         depth,
@@ -156,7 +145,7 @@ def _move_path_kernel(
     caches_ptr,  # [layers] int64: address of each layer's cache
     slot_mapping_ptr,  # [batch rows] int64
     rows,  # AcceptedRows
-    strides,  # AcceptedStrides
+    strides,  # AcceptedRows, their strides
     cache_strides,  # CacheStrides
     last_row,  # of the batch
     depth,  # D

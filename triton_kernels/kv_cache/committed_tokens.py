@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..optional_triton import cdiv, jit, tl
+from ..optional_triton import cdiv, jit, strides_of, tl
 
 _ROWS = 128  # of a program
 
@@ -60,17 +60,6 @@ class CommittedRows(NamedTuple):
     temperature: torch.Tensor  # [R] fp32
 
 
-class StepStrides(NamedTuple):
-    """Strides by request, and of `text` by slot."""
-
-    query_start: int
-    base: int
-    path: int
-    accepted: int
-    req_idx: int
-    text: int
-
-
 def committed_tokens_triton(step: StepRows, num_rows: int) -> CommittedRows:
     """Launch the kernel; see `committed_tokens`. All [T], `hidden` and `first` are contiguous."""
     rows, count, device = len(step.request), len(step.req_idx), step.path.device
@@ -80,7 +69,7 @@ def committed_tokens_triton(step: StepRows, num_rows: int) -> CommittedRows:
     if rows:
         _committed_tokens_kernel[(cdiv(rows, _ROWS),)](
             step,
-            StepStrides(*(getattr(step, name).stride(0) for name in StepStrides._fields)),
+            strides_of(step),
             out,
             step.text.shape[1],
             rows,
@@ -93,7 +82,7 @@ def committed_tokens_triton(step: StepRows, num_rows: int) -> CommittedRows:
 @jit(do_not_specialize=["num_rows", "num_requests", "last_row"])
 def _committed_tokens_kernel(
     step,  # StepRows
-    strides,  # StepStrides
+    strides,  # StepRows, their strides
     out,  # CommittedRows
     text_len,
     num_rows,  # T
@@ -131,8 +120,5 @@ def _committed_tokens_kernel(
     end = tl.load(step.accepted + at * strides.accepted, mask=inside, other=0)
     tl.store(out.last + at, begin + root + end, mask=inside)
     whose = tl.load(step.req_idx + at * strides.req_idx, mask=inside, other=0).to(tl.int64)
-    tl.store(
-        out.temperature + at,
-        tl.load(step.temperature + whose, mask=inside, other=0.0),
-        mask=inside,
-    )
+    temperature = tl.load(step.temperature + whose, mask=inside, other=0.0)
+    tl.store(out.temperature + at, temperature, mask=inside)

@@ -16,9 +16,8 @@ class Chunks(NamedTuple):
     """Results of the first kernel per chunk."""
 
     best: torch.Tensor  # [rows, chunks, TOP] int64: an ordered integer << 32 | (2^31 - 1 - index)
-    sums: (
-        torch.Tensor
-    )  # [rows, 4, chunks] fp32: m = max x, and for d = x - m Σ e^d, Σ d e^d, Σ e^βd
+    # [rows, 4, chunks] fp32: m = max x, and for d = x - m Σ e^d, Σ d e^d, Σ e^βd.
+    sums: torch.Tensor
     beta: torch.Tensor | None  # [rows / rows_each] fp32, β; None: 1
     rows_each: int
 

@@ -3,8 +3,7 @@
     out[t, k] = W [h[t, k]; h[t, k-1]],   h[t, -1] := h[t, 0]
 
 Own position first, previous position second. The result replaces the hidden state, and the next
-layer begins with its RMS norm. At decode shapes (a few dozen entries) the projection is a read of
-W: 64 MiB at H = 4096 in bf16, 14 µs at 4.8 TB/s.
+layer begins with its RMS norm.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -93,15 +93,13 @@ def lm_and_rank_head_triton(
             size,
             MERGE=constants,
             WIDTH=width,
-            RANK=RankConstants(
-                SCOPE=0 if scope is None else min(scope, most),
-                LOGPROBS=FEATURE_LOGPROBS,
-                FEATURES=next_power_of_2(FEATURE_LOGPROBS + 5),
-                HIDDEN=len(first),
-                HIDDEN_PLACES=next_power_of_2(len(first)),
-                CLASSES=len(second),
-                CLASS_PLACES=next_power_of_2(len(second)),
-            ),
+            SCOPE=0 if scope is None else min(scope, most),
+            LOGPROBS=FEATURE_LOGPROBS,
+            FEATURES=next_power_of_2(FEATURE_LOGPROBS + 5),
+            HIDDEN=len(first),
+            HIDDEN_PLACES=next_power_of_2(len(first)),
+            CLASSES=len(second),
+            CLASS_PLACES=next_power_of_2(len(second)),
             num_warps=4,
         )
     return logprob.view(*lead, width), token.view(*lead, width), bucket.view(lead)
@@ -140,18 +138,6 @@ def lm_and_rank_head(
     return top_logprobs(logits, best, beta), index + offset[index], rank_logits.argmax(-1)
 
 
-class RankConstants(NamedTuple):
-    """Compile-time constants of the rank head's kernel."""
-
-    SCOPE: int  # logits that the rank features are taken over; 0: the whole vocabulary
-    LOGPROBS: int
-    FEATURES: int  # >= LOGPROBS + 5
-    HIDDEN: int
-    HIDDEN_PLACES: int  # >= HIDDEN
-    CLASSES: int
-    CLASS_PLACES: int  # >= CLASSES
-
-
 @jit
 def _merge_and_rank_kernel(
     chunks,  # Chunks
@@ -166,7 +152,13 @@ def _merge_and_rank_kernel(
     size,
     MERGE: tl.constexpr,  # MergeConstants
     WIDTH: tl.constexpr,
-    RANK: tl.constexpr,  # RankConstants
+    SCOPE: tl.constexpr,  # logits that the rank features are taken over; 0: the whole vocabulary
+    LOGPROBS: tl.constexpr,
+    FEATURES: tl.constexpr,  # >= LOGPROBS + 5
+    HIDDEN: tl.constexpr,
+    HIDDEN_PLACES: tl.constexpr,  # >= HIDDEN
+    CLASSES: tl.constexpr,
+    CLASS_PLACES: tl.constexpr,  # >= CLASSES
 ):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
@@ -174,7 +166,7 @@ def _merge_and_rank_kernel(
         chunks, offset_ptr, logprob_ptr, token_ptr, row, MERGE, WIDTH
     )
     rank = tl.arange(0, MERGE.TOP)
-    if RANK.SCOPE == 0:
+    if SCOPE == 0:
         chunk = tl.arange(0, MERGE.CHUNK_PLACES)
         spread = chunks.sums + (row * 4 + 2) * MERGE.CHUNKS + chunk
         spread = tl.load(spread, mask=chunk < MERGE.CHUNKS, other=0.0)
@@ -182,13 +174,13 @@ def _merge_and_rank_kernel(
         entropy = tl.log(total) - tl.sum((spread + weight * lower) * tl.exp(lower), 0) / total
     else:
         below = values - most
-        share = tl.where(rank < RANK.SCOPE, tl.exp(below), 0.0)
+        share = tl.where(rank < SCOPE, tl.exp(below), 0.0)
         mass = tl.sum(share, 0)
         within = most + tl.log(mass)
-        entropy = tl.log(mass) - tl.sum(tl.where(rank < RANK.SCOPE, share * below, 0.0), 0) / mass
+        entropy = tl.log(mass) - tl.sum(tl.where(rank < SCOPE, share * below, 0.0), 0) / mass
     # Log-probabilities, gaps to ranks 2, 3 and 5, probability of the first, entropy.
-    feature = tl.arange(0, RANK.FEATURES)
-    behind = feature - RANK.LOGPROBS
+    feature = tl.arange(0, FEATURES)
+    behind = feature - LOGPROBS
     source = tl.where(behind < 0, feature, tl.where(behind == 2, 4, behind + 1))
     value = tl.gather(values, tl.where(behind > 2, 0, source), 0)
     psi = tl.where(behind < 0, value - within, most - value)
@@ -197,21 +189,21 @@ def _merge_and_rank_kernel(
     # Rounded to the dtype in which the rank head was trained to read them.
     psi = psi.to(of_state_ptr.dtype.element_ty).to(tl.float32)
 
-    hidden = tl.arange(0, RANK.HIDDEN_PLACES)
-    real = hidden < RANK.HIDDEN
+    hidden = tl.arange(0, HIDDEN_PLACES)
+    real = hidden < HIDDEN
     tile = tl.load(
         first_ptr + hidden[:, None] * first_stride + size + feature[None, :],
-        mask=real[:, None] & (feature < RANK.LOGPROBS + 5)[None, :],
+        mask=real[:, None] & (feature < LOGPROBS + 5)[None, :],
         other=0.0,
     ).to(tl.float32)
-    state = tl.load(of_state_ptr + row * RANK.HIDDEN + hidden, mask=real, other=0.0).to(tl.float32)
+    state = tl.load(of_state_ptr + row * HIDDEN + hidden, mask=real, other=0.0).to(tl.float32)
     state += tl.sum(tile * tl.where(behind < 5, psi, 0.0)[None, :], 1)
     state = state / (1 + tl.exp(-state))  # SiLU
-    kind = tl.arange(0, RANK.CLASS_PLACES)
+    kind = tl.arange(0, CLASS_PLACES)
     tile = tl.load(
-        second_ptr + kind[:, None] * RANK.HIDDEN + hidden[None, :],
-        mask=(kind < RANK.CLASSES)[:, None] & real[None, :],
+        second_ptr + kind[:, None] * HIDDEN + hidden[None, :],
+        mask=(kind < CLASSES)[:, None] & real[None, :],
         other=0.0,
     ).to(tl.float32)
-    score = tl.where(kind < RANK.CLASSES, tl.sum(tile * state[None, :], 1), float("-inf"))
+    score = tl.where(kind < CLASSES, tl.sum(tile * state[None, :], 1), float("-inf"))
     tl.store(bucket_ptr + row, tl.argmax(score, 0).to(tl.int64))

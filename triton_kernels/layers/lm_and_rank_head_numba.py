@@ -41,17 +41,9 @@ def lm_and_rank_head_numba(
     features = torch.empty(rows, FEATURE_LOGPROBS + 5)
     each = rows // max(1, logits.shape[0])
     factor = torch.ones(logits.shape[0]) if beta is None else beta
-    _read(
-        scores.contiguous().numpy(),
-        offset.numpy(),
-        factor.contiguous().numpy(),
-        max(1, each),
-        reach,
-        scope or 0,
-        logprob.numpy(),
-        token.numpy(),
-        features.numpy(),
-    )
+    given = (x.contiguous().numpy() for x in (scores, offset, factor))
+    made = (x.numpy() for x in (logprob, token, features))
+    _read(*given, max(1, each), reach, scope or 0, *made)
     features = features.view(*shape, -1).to(normed.dtype)
     rank_logits = rank_head(torch.cat([normed, features], dim=-1))
     return logprob.view(*shape, width), token.view(*shape, width), rank_logits.argmax(-1)

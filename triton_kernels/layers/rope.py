@@ -29,16 +29,12 @@ class Rope(NamedTuple):
     table: tuple[torch.Tensor, torch.Tensor] | None
 
 
-Norms = tuple[nn.RMSNorm, nn.RMSNorm]
-"""Over D, of one epsilon: of the queries' heads, and of the keys'."""
-
-
 def rotate_pair(
     query: torch.Tensor,
     key: torch.Tensor,
     rope: Rope,
     keep: torch.Tensor | None = None,
-    norms: Norms | None = None,
+    norms: tuple[nn.RMSNorm, nn.RMSNorm] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return queries and keys, optionally normed per head, rotated to their positions.
 
@@ -47,7 +43,7 @@ def rotate_pair(
         key: [T, ..., kv heads, D], all of one dtype.
         rope: T·K positions; with a table torch runs (differentiable), without one the kernel.
         keep: [Q] int64, rows of the returned queries; None: all, and Q = T.
-        norms: Qwen3's.
+        norms: Qwen3's over D, of the queries and of the keys, with one epsilon; None: none.
     """
     if rope.table is None:
         return rotate_pair_triton(query, key, rope, keep, norms)
@@ -73,43 +69,32 @@ def rotate_pair_triton(
     key: torch.Tensor,
     rope: Rope,
     keep: torch.Tensor | None = None,
-    norms: Norms | None = None,
+    norms: tuple[nn.RMSNorm, nn.RMSNorm] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel; arguments as in `rotate_pair`, with any strides."""
-    picks = keep is not None and len(query) == len(key)
+    """Launch the kernel; arguments as in `rotate_pair`. Elements of a head are consecutive."""
     kept = len(query) if keep is None else len(keep)
     query_out, key_out = query.new_empty(kept, *query.shape[1:]), key.new_empty(key.shape)
-    # Views of the joint projection of queries, keys and values.
-    query, key = query.flatten(0, -3), key.flatten(0, -3)
-    (_, query_heads, size), (keys, key_heads, _) = query.shape, key.shape
-    queries = query_out.shape[:-2].numel()
+    queries, keys = (x.shape[:-2].numel() for x in (query_out, key_out))
+    (query_heads, size), key_heads = query.shape[-2:], key.shape[-2]
     half_places = next_power_of_2(size // 2)
     heads = min(next_power_of_2(max(query_heads, key_heads)), max(1, 1024 // half_places))
     query_tiles = cdiv(query_heads, heads)
-    query_norm, key_norm = (None, None) if norms is None else (norm.weight for norm in norms)
+    query_norm, key_norm = norms or (None, None)
     if keys:
         _rotate_pair_kernel[(max(queries, keys), query_tiles + cdiv(key_heads, heads))](
-            query,
-            query.stride(),
-            query_out,
+            HeadStates.of(query, query_out, query_norm),
             queries,
-            key,
-            key.stride(),
-            key_out,
+            HeadStates.of(key, key_out, key_norm),
             keys,
             rope.base,
             rope.base.stride(0),
             rope.turn,
             keep,
             0 if keep is None else keep.stride(0),
-            query_norm,
-            key_norm,
-            0.0 if norms is None else norms[0].eps,
+            0.0 if key_norm is None else key_norm.eps,
             RopeConstants(
                 EACH=keys // len(rope.base),
-                PICKS=picks,
-                QUERY_HEADS=query_heads,
-                KEY_HEADS=key_heads,
+                PICKS=keep is not None and len(query) == len(key),
                 HALF=size // 2,
                 QUERY_TILES=query_tiles,
                 HEADS=heads,
@@ -120,14 +105,30 @@ def rotate_pair_triton(
     return query_out, key_out
 
 
+class HeadStates(NamedTuple):
+    """Queries or keys."""
+
+    source: torch.Tensor  # [rows · K, heads, D]
+    row_stride: int
+    head_stride: int
+    out: torch.Tensor  # contiguous
+    norm: torch.Tensor | None  # [D]
+    heads: int
+
+    @classmethod
+    def of(cls, states: torch.Tensor, out: torch.Tensor, norm: nn.RMSNorm | None) -> HeadStates:
+        """states: [..., heads, D], such as a view of the joint projection of queries and keys."""
+        flat, weight = states.flatten(0, -3), None if norm is None else norm.weight
+        row, head, _ = flat.stride()
+        return cls(flat, row, head, out, weight, flat.shape[1])
+
+
 class RopeConstants(NamedTuple):
     """Compile-time constants."""
 
     EACH: int  # K, positions of a row
     PICKS: bool  # queries are of all rows
-    QUERY_HEADS: int
-    KEY_HEADS: int
-    HALF: int
+    HALF: int  # D / 2
     QUERY_TILES: int
     HEADS: int  # of a tile
     HALF_PLACES: int  # >= HALF
@@ -136,21 +137,15 @@ class RopeConstants(NamedTuple):
 # Positions may be a slice: do not specialise on alignment.
 @jit(do_not_specialize=["queries", "keys", "base_ptr", "base_stride", "keep_stride"])
 def _rotate_pair_kernel(
-    query_ptr,  # [queries, QUERY_HEADS, 2 HALF], or of all rows
-    query_strides,
-    query_out_ptr,  # contiguous
-    queries,
-    key_ptr,  # [keys, KEY_HEADS, 2 HALF]
-    key_strides,
-    key_out_ptr,  # contiguous
+    query,  # HeadStates
+    queries,  # rows · K of the result
+    key,  # HeadStates
     keys,
     base_ptr,  # [keys / EACH] int64
     base_stride,
     turn_ptr,  # [2 HALF] fp32
     keep_ptr,  # [queries / EACH] int64; or None
     keep_stride,
-    query_norm_ptr,  # [2 HALF]; or None
-    key_norm_ptr,  # [2 HALF]; or None
     eps,
     ROPE: tl.constexpr,  # RopeConstants
 ):
@@ -165,61 +160,43 @@ def _rotate_pair_kernel(
         column = tl.arange(0, ROPE.HALF_PLACES)
         frequency = tl.load(turn_ptr + ROPE.HALF + column, mask=column < ROPE.HALF, other=0.0)
         angle = position.to(tl.float32) * frequency
-        turned = tl.cos(angle), tl.sin(angle)
         if asks:
             source = row * ROPE.EACH + at % ROPE.EACH if ROPE.PICKS else at
-            state, out = query_ptr + source * query_strides[0], query_out_ptr
-            out += at * (ROPE.QUERY_HEADS * 2 * ROPE.HALF)
-            head = tile * ROPE.HEADS
-            _rotate_tile(
-                state, query_strides, out, head, turned, query_norm_ptr, eps, ROPE.QUERY_HEADS, ROPE
-            )
+            _rotate_tile(query, source, at, tile, angle, eps, ROPE)
         else:
-            state, out = key_ptr + at * key_strides[0], key_out_ptr
-            out += at * (ROPE.KEY_HEADS * 2 * ROPE.HALF)
-            head = (tile - ROPE.QUERY_TILES) * ROPE.HEADS
-            _rotate_tile(
-                state, key_strides, out, head, turned, key_norm_ptr, eps, ROPE.KEY_HEADS, ROPE
-            )
+            _rotate_tile(key, at, at, tile - ROPE.QUERY_TILES, angle, eps, ROPE)
 
 
 @jit
 def _rotate_tile(
-    states_ptr,  # [ALL_HEADS, 2 HALF], of one position
-    strides,
-    out_ptr,  # contiguous
-    first_head,
-    turned,  # cosine and sine, each [HALF_PLACES] fp32
-    norm_ptr,  # [2 HALF]; or None
+    of,  # HeadStates
+    source,  # the position to read
+    to,  # the position to write
+    tile,
+    angle,  # [HALF_PLACES] fp32
     eps,
-    ALL_HEADS: tl.constexpr,
     ROPE: tl.constexpr,  # RopeConstants
 ):
-    head, column = (
-        first_head + tl.arange(0, ROPE.HEADS)[:, None],
-        tl.arange(0, ROPE.HALF_PLACES)[None, :],
-    )
+    head = tile * ROPE.HEADS + tl.arange(0, ROPE.HEADS)[:, None]
+    column = tl.arange(0, ROPE.HALF_PLACES)[None, :]
     within = column < ROPE.HALF
-    inside = (head < ALL_HEADS) & within
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    states_ptr += head * strides[1] + column * strides[2]
-    left = tl.load(states_ptr, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(states_ptr + ROPE.HALF * strides[2], mask=inside, other=0.0).to(tl.float32)
-    if norm_ptr is not None:
+    inside = (head < of.heads) & within
+    dtype: tl.constexpr = of.out.dtype.element_ty
+    source_ptr = of.source + source * of.row_stride + head * of.head_stride + column
+    left = tl.load(source_ptr, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(source_ptr + ROPE.HALF, mask=inside, other=0.0).to(tl.float32)
+    if of.norm is not None:
         square = tl.sum(left * left + right * right, 1) / (2 * ROPE.HALF)
         scale = tl.rsqrt(square + eps)[:, None]
-        left = left * scale * tl.load(norm_ptr + column, mask=within, other=0.0).to(tl.float32)
-        right = (
-            right
-            * scale
-            * tl.load(norm_ptr + ROPE.HALF + column, mask=within, other=0.0).to(tl.float32)
-        )
-        left, right = left.to(dtype).to(tl.float32), right.to(dtype).to(tl.float32)
-    cos = turned[0].to(dtype).to(tl.float32)[None, :]
-    sin = turned[1].to(dtype).to(tl.float32)[None, :]
+        gain = tl.load(of.norm + column, mask=within, other=0.0).to(tl.float32)
+        left = (left * scale * gain).to(dtype).to(tl.float32)
+        gain = tl.load(of.norm + ROPE.HALF + column, mask=within, other=0.0).to(tl.float32)
+        right = (right * scale * gain).to(dtype).to(tl.float32)
+    cos = tl.cos(angle).to(dtype).to(tl.float32)[None, :]
+    sin = tl.sin(angle).to(dtype).to(tl.float32)[None, :]
     # Rounded between the two products, as in torch and in training.
     kept = (left * cos).to(dtype).to(tl.float32) - right * sin
     other = (right * cos).to(dtype).to(tl.float32) + left * sin
-    out_ptr += head * (2 * ROPE.HALF) + column
+    out_ptr = of.out + (to * of.heads + head) * (2 * ROPE.HALF) + column
     tl.store(out_ptr, kept.to(dtype), mask=inside)
     tl.store(out_ptr + ROPE.HALF, other.to(dtype), mask=inside)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..optional_triton import jit, next_power_of_2, tl
+from ..optional_triton import jit, next_power_of_2, strides_of, tl
 from ..tree.candidate_keys import DEPTH_ONE
 from ..tree.select_tree import TreeTensors, select_constants, select_part, warps_for
 from .occurrences import Texts, length_of, occurrences_triton, stretch_of
@@ -64,11 +64,8 @@ def follow_triton(texts: Texts, how: Following) -> TreeTensors:
             NATS=how.nats,
         )
         _follow_kernel[(count,)](
-            texts.table,
-            texts.row,
-            texts.position,
-            texts.last,
-            texts.strides,
+            *texts,
+            strides_of(texts),
             texts.width,
             found,
             fields,
@@ -126,7 +123,7 @@ def _follow_kernel(
     row_ptr,  # [R] int64
     position_ptr,  # [T] int64
     last_ptr,  # [R] int64
-    strides,  # TextStrides
+    strides,  # Texts, their strides
     width,
     found_ptr,  # [R, stretches, B] int32
     fields_ptr,  # [4, R, C] int64: room for candidates
@@ -187,14 +184,8 @@ def _follow_kernel(
     tie = (k[None, :] + 1).to(tl.int64) * DEPTH_ONE + index
     key = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
 
-    to_token, to_parent = (
-        fields_ptr + request * SELECT.COUNT,
-        fields_ptr + size + request * SELECT.COUNT,
-    )
-    to_key, to_score = (
-        fields_ptr + 2 * size + request * SELECT.COUNT,
-        score_ptr + request * SELECT.COUNT,
-    )
+    to_token, to_score = fields_ptr + request * SELECT.COUNT, score_ptr + request * SELECT.COUNT
+    to_parent, to_key = to_token + size, to_token + 2 * size
     tl.store(to_token, 0)
     tl.store(to_parent, 0)
     tl.store(to_key, 0)
@@ -204,14 +195,4 @@ def _follow_kernel(
     tl.store(to_key + index, key, mask=inside)
     tl.store(to_score + index, total, mask=inside)
     tl.debug_barrier()
-    select_part(
-        to_token,
-        to_parent,
-        to_score,
-        to_key,
-        to_key,
-        tree,
-        request,
-        JOINS=False,
-        SELECT=SELECT,
-    )
+    select_part(to_token, to_parent, to_score, to_key, to_key, tree, request, False, SELECT)

@@ -6,19 +6,17 @@ past the text's end are skipped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ..optional_triton import cdiv, jit, tl
+from ..optional_triton import cdiv, jit, strides_of, tl
 
 _STRETCH = 1024  # places of a program
 _MOST_KEYS = 4096  # of a request; the reading kernel holds all in registers
 
 
-@dataclass(frozen=True)
-class Texts:
+class Texts(NamedTuple):
     """R texts, each a prefix of a table row.
 
     Attributes:
@@ -37,21 +35,6 @@ class Texts:
     def width(self) -> int:
         """Maximum tokens of a text."""
         return self.table.shape[1]
-
-    @property
-    def strides(self) -> TextStrides:
-        """Strides for the kernels."""
-        given = (self.table, self.row, self.position, self.last)
-        return TextStrides(*(x.stride(0) for x in given))
-
-
-class TextStrides(NamedTuple):
-    """Strides of `Texts`; of its table by row."""
-
-    table: int
-    row: int
-    position: int
-    last: int
 
 
 def stretch_of(width: int, branches: int) -> int:
@@ -78,11 +61,8 @@ def occurrences_triton(texts: Texts, min_match: int, max_match: int, branches: i
     found = texts.table.new_empty(count, stretches, branches)
     if count:
         _occurrences_kernel[(count, stretches)](
-            texts.table,
-            texts.row,
-            texts.position,
-            texts.last,
-            texts.strides,
+            *texts,
+            strides_of(texts),
             texts.width,
             found,
             LEAST=min_match,
@@ -108,7 +88,7 @@ def _occurrences_kernel(
     row_ptr,  # [R] int64
     position_ptr,  # [T] int64
     last_ptr,  # [R] int64
-    strides,  # TextStrides
+    strides,  # Texts, their strides
     width,
     found_ptr,  # [R, stretches, B] int32
     LEAST: tl.constexpr,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..optional_triton import jit, next_power_of_2, tl
+from ..optional_triton import cdiv, jit, next_power_of_2, tl
 from .candidate_keys import CLOSED, INDEX_BITS, PATH_FACTOR
 
 MOST_CANDIDATES = 2048
@@ -35,7 +35,7 @@ class TreeTensors(NamedTuple):
     @classmethod
     def empty(cls, num_requests: int, budget: int, node: torch.Tensor) -> TreeTensors:
         """Return uninitialised tensors; budget: N; node: becomes the attribute."""
-        words = -(-(budget + 1) // 64)
+        words = cdiv(budget + 1, 64)
         nodes = (num_requests, budget)
         shapes = [nodes] * 4 + [(num_requests,), (num_requests, budget + 1, words)]
         dtypes = torch.int64, torch.int32, torch.int32, torch.float32, torch.int32, torch.int64
@@ -75,7 +75,7 @@ def warps_for(candidates: int) -> int:
 
 def select_constants(count: int, budget: int, max_depth: int) -> SelectConstants:
     """Return the compile-time constants of `select_part`; arguments as in `select_triton`."""
-    words = -(-(budget + 1) // 64)
+    words = cdiv(budget + 1, 64)
     return SelectConstants(
         COUNT=count,
         PLACES=next_power_of_2(count),
@@ -195,9 +195,8 @@ def select_part(
     above = tl.load(node + above, mask=chosen, other=0).to(tl.int32)
     tl.store(tree.parent + out, above, mask=chosen)
     tl.store(tree.token + out, tl.load(token_ptr + candidate, mask=chosen, other=0), mask=chosen)
-    tl.store(
-        tree.logprob + out, tl.load(score_ptr + candidate, mask=chosen, other=0.0), mask=chosen
-    )
+    score = tl.load(score_ptr + candidate, mask=chosen, other=0.0)
+    tl.store(tree.logprob + out, score, mask=chosen)
     tl.store(tree.size + request, size)
     tl.debug_barrier()
 
@@ -242,14 +241,6 @@ def _select_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     at = request * SELECT.COUNT
-    select_part(
-        given.token + at,
-        given.parent + at,
-        given.score + at,
-        given.key + at,
-        given.path_hash + at,
-        tree,
-        request,
-        JOINS,
-        SELECT,
-    )
+    token, parent, score = given.token + at, given.parent + at, given.score + at
+    key, path_hash = given.key + at, given.path_hash + at
+    select_part(token, parent, score, key, path_hash, tree, request, JOINS, SELECT)

@@ -123,9 +123,8 @@ def _accept_path_kernel(
     behind = (place > length) & (place < PLACES)
     tl.store(path_ptr + level, node.to(tl.int64), mask=on_path)
     tl.store(path_ptr + place, tl.zeros([PADDED], tl.int64), mask=behind | (place == 0))
-    tl.store(
-        output_ptr + level, tl.load(drawn_ptr + first + node, mask=on_path, other=0), mask=on_path
-    )
+    drawn = tl.load(drawn_ptr + first + node, mask=on_path, other=0)
+    tl.store(output_ptr + level, drawn, mask=on_path)
     tl.store(output_ptr, tl.load(drawn_ptr + first))
     tl.store(output_ptr + place, tl.zeros([PADDED], tl.int64), mask=behind)
     tl.store(accepted_ptr + at, length)

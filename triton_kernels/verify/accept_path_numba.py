@@ -19,15 +19,8 @@ def accept_path_numba(
     """Accept paths; arguments and results as in `verify.accept_path.accept_path_rows`."""
     output = torch.zeros(len(rows.req_idx), path.shape[1], dtype=torch.int64)
     num_sampled = torch.empty(len(rows.req_idx), dtype=torch.int32)
-    _walk(
-        *(x.contiguous().numpy() for x in rows),
-        parent.numpy(),
-        depth.numpy(),
-        path.numpy(),
-        accepted.numpy(),
-        output.numpy(),
-        num_sampled.numpy(),
-    )
+    made = parent, depth, path, accepted, output, num_sampled
+    _walk(*(x.contiguous().numpy() for x in rows), *(x.numpy() for x in made))
     return output, num_sampled
 
 

@@ -57,13 +57,9 @@ def build_tree_mask_triton(
     """Launch the kernel; `depth` and `ancestors` by slot, contiguous."""
     # One more program, for the padding rows.
     _build_tree_mask_kernel[(len(rows.req_idx) + 1,)](
-        rows.position,
+        rows,
         len(rows.position),
-        rows.query_start,
-        rows.seq_len,
-        rows.req_idx,
         rows.req_idx.stride(0),
-        rows.node_start,
         depth,
         ancestors,
         out,
@@ -75,13 +71,9 @@ def build_tree_mask_triton(
 
 @jit(do_not_specialize=["num_rows"])
 def _build_tree_mask_kernel(
-    position_ptr,  # [T] int64
+    rows,  # BatchRows, of which `row` and what follows are not read
     num_rows,  # T
-    query_start_ptr,  # [R+1] int32
-    seq_len_ptr,  # [R] int32
-    req_idx_ptr,  # [R] int64
     req_idx_stride,
-    node_start_ptr,  # [R+1] int32
     depth_ptr,  # [S, COLUMNS] int64
     ancestors_ptr,  # [S, COLUMNS, W] int64
     out,  # MaskTensors
@@ -92,14 +84,13 @@ def _build_tree_mask_kernel(
     """Handle one request, or the padding rows in the last program."""
     request = tl.program_id(0)
     real = request < tl.num_programs(0) - 1
-    start = tl.load(query_start_ptr + request)
-    end = tl.load(query_start_ptr + request + 1, mask=real, other=num_rows)
-    first_node = tl.load(node_start_ptr + request)
-    num_nodes = tl.load(node_start_ptr + request + 1, mask=real, other=first_node) - first_node
-    tree = (
-        tl.load(req_idx_ptr + request * req_idx_stride, mask=real, other=0).to(tl.int64) * COLUMNS
-    )
-    length = tl.load(seq_len_ptr + request, mask=real, other=0)
+    start = tl.load(rows.query_start + request)
+    end = tl.load(rows.query_start + request + 1, mask=real, other=num_rows)
+    first_node = tl.load(rows.node_start + request)
+    num_nodes = tl.load(rows.node_start + request + 1, mask=real, other=first_node) - first_node
+    slot = tl.load(rows.req_idx + request * req_idx_stride, mask=real, other=0)
+    tree = slot.to(tl.int64) * COLUMNS
+    length = tl.load(rows.seq_len + request, mask=real, other=0)
     tl.store(out.tree_start + request, length - num_nodes, mask=real)
 
     for first in range(start, end, ROWS):
@@ -107,7 +98,7 @@ def _build_tree_mask_kernel(
         inside = row < end
         node = row - (end - num_nodes)
         is_node = inside & (node >= 0)
-        entry = tl.load(position_ptr + row, mask=inside, other=0)
+        entry = tl.load(rows.position + row, mask=inside, other=0)
         below = tl.load(depth_ptr + tree + node, mask=is_node, other=0)
         root = entry - node
         tl.store(out.prefix_len + row, tl.where(is_node, root, entry + 1).to(tl.int32), mask=inside)

@@ -80,9 +80,7 @@ def reallocate_drafts(
     survival = confidence[req_idx].double().cumprod(1).float().clamp(min=0)
     known = torch.arange(survival.shape[1], device=req_idx.device) < drafts[:, None]
     order = survival.masked_fill(~known, -1.0).flatten().argsort(descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(
-        0, order, torch.arange(len(order), device=req_idx.device)
-    )
+    rank = order.argsort()
     admitted = (known & (rank.view_as(known) < budget)).sum(1)
     count = len(req_idx)
     logit_start[0] = row_start[0] = 0
@@ -135,9 +133,8 @@ def _reallocate_drafts_kernel(
     for first in range(0, num_requests, TILE // NODES):
         request = first + some
         there = request < num_requests
-        at = tl.load(req_idx_ptr + request * req_idx_stride, mask=there, other=0).to(tl.int64)[
-            :, None
-        ]
+        at = tl.load(req_idx_ptr + request * req_idx_stride, mask=there, other=0)
+        at = at.to(tl.int64)[:, None]
         inside = there[:, None] & (node < NUM_NODES)
         survival = tl.load(confidence_ptr + at * confidence_stride + node, mask=inside, other=1.0)
         survival = tl.cumprod(survival.to(tl.float64), 1).to(tl.float32)
@@ -157,9 +154,8 @@ def _reallocate_drafts_kernel(
         for first in range(0, num_requests, REQUESTS):
             row = (first + some)[:, None]
             there = row < num_requests
-            reached += tl.sum(
-                _above(key_ptr, row, there, larger[None, :] - 1, NUM_NODES, PROBES), 0
-            )
+            above = _above(key_ptr, row, there, larger[None, :] - 1, NUM_NODES, PROBES)
+            reached += tl.sum(above, 0)
         last = tl.max(tl.where((digit == 0) | (reached >= budget), larger, 0), 0)
 
     left = budget  # for those with that very key

@@ -31,17 +31,3 @@ class VerificationResult(NamedTuple):
     score: torch.Tensor
     origin: torch.Tensor
     temperatures: torch.Tensor
-
-    @property
-    def strides(self) -> ResultStrides:
-        """Return the strides of what is of the requests."""
-        return ResultStrides(*(x.stride(0) for x in self[:4]))
-
-
-class ResultStrides(NamedTuple):
-    """Strides by request."""
-
-    req_idx: int
-    num_run: int
-    accepted: int
-    path: int

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from vllm_specblock.adapt.book import Book, Record
-from vllm_specblock.adapt.learning.judge import Judge, is_sure, steps_of
+from vllm_specblock.adapt.learning.judge import Judge, Weighed, is_sure, steps_of
 from vllm_specblock.adapt.learning.pool import Pool, Version
-from vllm_specblock.adapt.learning.stream import Usual, Weighed
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher, batches
-from vllm_specblock.adapt.learning.update import AdaptationConfig, Updater, UpdateReport
+from vllm_specblock.adapt.learning.update import AdaptationConfig, Updater
 from vllm_specblock.adapt.policy.actions import Tensors, held, put
-from vllm_specblock.adapt.policy.evidence import FallDetector
+from vllm_specblock.adapt.policy.evidence import FallDetector, Usual
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
@@ -39,9 +39,7 @@ class Adaptation:
         training: the version of θ_train.
         number: number of the newest version.
         rows: labels trained on so far.
-        requests: finished requests.
         compared: versions compared with the serving one since the start or an alarm.
-        usual: the usual τ of a request.
     """
 
     def __init__(
@@ -63,22 +61,15 @@ class Adaptation:
         self.pool, self.training = Pool(origin), origin
         self.falls, self.usual = FallDetector(), Usual()
         self._weighed: Weighed | None = None
-        self.number = self.rows = self.requests = 0
-        self.compared = 0
+        self.number = self.rows = self.compared = 0
 
     def finish(self, record: Record | None, request: FinishedRequest | None) -> None:
-        """Learn from one finished request.
-
-        Args:
-            record: None: it was not recorded.
-            request: None: it continues in another record.
-        """
+        """Learn from one finished request, see `Finished`."""
         hard = request is None or self.usual.is_hard(request.tau)
         if record is not None:
             self._keep(record, hard)
         if request is None:
             return
-        self.requests += 1
         if self.falls.add(request.tau):
             self.falls.reset()
             self._reward()  # later texts are of another domain
@@ -113,7 +104,7 @@ class Adaptation:
             self._weigh(self._weighed, record, hard)
         if not self.policy.gated:
             return
-        depths = self.judge.depths(self.pool.kept, record)
+        depths = {each.number: self.judge.depth(each, record) for each in self.pool.kept}
         gain = depths[self.pool.current.number] - depths[self.pool.origin.number]
         if gain == gain:  # else the text is too short
             self.count("judged_requests", 1)
@@ -165,27 +156,25 @@ class Adaptation:
         )
         if not found:
             return
-        steps = self.updater.steps
         train_batches = [
-            self.teacher.train_batch(
-                records, steps + number, config.seed * 1_000_003 + steps + number
-            )
-            for number, records in enumerate(found)
+            self.teacher.train_batch(records, number, config.seed * 1_000_003 + number)
+            for number, records in enumerate(found, self.updater.steps)
         ]
-        report = self.updater.update(action, train_batches)
+        began = time.perf_counter()
+        losses = self.updater.update(action, train_batches)
+        seconds = time.perf_counter() - began
         self.rows += sum(int(each.labels.sum()) for records in found for each in records)
         self.count(f"updates_{action}", 1)
-        self.count(f"update_microseconds_{action}", round(1e6 * report.seconds))
-        self._offer(action, report, before)
-        seconds = self.seconds_lost(action, report.seconds)
+        self.count(f"update_microseconds_{action}", round(1e6 * seconds))
+        if losses:
+            self._offer(action, before)
+        seconds = self.seconds_lost(action, seconds)
         if self.policy.gated:
             current = self.pool.current
             self._weighed = Weighed(action, before, self.training, current, seconds)
 
-    def _offer(self, action: Action, report: UpdateReport, before: Version) -> None:
+    def _offer(self, action: Action, before: Version) -> None:
         """Make a version of θ_train, and serve it if it is better."""
-        if not report.losses:
-            return
         tensors = _on_host(held(self.updater.drafter, action, before.tensors))
         if not all(bool(torch.isfinite(each).all()) for each in tensors.values()):
             self.count("versions_refused_weights", 1)
@@ -206,10 +195,7 @@ class Adaptation:
         self.count("versions_offered", 1)
 
     def _begin_anew(self) -> None:
-        """Train from the last good version with a new optimiser.
-
-        Moments of earlier texts would make the first steps small.
-        """
+        """Train from the last good version; with old moments the first steps would be small."""
         if back := self.pool.roll_back():
             self._follow(back)
         else:
@@ -232,5 +218,4 @@ def _learned_by(policy: Policy, config: AdaptationConfig) -> AdaptationConfig:
 
 
 def _on_host(tensors: Tensors) -> Tensors:
-    """Move a version to host memory."""
     return {name: tensor.cpu() for name, tensor in tensors.items()}

@@ -103,11 +103,8 @@ class Reservoir:
             self._kept.remove(max(self._kept, key=lambda entry: entry[0]))
 
     def sample(self, count: int, by_weight: bool = False) -> list[Record]:
-        """Return up to `count` records in random order.
-
-        Args:
-            by_weight: sample by `Record.weight` with replacement.
-        """
+        """Return up to `count` records in random order; by_weight: by `Record.weight`, with
+        replacement."""
         records = self.records
         count = min(count, len(records))
         if not by_weight or not records:
@@ -118,11 +115,8 @@ class Reservoir:
 class Book:
     """Rows of finished requests in four parts: new ones, the reservoir, `recent` and `old`.
 
-    Args:
-        memory: MiB of rows; each part has a quarter.
-
-    Attributes:
-        counts: records by what became of them: `recorded`, `not finite`, `loop`.
+    memory: MiB of rows; each part has a quarter. counts: records by what became of them:
+    `recorded`, `not finite`, `loop`.
     """
 
     def __init__(self, memory: float = 512, seed: int = 0) -> None:
@@ -173,12 +167,8 @@ class Book:
 
 
 def _refusal(record: Record) -> str | None:
-    if not (_finite(record.states) and _finite(record.last)):
+    if not all(bool(torch.isfinite(rows).all()) for rows in (record.states, record.last)):
         return "not finite"
     if len(record.tokens.unique()) < LEAST_DISTINCT * len(record.tokens):
         return "loop"
     return None
-
-
-def _finite(rows: Tensor) -> bool:
-    return bool(torch.isfinite(rows).all())

@@ -30,11 +30,8 @@ def private_folder(folder: Path) -> None:
 def lock_folder(folder: Path, seconds: float = _DYING) -> int:
     """Lock a folder for one writer, until its descriptor is closed or the process ends.
 
-    Args:
-        seconds: time to wait for another writer.
-
     Raises:
-        TrainError: another process keeps the lock.
+        TrainError: another process keeps the lock for so many `seconds`.
     """
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     until = time.monotonic() + seconds

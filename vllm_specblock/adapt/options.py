@@ -12,9 +12,9 @@ import torch
 from pydantic import Field, field_validator, model_validator
 
 from vllm_specblock.adapt.policy.interface import EVERY
-from vllm_specblock.config import OptionError, Options, parse_options
 from vllm_specblock.drafters.registry import DRAFTERS, drafter_kind
 from vllm_specblock.engine.step_observer import ADAPT
+from vllm_specblock.options import OptionError, Options, parse_options
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig

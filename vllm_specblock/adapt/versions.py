@@ -15,7 +15,9 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,23 +26,48 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.adapt.files import lock_folder, private_folder, read_json, write_json
+from vllm_specblock.adapt.policy.actions import trains
+from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.drafters.common.checkpoint_files import (
     CONFIG,
     MAPPING_NAMES,
     WEIGHTS,
     opened,
 )
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train import provenance
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target import target_rows
 
 CURRENT, PREFIX = "current.json", "version-"
+DELIVERED = "delivered"
+"""Trunk of the delivered drafter, and of versions that differ only in their heads."""
 _origin = cache(provenance.provenance)
 KEPT = 8
 """Versions kept beside the current one: 1.4 GB each for an 8B target's drafter."""
+
+
+@dataclass(frozen=True, eq=False)
+class StagedVersion:
+    """A version that a serving drafter can load.
+
+    Attributes:
+        number: 0 for the drafter as delivered; parent: where its training started.
+        action: HEADS: `tensors` are the LM head and the rank head, and the drafter serves the trunk
+            already. FULL: all parameters.
+        tensors: by the checkpoint's names, on the CPU.
+        key: identifies the weights in all processes; never 0.
+        trunk: equal for versions that differ only in their heads.
+    """
+
+    number: int
+    parent: int
+    action: Action
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    key: int = 1
+    trunk: str = DELIVERED
 
 
 class VersionFolder:
@@ -109,8 +136,8 @@ class VersionFolder:
         write_json(self.out / CURRENT, {"version": name})
 
     def current(self) -> str | None:
-        """Return the name of the version to serve; None: the delivered drafter. Raises TrainError
-        if current.json cannot be read."""
+        """Return the name of the version to serve; None: the delivered drafter. May raise
+        TrainError."""
         try:
             name = read_json(self.out / CURRENT)["version"]
         except FileNotFoundError:
@@ -130,11 +157,8 @@ class VersionFolder:
     def read(
         self, name: str | None, wanted: Callable[[str], bool] = lambda parameter: True
     ) -> dict[str, Tensor]:
-        """Read a version's parameters in the dtype they are stored in.
-
-        Args:
-            name: None: the delivered drafter.
-            wanted: filter of parameter names.
+        """Read the `wanted` parameters of a version (None: the delivered drafter), in the dtype
+        they are stored in.
 
         Raises:
             TrainError: the version is missing, incomplete, not finite, or made for another drafter
@@ -152,6 +176,21 @@ class VersionFolder:
             raise TrainError(f"The weights in {folder} are not finite.")
         return tensors
 
+    def staged(self, trunk: str) -> StagedVersion:
+        """Read the current version, or only its heads if `trunk` serves already.
+
+        Raises:
+            TrainError: the version cannot be used, or was replaced and removed meanwhile.
+        """
+        name = self.current()
+        facts = {} if name is None else facts_of(self.out / name)
+        its = facts.get("trunk") or facts.get("checksum") or DELIVERED
+        action = Action.HEADS if its == trunk else Action.FULL
+        tensors = self.read(name, lambda each: trains(action, each))
+        digest = facts.get("checksum") or self.fingerprints["drafter"]
+        number, parent = number_of(name), number_of(facts.get("parent"))
+        return StagedVersion(number, parent, action, tensors, int(digest[-15:], 16) or 1, its)
+
     def names(self) -> list[str]:
         """Return the names of the versions, oldest first."""
         found = (path.name for path in self.out.glob(f"{PREFIX}*"))
@@ -159,12 +198,10 @@ class VersionFolder:
 
     def listed(self) -> dict[str, dict[str, Any]]:
         """Return facts by version, oldest first; unreadable facts are empty."""
-        found = {}
-        for name in self.names():
-            try:
+        found: dict[str, dict[str, Any]] = {name: {} for name in self.names()}
+        for name in found:
+            with suppress(TrainError):
                 found[name] = facts_of(self.out / name)
-            except TrainError:
-                found[name] = {}
         return found
 
     def prune(self, keep: int = KEPT) -> None:
@@ -178,7 +215,6 @@ class VersionFolder:
                 shutil.rmtree(gone, ignore_errors=True)
 
     def _checked(self, name: str) -> Path:
-        """Return the folder of a complete version for this drafter and target."""
         folder = self.out / name
         if name not in self.names():
             known = ", ".join(self.names()) or "none"
@@ -187,13 +223,22 @@ class VersionFolder:
         for what, mine in self.fingerprints.items():
             if facts.get("fingerprints", {}).get(what) != mine:
                 raise TrainError(f"The version {folder} was made for another {what}.")
-        try:
+        checksum = None
+        with suppress(OSError):
             checksum = _digest(folder / WEIGHTS)
-        except OSError:
-            checksum = None
         if checksum is None or checksum != facts.get("checksum"):
             raise TrainError(f"The weights in {folder} are not those that were written there.")
         return folder
+
+
+def trunk_of(drafter: SpecBlockModel) -> str:
+    """Return a digest of all weights but those of the heads."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in drafter.named_parameters():
+        if not trains(Action.HEADS, name):
+            raw = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(raw.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def name_of(number: int) -> str | None:

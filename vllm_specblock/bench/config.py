@@ -22,7 +22,7 @@ class MethodSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     base: str | None = None
-    """Method that this one extends."""
+    """Built-in method that this one extends."""
 
     speculative: dict[str, Any] = {}
     """vLLM's `speculative_config`."""
@@ -85,12 +85,6 @@ class BenchConfig(BaseModel):
     engine: dict[str, Any] = Field(
         default={}, description="Further arguments of vLLM's LLM for all methods, as JSON."
     )
-    at_once: int | None = Field(
-        default=None,
-        ge=1,
-        description="Engines that run at a time, plain vLLM's included, if memory is short. "
-        "Default: all.",
-    )
     explain: bool = Field(
         default=True,
         description="Report how close the two tokens were where a greedy answer differs from "
@@ -117,21 +111,10 @@ class BenchConfig(BaseModel):
         return self
 
     def must_match(self) -> dict[str, Any]:
-        """Return the options that all results of one folder share."""
-        return self.model_dump(mode="json", exclude=_FREE)
+        """Return the options that all results of one folder share.
 
-
-_FREE = {
-    "target",
-    "set",
-    "method",
-    "drafter",
-    "define",
-    "nodes",
-    "rounds",
-    "at_once",
-    "explain",
-    "out",
-}
-"""Options that may differ when a run resumes: how much is run, and what `methods.resolve` and
-`questions.read_sets` compare by their results."""
+        The others say how much is run, or `methods.resolve` and `questions.read_sets` compare them
+        by their results.
+        """
+        free = "target", "set", "method", "drafter", "define", "nodes", "rounds", "explain", "out"
+        return self.model_dump(mode="json", exclude={*free})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from transformers import AutoConfig
 
@@ -77,16 +77,8 @@ class Answer:
         tau = "" if self.tau is None else f", τ {self.tau:.2f}"
         return f"{len(self.ids)} tokens, {self.speed:.1f} tokens/s{tau}"
 
-
-def side_by_side(answers: Sequence[Answer]) -> Table:
-    table, panels = Table.grid(expand=True), []
-    for each in answers:
-        table.add_column(ratio=1)
-        panels.append(
-            Panel(each.text, title=each.name, subtitle=each.figures(), title_align="left")
-        )
-    table.add_row(*panels)
-    return table
+    def panel(self) -> Panel:
+        return Panel(self.text, title=self.name, subtitle=self.figures(), title_align="left")
 
 
 @contextmanager
@@ -95,7 +87,9 @@ def shown(console: Console, question: str, answers: Sequence[Answer]) -> Iterato
     if console.is_terminal:
 
         def draw() -> Group:
-            return Group(Text(question, style="bold"), side_by_side(answers))
+            table = Table.grid(*(Column(ratio=1) for _ in answers), expand=True)
+            table.add_row(*(each.panel() for each in answers))
+            return Group(Text(question, style="bold"), table)
 
         how: Any = {"refresh_per_second": 12, "vertical_overflow": "visible"}
         with Live(console=console, get_renderable=draw, **how):
@@ -119,15 +113,12 @@ def start_engines(
     eager: bool = False,
     length: int = 4096,
 ) -> None:
-    """Append a ready and paused engine per method.
+    """Append a ready and paused engine per method; raises EngineFailed.
 
     Args:
         methods: `speculative_config` by name; None: plain vLLM.
         folder: for their logs.
         length: maximum tokens of a request, if the target allows as many.
-
-    Raises:
-        EngineFailed: one did not start.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.from_pretrained(target).get_text_config()
@@ -154,10 +145,7 @@ def ask_together(
 ) -> None:
     """Let engines answer one prompt in time slices, so that the answers grow side by side.
 
-    An engine is stopped between its slices; only its running time counts.
-
-    Raises:
-        EngineFailed: an engine exited, or could not answer.
+    An engine is stopped between its slices; only its running time counts. Raises EngineFailed.
     """
     pool = ThreadPoolExecutor(len(engines))
     try:

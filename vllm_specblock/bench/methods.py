@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,14 @@ def resolve(config: BenchConfig) -> dict[str, Method]:
 
 
 def _resolve(name: str, config: BenchConfig) -> Method:
-    spec = _spec(name, config.define, ())
+    spec = _known(name, BUILT_IN | config.define)
+    if spec.base is not None:
+        base = _known(spec.base, BUILT_IN)
+        spec = MethodSpec(
+            speculative=_changed(base.speculative, spec.speculative),
+            engine=_changed(base.engine, spec.engine),
+            env=base.env | spec.env,
+        )
     speculative = _put_folders(spec.speculative, name, config.drafter) or None
     if speculative is not None and "method" not in speculative:
         raise BenchError(
@@ -111,24 +119,12 @@ def _resolve(name: str, config: BenchConfig) -> Method:
     return Method(name, speculative, spec.engine, spec.env)
 
 
-def _spec(name: str, defined: dict[str, MethodSpec], inside: tuple[str, ...]) -> MethodSpec:
-    """Merge a method with its bases. A method may extend the built-in one of the same name."""
-    if name in inside and name in BUILT_IN:
-        return BUILT_IN[name]
-    spec = defined.get(name, BUILT_IN.get(name))
-    if spec is None or name in inside:
-        known = [*BUILT_IN, *defined]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+def _known(name: str, methods: Mapping[str, MethodSpec]) -> MethodSpec:
+    if name not in methods:
+        near = difflib.get_close_matches(name, methods, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(methods)}."
         raise BenchError(f"There is no method {name}; {hint}")
-    if spec.base is None:
-        return spec
-    base = _spec(spec.base, defined, (*inside, name))
-    return MethodSpec(
-        speculative=_changed(base.speculative, spec.speculative),
-        engine=_changed(base.engine, spec.engine),
-        env=base.env | spec.env,
-    )
+    return methods[name]
 
 
 def _changed(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:

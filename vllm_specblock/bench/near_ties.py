@@ -11,12 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
+from vllm_specblock.bench.questions import units
 from vllm_specblock.bench.run import Bench
-from vllm_specblock.bench.schedule import units
+
+Where = tuple[str, str, str]
+"""Method, set and question."""
+Answers = tuple[list[int], list[int], list[int]]
+"""Prompt, one answer, another answer; token ids."""
 
 
 @dataclass(frozen=True)
@@ -47,57 +51,46 @@ class Parting:
         )
 
 
-class Difference(NamedTuple):
-    """A method's greedy answer to a question that differs from plain vLLM's; token ids."""
+def differences(bench: Bench, plain_of: Mapping[str, str | None]) -> dict[Where, Answers]:
+    """Return prompt, plain vLLM's answer and the method's where greedy answers differ.
 
-    method: str
-    set: str
-    question: str
-    prompt: list[int]
-    plain: list[int]
-    ours: list[int]
-
-
-def differences(bench: Bench, plain_of: Mapping[str, str | None]) -> list[Difference]:
-    """Return each difference of a run once, over all rounds.
+    Of each chat, the first turn that differs: later ones have other prompts.
 
     Args:
         plain_of: by method, the plain vLLM to compare with; None: there is none.
-            Turns after a difference have other prompts and are not compared.
     """
-    found: list[Difference] = []
-    chosen = {unit.key(): unit for unit in units(bench.config, bench.sets)}
+    found: dict[Where, Answers] = {}
+    greedy = {unit.key(): unit for unit in units(bench.config, bench.sets) if not unit.temperature}
     for record in bench.store.records:
-        unit = chosen.get(record.unit)
         for name, other in plain_of.items():
-            if unit is None or unit.temperature or other is None:
+            if other is None or record.unit not in greedy:
                 continue
             if not {name, other} <= record.answers.keys():
                 continue
             both = (record.answers[each].ids for each in (other, name))
-            for question, plain, ours in zip(unit.questions, *both):
-                turn = next((i for i, (a, b) in enumerate(zip(plain, ours)) if a != b), None)
+            for question, plain, ours in zip(greedy[record.unit].questions, *both):
+                turn = first_difference(plain, ours)
                 if turn is not None:
                     prompt = bench.reader.prompt(question, plain[:turn])
-                    each = Difference(name, unit.set, question.id, prompt, plain[turn], ours[turn])
-                    found += [each] * (each not in found)
+                    answers = prompt, plain[turn], ours[turn]
+                    found.setdefault((name, record.set, question.id), answers)
     return found
 
 
-def page(target: Path, found: Sequence[Difference]) -> tuple[str, list[dict[str, object]]]:
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int | None:
+    """Return the first index at which both have an item and the items differ."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), None)
+
+
+def page(target: Path, found: Mapping[Where, Answers]) -> tuple[str, list[dict[str, object]]]:
     """Explain all differences, in Markdown and as JSON types."""
-    partings = explain(target, [each[3:] for each in found])
-    facts: list[dict[str, object]] = [
-        {
-            "method": each.method,
-            "set": each.set,
-            "question": each.question,
-            "steps": parting and round(parting.steps, 3),
-            "says": str(parting or "one answer ends where the other continues"),
-        }
-        for each, parting in zip(found, partings)
-    ]
-    near = sum(parting is not None and parting.steps <= 1 for parting in partings)
+    facts: list[dict[str, object]] = []
+    for where, parting in zip(found, explain(target, [*found.values()])):
+        says = str(parting or "one answer ends where the other continues")
+        steps = parting and round(parting.steps, 3)
+        named = zip(("method", "set", "question"), where)
+        facts.append({**dict(named), "steps": steps, "says": says})
+    near = sum(isinstance(each["steps"], float) and each["steps"] <= 1 for each in facts)
     lines = [f"{near} of {len(found)}: two logits within one step of bfloat16.", ""]
     lines += ["- {method}, {set}/{question}: {says}".format(**fact) for fact in facts]
     return "\n".join(lines), facts
@@ -108,10 +101,8 @@ def bfloat16_step(value: float) -> float:
     return 2.0 ** (math.frexp(value)[1] - 8)
 
 
-def explain(
-    target: Path, answers: Sequence[tuple[list[int], list[int], list[int]]]
-) -> list[Parting | None]:
-    """Look at each (prompt, one answer, another answer), ids each; None: one of them ends there."""
+def explain(target: Path, answers: Sequence[Answers]) -> list[Parting | None]:
+    """Return where two answers differ; None: one of them ends there."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -120,7 +111,7 @@ def explain(
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     found: list[Parting | None] = []
     for prompt, one, other in answers:
-        position = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), None)
+        position = first_difference(one, other)
         if position is None:
             found.append(None)
             continue

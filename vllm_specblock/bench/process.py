@@ -1,8 +1,4 @@
-"""The engine of one method in its own process, stopped while another one answers.
-
-Each engine has a guard, a shell that kills the engine's process group if this process ends without
-releasing it: a stopped process would not notice.
-"""
+"""The engine of one method in its own process, stopped while another one answers."""
 
 from __future__ import annotations
 
@@ -25,16 +21,46 @@ GRACE = 10.0
 """Seconds that an engine has to exit."""
 
 _GUARD = 'read let_go || kill -s KILL -- "-$1"'
-"""In this form each shell's `kill` takes a process group."""
+"""A shell that kills a process group if this process ends without releasing it: a stopped process
+would not notice. In this form each shell's `kill` takes a group."""
 
 
-def start_guard(process: subprocess.Popen[Any]) -> subprocess.Popen[bytes]:
-    """Start a process that kills the group of `process` unless `let go` is written to it."""
-    return subprocess.Popen(
-        ["sh", "-c", _GUARD, "guard", str(process.pid)],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
+class GuardedProcess:
+    """A process group of its own that does not outlive this process.
+
+    Args:
+        command: starts the process.
+        log: file for its stderr, and for its stdout unless `pipes` names another place.
+        env: added to this process's environment; None removes a variable.
+        pipes: further arguments of `subprocess.Popen`.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log: Path, env: Mapping[str, str | None], **pipes: Any
+    ) -> None:
+        self.log = log
+        environment = {**os.environ, **env}
+        with log.open("w") as output:
+            self.process: subprocess.Popen[Any] = subprocess.Popen(
+                command,
+                stderr=output,
+                env={key: value for key, value in environment.items() if value is not None},
+                start_new_session=True,  # its own group, which Ctrl-C does not reach
+                **{"stdout": output, **pipes},
+            )
+        self.guard = subprocess.Popen(
+            ["sh", "-c", _GUARD, "guard", str(self.process.pid)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace").strip()
 
 
 def job_of(
@@ -58,22 +84,21 @@ class EngineFailed(BenchError):
     """An engine did not start, or exited too early; the message says why."""
 
 
-class EngineProcess:
+class EngineProcess(GuardedProcess):
     """An engine that is stopped between its answers.
 
     Args:
         name: the method's name.
         arguments: arguments of vLLM's `LLM`.
-        env: added to this process's environment; None removes a variable.
-        log: file for its output.
+        env, log: as of `GuardedProcess`.
         command: starts the process; its protocol is `engine/offline/answering.py`'s.
         wait: wait until it can answer. Else call `wait()` after starting other engines.
 
     Attributes:
         facts: the facts that the engine reports when it is ready.
 
-    Raises:
-        EngineFailed: it did not start.
+    Raises (as all methods that wait for it):
+        EngineFailed: it did not start, exited, or could not answer.
     """
 
     def __init__(
@@ -86,29 +111,15 @@ class EngineProcess:
         *,
         wait: bool = True,
     ) -> None:
-        self.name, self.log = name, log
-        environment = {**os.environ, **env}
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={key: value for key, value in environment.items() if value is not None},
-                start_new_session=True,  # its own group, which Ctrl-C does not reach
-            )
-        self.guard = start_guard(self.process)
+        self.name = name
+        pipe = subprocess.PIPE
+        super().__init__(command, log, env, stdin=pipe, stdout=pipe, text=True)
         self.send(arguments)
         if wait:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until it can answer, then stop it.
-
-        Raises:
-            EngineFailed: it did not start.
-        """
+        """Wait until it can answer, then stop it."""
         try:
             self.facts = self.receive()
         except BaseException:
@@ -117,11 +128,7 @@ class EngineProcess:
         self.pause()
 
     def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """Return its answer to a job without `stream`; it runs only meanwhile.
-
-        Raises:
-            EngineFailed: it exited, or could not answer.
-        """
+        """Return its answer to a job without `stream`; it runs only meanwhile."""
         self.resume()
         self.send(job)
         answer = self.receive()
@@ -133,19 +140,16 @@ class EngineProcess:
 
         Args:
             said: called with the new tokens of each step.
-
-        Raises:
-            EngineFailed: it exited, or could not answer.
         """
         self.send({**job, "stream": True})
         while "said" in (answer := self.receive()):
             said(answer["said"][1])
 
     def resume(self) -> None:
-        self._signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
 
     def pause(self) -> None:
-        self._signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
 
     def send(self, what: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # `receive` says why
@@ -173,30 +177,24 @@ class EngineProcess:
             return "it closed its pipe"
         if code < 0:
             return f"it was killed by {signal.Signals(-code).name}"
-        words = self.log.read_text(errors="replace").strip().splitlines()
+        words = self.log_text().splitlines()
         return f"it ended with code {code}" + (f", after: {words[-1].strip()}" if words else "")
 
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
 
-
-def end_all(engines: Iterable[EngineProcess]) -> None:
-    """End the engines and their child processes, except those that have exited."""
-    pipes = [(engine, engine.guard.stdin) for engine in engines]
-    engines = [engine for engine, pipe in pipes if pipe is not None and not pipe.closed]
-    for engine in engines:
-        engine._signal(signal.SIGTERM)
-        engine.resume()
+def end_all(processes: Iterable[GuardedProcess]) -> None:
+    """End the processes and their children, except those that have been ended before."""
+    alive = [each for each in processes if each.guard.stdin and not each.guard.stdin.closed]
+    for each in alive:
+        each.signal(signal.SIGTERM)
+        each.signal(signal.SIGCONT)
     until = time.monotonic() + GRACE
-    for engine in engines:
+    for each in alive:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            engine.process.wait(max(0.0, until - time.monotonic()))
-        engine._signal(signal.SIGKILL)
-        engine.process.wait()
+            each.process.wait(max(0.0, until - time.monotonic()))
+        each.signal(signal.SIGKILL)
+        each.process.wait()
         with contextlib.suppress(BrokenPipeError):
-            engine.guard.communicate(b"let go\n")
-        for pipe in (engine.process.stdin, engine.process.stdout):
-            assert pipe is not None
+            each.guard.communicate(b"let go\n")
+        for pipe in filter(None, (each.process.stdin, each.process.stdout)):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()

@@ -1,18 +1,21 @@
-"""Sets of questions, and the prompts that the target reads."""
+"""Sets of questions, the order in which they are asked, and their prompts."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
 from vllm_specblock.train.data.chat import BrokenLine
 from vllm_specblock.train.data.chat_tokens import ChatTokens
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,52 @@ def fingerprint(sets: Sets) -> dict[str, Any]:
         for name, questions in sets.items()
     }
     return {name: {"questions": len(sets[name]), "sha256": d[:16]} for name, d in digests.items()}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """All turns of a batch of questions: each engine answers them before the next unit."""
+
+    round: int
+    temperature: float
+    set: str
+    questions: tuple[Question, ...]
+
+    def key(self) -> str:
+        """Return its name in the store."""
+        ids = ",".join(question.id for question in self.questions)
+        return f"round {self.round}, T = {self.temperature:g}, {self.set}/{ids}"
+
+    @property
+    def turns(self) -> int:
+        return len(self.questions[0].turns)
+
+
+def units(config: BenchConfig, sets: Sets) -> Iterator[Unit]:
+    """Yield all units: round by round, and in each round one batch of each set in turn."""
+    for number in range(config.rounds):
+        batches = [list(_batches(each, config.batch)) for each in sets.values()]
+        for row in zip_longest(*batches):
+            for name, batch in zip(sets, row):
+                for temperature in config.temperature if batch else ():
+                    yield Unit(number, temperature, name, batch)
+
+
+def _batches(questions: Sequence[Question], size: int) -> Iterator[tuple[Question, ...]]:
+    """Yield up to `size` questions with the same number of turns."""
+    batch: tuple[Question, ...] = ()
+    for question in questions:
+        if batch and (len(batch) == size or len(batch[0].turns) != len(question.turns)):
+            yield batch
+            batch = ()
+        batch += (question,)
+    yield batch
+
+
+def rotated(those: Sequence[T], by: int) -> list[T]:
+    """Return the sequence rotated by one more item each time, so that the order is fair."""
+    start = by % len(those) if those else 0
+    return [*those[start:], *those[:start]]
 
 
 class Reader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def write_results(bench: Bench) -> tuple[str, list[Path]]:
     figures, base = figures_of(bench)
     facts = facts_of(bench)
     text = page(figures, base, facts)
-    found = near_ties.differences(bench, plain_of(bench)) if bench.config.explain else []
+    found = near_ties.differences(bench, plain_of(bench)) if bench.config.explain else {}
     if found:
         said, ties = near_ties.page(bench.config.target, found)
         facts |= {"near_ties": ties}
@@ -40,33 +41,29 @@ def write_results(bench: Bench) -> tuple[str, list[Path]]:
 
 def figures_of(bench: Bench) -> tuple[list[Figures], str]:
     """Return the figures of the chosen methods and sets, and the fastest plain vLLM's name."""
-    config, methods = bench.config, bench.methods
+    config = bench.config
     records = [each for each in bench.store.records if each.round < config.rounds]
     base = fastest(records, bench.plain)
-    sets, heats = [*bench.sets], [*config.temperature]
-    return summarise(records, [*methods], sets, heats, base, plain_of(bench)), base
+    asked = [*bench.methods], [*bench.sets], config.temperature
+    return summarise(records, *asked, base, plain_of(bench)), base
 
 
 def plain_of(bench: Bench) -> dict[str, str | None]:
-    """Return, by method, the plain vLLM to compare with; None: there is none."""
-    engines = bench.store.head["engines"]
-
-    def arithmetic(name: str) -> tuple[Any, Any] | None:
-        facts = engines.get(name)
-        return facts and (facts["runner"], facts["dtype"])
-
-    by_arithmetic = {arithmetic(name): name for name in reversed(bench.plain) if arithmetic(name)}
+    """Return, by method, the plain vLLM with the same runner and dtype; None: there is none."""
+    known = bench.store.head["engines"].items()
+    arithmetic = {name: (facts["runner"], facts["dtype"]) for name, facts in known}
+    plain = {arithmetic[name]: name for name in reversed(bench.plain) if name in arithmetic}
     others = [name for name in bench.methods if name not in bench.plain]
-    return {name: by_arithmetic.get(arithmetic(name)) for name in others}
+    return {name: plain.get(arithmetic[name]) if name in arithmetic else None for name in others}
 
 
 def facts_of(bench: Bench) -> dict[str, Any]:
     """Return what was measured and how, as JSON types."""
     config, head = bench.config, bench.store.head
     engines = {name: head["engines"][name] for name in bench.methods if name in head["engines"]}
-    ways: dict[str, list[str]] = {}
+    ways = defaultdict[str, list[str]](list)
     for name, facts in engines.items():
-        ways.setdefault(f"runner {facts['runner']}, {facts['compiled']}", []).append(name)
+        ways[f"runner {facts['runner']}, {facts['compiled']}"].append(name)
     versions = head["provenance"]["versions"]
     sizes = ", ".join(f"{name} {len(questions)}" for name, questions in bench.sets.items())
     return {
@@ -75,11 +72,8 @@ def facts_of(bench: Bench) -> dict[str, Any]:
         "dtype": ", ".join(dict.fromkeys(facts["dtype"] for facts in engines.values())),
         "plain": bench.plain,
         "engines": "; ".join(f"{', '.join(names)} ({way})" for way, names in ways.items()),
-        "batch": config.batch,
-        "max_new_tokens": config.max_new_tokens,
         "questions": f"questions: {sizes}",
-        "rounds": config.rounds,
-        "seed": config.seed,
+        **{key: getattr(config, key) for key in ("batch", "max_new_tokens", "rounds", "seed")},
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "revision": head["revision"],
         "commands": head["commands"],

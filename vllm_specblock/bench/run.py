@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from tqdm import tqdm
 
@@ -20,8 +21,16 @@ from vllm_specblock.bench.config import BenchConfig, BenchError
 from vllm_specblock.bench.engine_arguments import common_arguments
 from vllm_specblock.bench.methods import Method, resolve
 from vllm_specblock.bench.process import COMMAND, EngineFailed, EngineProcess, end_all, job_of
-from vllm_specblock.bench.questions import Reader, Sets, fingerprint, read_sets, seed_of
-from vllm_specblock.bench.schedule import Unit, groups, rotated, units
+from vllm_specblock.bench.questions import (
+    Reader,
+    Sets,
+    Unit,
+    fingerprint,
+    read_sets,
+    rotated,
+    seed_of,
+    units,
+)
 from vllm_specblock.bench.store import Answer, Store
 from vllm_specblock.engine.metrics.acceptance import STEPS
 from vllm_specblock.engine.offline.answering import DRAFTING
@@ -75,18 +84,16 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def prepare(config: BenchConfig, fresh: bool = False) -> Bench:
+def prepare(config: BenchConfig) -> Bench:
     """Check all inputs before the first engine starts.
 
     Raises:
         BenchError, CheckpointError, TrainError: one sentence names the wrong input.
     """
     methods, sets = resolve(config), read_sets(config)
-    groups([*methods.values()], config.at_once)
     target = describe_target(config.target)
-    tokens = ChatTokens(
-        load_tokenizer(config.target), target.vocab_size, frozenset(), config.template_options
-    )
+    tokenizer = load_tokenizer(config.target)
+    tokens = ChatTokens(tokenizer, target.vocab_size, config.template_options)
     reader = Reader(tokens, config.raw)
     machine = describe_machine()
     length = reader.needed(sets, config.max_new_tokens)
@@ -101,7 +108,7 @@ def prepare(config: BenchConfig, fresh: bool = False) -> Bench:
         "methods": {name: method.as_json() for name, method in methods.items()},
         "sets": fingerprint(sets),
     }
-    return Bench(config, methods, sets, reader, common, Store(config.out, settings, fresh))
+    return Bench(config, methods, sets, reader, common, Store(config.out, settings))
 
 
 def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
@@ -110,51 +117,11 @@ def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
     Raises:
         EngineFailed: plain vLLM gave no answer to compare with.
     """
-    todo = list(units(bench.config, bench.sets))
-    lacking = {
-        name for unit in todo for name in bench.store.missing(unit, bench.methods, bench.plain)
-    }
-    if not lacking:
-        return
-    wanted = [each for each in bench.methods.values() if each.plain or each.name in lacking]
-    for group in groups(wanted, bench.config.at_once):
-        compared = [method.name for method in group if not method.plain] or bench.plain
-        ours = [unit for unit in todo if bench.store.missing(unit, compared, bench.plain)]
-        if ours:
-            _measure_group(bench, group, ours, compared, say)
-
-
-def available_memory() -> int:
-    """Return the bytes of host memory available to new processes."""
-    import psutil
-
-    return int(psutil.virtual_memory().available)
-
-
-def check_memory(left: list[int], alive: int) -> None:
-    """Check the free memory before another engine starts, and append it to `left`.
-
-    Raises:
-        BenchError: one more engine of the largest size so far would make the machine swap.
-    """
-    left.append(available_memory())
-    most = max((before - after for before, after in pairwise(left)), default=0)
-    if left[-1] < most:
-        raise BenchError(
-            f"{alive} engines are alive, {left[-1] / 2**30:.1f} GiB of memory are left, and "
-            f"one takes up to {most / 2**30:.1f}: give --at-once {alive}."
-        )
-
-
-def _measure_group(
-    bench: Bench,
-    group: Sequence[Method],
-    todo: Sequence[Unit],
-    compared: Sequence[str],
-    say: Callable[[str], None],
-) -> None:
+    plain, store = bench.plain, bench.store
+    compared = [name for name in bench.methods if name not in plain] or plain
+    todo = [u for u in units(bench.config, bench.sets) if store.missing(u, compared, plain)]
+    lacking = {name for unit in todo for name in store.missing(unit, compared, plain)}
     engines: dict[str, EngineProcess] = {}
-    plain = {*bench.plain}
 
     def failed(name: str, error: EngineFailed) -> None:
         if name in plain:
@@ -165,32 +132,48 @@ def _measure_group(
             end_all([engines.pop(name)])
 
     left: list[int] = []
+    wanted = [name for name in bench.methods if todo and name in {*plain, *lacking}]
     try:
-        with tqdm(group, "engines", unit="engine") as bar:
-            for method in bar:
-                bar.set_postfix_str(method.name)
+        with tqdm(wanted, "engines", unit="engine", disable=not todo) as bar:
+            for name in bar:
+                bar.set_postfix_str(name)
                 check_memory(left, len(engines))
                 try:
-                    engines[method.name] = _start(bench, method, todo[0])
+                    engines[name] = _start(bench, bench.methods[name], todo[0])
                 except EngineFailed as error:
-                    failed(method.name, error)
-        turns = tqdm(todo, "answers", unit="turn")
+                    failed(name, error)
+        turns = tqdm(todo, "answers", unit="turn", disable=not todo)
         for number, unit in enumerate(turns):
-            alive = [name for name in compared if name in engines]
             # Methods that have answered are skipped; plain vLLM answers again beside the others.
-            asked = {*bench.store.missing(unit, alive, plain)} | plain
-            if asked == plain and {*compared} - plain:
+            missing = store.missing(unit, [name for name in compared if name in engines], plain)
+            if not missing:
                 continue
             turns.set_postfix_str(f"{unit.set}, T = {unit.temperature:g}", refresh=False)
             answers: dict[str, Answer] = {}
-            for name in rotated([name for name in engines if name in asked], number):
+            asked = [name for name in engines if name in {*missing, *plain}]
+            for name in rotated(asked, number):
                 try:
                     answers[name] = _answer(bench, engines[name], unit)
                 except EngineFailed as error:
                     failed(name, error)
-            bench.store.add(unit, answers)
+            store.add(unit, answers)
     finally:
         end_all(engines.values())
+
+
+def check_memory(left: list[int], alive: int) -> None:
+    """Check the free memory before another engine starts, and append it to `left`.
+
+    Raises:
+        BenchError: one more engine of the largest size so far would make the machine swap.
+    """
+    left.append(psutil.virtual_memory().available)
+    most = max((before - after for before, after in pairwise(left)), default=0)
+    if left[-1] < most:
+        raise BenchError(
+            f"{alive} engines are alive, {left[-1] / 2**30:.1f} GiB of memory are left, and one "
+            f"takes up to {most / 2**30:.1f}: give fewer --method; later calls may add others."
+        )
 
 
 def _start(bench: Bench, method: Method, unit: Unit) -> EngineProcess:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_specblock.bench.config import BenchError
-from vllm_specblock.bench.schedule import Unit
+from vllm_specblock.bench.questions import Unit
 from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.provenance import provenance, revision
 
@@ -67,16 +67,15 @@ class Store:
     Args:
         folder: created, or resumed.
         settings: shared by all results; JSON types only.
-        fresh: delete the results in the folder.
 
     Raises:
         BenchError: the folder's results have other settings, code or dependencies.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], fresh: bool = False) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder
         self.records: list[Record] = []
-        self._of_unit: dict[str, list[Record]] = {}
+        self._of_unit = defaultdict[str, list[Record]](list)
         facts = provenance()
         self.head: dict[str, Any] = {
             "settings": json.loads(json.dumps(settings)),  # as it is read back
@@ -87,10 +86,6 @@ class Store:
             "revision": revision(Path(__file__).parent, new_files=False),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        if fresh and (folder / RUN).exists():
-            for path in (folder / RUN, folder / UNITS):
-                path.unlink(missing_ok=True)
-            shutil.rmtree(folder / "logs", ignore_errors=True)
         if (folder / RUN).exists():
             known = json.loads((folder / RUN).read_text(encoding="utf-8"))
             self._refuse_others(known)
@@ -102,20 +97,18 @@ class Store:
         write_json(folder / RUN, self.head)
 
     def _refuse_others(self, known: dict[str, Any]) -> None:
-        (now, named), (then, named_then) = _circumstances(self.head), _circumstances(known)
-        other = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)}
-        other |= {key for key in named.keys() & named_then.keys() if named[key] != named_then[key]}
+        now, then = _circumstances(self.head), _circumstances(known)
+        other = {key for key in now.keys() & then.keys() if now[key] != then[key]}
+        other |= {key for key in now.keys() ^ then.keys() if ": " not in key}
         if other:
             raise BenchError(
                 f"{self.folder} has results with other {', '.join(sorted(other))}: give another "
-                "--out, or --fresh to delete them."
+                "--out, or delete the folder."
             )
 
     def _read(self) -> None:
         path = self.folder / UNITS
-        if not path.exists():
-            return
-        whole = path.read_bytes()
+        whole = path.read_bytes() if path.exists() else b""
         kept = whole[: whole.rfind(b"\n") + 1]
         if len(kept) < len(whole):  # incomplete line of a killed run
             os.truncate(path, len(kept))
@@ -126,7 +119,7 @@ class Store:
 
     def _take(self, record: Record) -> None:
         self.records.append(record)
-        self._of_unit.setdefault(record.unit, []).append(record)
+        self._of_unit[record.unit].append(record)
 
     def note_engine(self, name: str, facts: dict[str, Any]) -> None:
         """Store the facts of an engine."""
@@ -136,9 +129,8 @@ class Store:
     def add(self, unit: Unit, answers: dict[str, Answer]) -> None:
         """Write the answers to a unit to disk."""
         record = Record(unit.key(), unit.round, unit.temperature, unit.set, answers)
-        raw = {**vars(record), "answers": {name: vars(each) for name, each in answers.items()}}
         with (self.folder / UNITS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(raw, ensure_ascii=False) + "\n")
+            file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
         self._take(record)
@@ -146,15 +138,15 @@ class Store:
     def missing(self, unit: Unit, methods: Iterable[str], plain: Iterable[str]) -> list[str]:
         """Return the `methods` that have not answered `unit` in turns with all of `plain`."""
         done: set[str] = set()
-        for record in self._of_unit.get(unit.key(), []):
+        for record in self._of_unit[unit.key()]:
             if record.answers.keys() >= {*plain}:
                 done |= record.answers.keys()
         return [name for name in methods if name not in done]
 
 
-def _circumstances(head: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what must be equal, and what must be equal if both have it."""
+def _circumstances(head: dict[str, Any]) -> dict[str, Any]:
+    """Return what must be equal; "KEY: NAME" only if both runs have it."""
     settings = dict(head["settings"])
     named = {f"{key}: {name}": each for key in _GROWING for name, each in settings.pop(key).items()}
     versions = head["provenance"]["versions"]
-    return {**settings, "revision": head["revision"], "versions": versions}, named
+    return {**settings, **named, "revision": head["revision"], "versions": versions}

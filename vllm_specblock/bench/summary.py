@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, Literal
 
@@ -92,9 +92,11 @@ def summarise(
 def _figures(records: Sequence[Record], method: str, base: str, plain: str | None) -> Figures:
     """Return the figures of one set and temperature; the method has answered all records."""
     answers, name = [record.answers[method] for record in records], records[0].set
-    wall, tokens = sum(each.wall for each in answers), sum(each.tokens for each in answers)
-    nanoseconds = sum(each.draft_ns for each in answers)
-    steps = sum(each.draft_steps for each in answers)
+
+    def total(field: str) -> float:
+        return sum(getattr(each, field) for each in answers)
+
+    wall, nanoseconds, steps = total("wall"), total("draft_ns"), total("draft_steps")
     compared = [
         one != other
         for record in records
@@ -102,6 +104,7 @@ def _figures(records: Sequence[Record], method: str, base: str, plain: str | Non
         for ours, theirs in zip(record.answers[method].ids, record.answers[plain].ids, strict=True)
         for one, other in zip(ours, theirs, strict=True)
     ]
+    tokens, outputs = int(total("tokens")), int(total("outputs"))
     return Figures(
         method=method,
         set=name,
@@ -111,33 +114,28 @@ def _figures(records: Sequence[Record], method: str, base: str, plain: str | Non
         speedup_spread=_spread(records, method, base, [name]),
         speedup_cpu=_speedup(records, method, base, "cpu"),
         throughput=tokens / wall,
-        tau=_tau(answers),
+        tau=acceptance_length(tokens, outputs, int(total("steps"))),
         draft_ms=nanoseconds / steps * 1e-6 if steps else None,
         draft_share=nanoseconds * 1e-9 / wall if steps else None,
         tokens=tokens,
-        outputs=sum(each.outputs for each in answers),
+        outputs=outputs,
         different=sum(compared) if compared else None,
     )
 
 
 def _mean(cells: Sequence[Figures], records: Sequence[Record], base: str) -> Figures:
     """Return the mean over the sets; the spread is that of the rounds' own means."""
-
-    def known(name: str) -> list[Any]:
-        values = [getattr(cell, name) for cell in cells]
-        return [] if None in values else values
-
+    method, sets = cells[0].method, [cell.set for cell in cells]
+    joined: dict[str, Any] = {
+        "set": MEAN,
+        "speedup_spread": _spread(records, method, base, sets),
+    }
     means = ("speedup", "speedup_cpu", "throughput", "tau", "draft_ms", "draft_share")
-    sums = ("units", "tokens", "outputs", "different")
-    method = cells[0].method
-    return Figures(
-        method=method,
-        set=MEAN,
-        temperature=cells[0].temperature,
-        speedup_spread=_spread(records, method, base, [cell.set for cell in cells]),
-        **{name: fmean(values) if (values := known(name)) else None for name in means},  # type: ignore[arg-type]
-        **{name: sum(values) if (values := known(name)) else None for name in sums},  # type: ignore[arg-type]
-    )
+    for name in (*means, "units", "tokens", "outputs", "different"):
+        values = [getattr(cell, name) for cell in cells]
+        join = fmean if name in means else sum
+        joined[name] = None if None in values else join(values)
+    return replace(cells[0], **joined)
 
 
 def _speedup(
@@ -158,19 +156,10 @@ def _speedup(
 
 def _spread(records: Sequence[Record], method: str, base: str, sets: Sequence[str]) -> Spread:
     """Return the lowest and highest round's speed-up, a mean over sets; None with one round."""
-    if method == base:
-        return None
-    rounds: dict[int, dict[str, list[Record]]] = {}
-    for record in records:
-        if record.set in sets:
-            rounds.setdefault(record.round, {name: [] for name in sets})[record.set].append(record)
-    speeds = [
-        [_speedup(those, method, base) for those in each.values()] for each in rounds.values()
-    ]
-    means = [fmean(each) for each in speeds if None not in each]  # type: ignore[arg-type]
-    return (min(means), max(means)) if len(means) > 1 else None
-
-
-def _tau(answers: Iterable[Answer]) -> float:
-    counts = ((each.tokens, each.outputs, each.steps) for each in answers)
-    return acceptance_length(*(sum(count) for count in zip(*counts)))
+    means = []
+    for number in {record.round for record in records}:
+        of_sets = [[r for r in records if (r.round, r.set) == (number, name)] for name in sets]
+        speeds = [_speedup(each, method, base) for each in of_sets]
+        if None not in speeds:
+            means.append(fmean(speed for speed in speeds if speed is not None))
+    return (min(means), max(means)) if len(means) > 1 and method != base else None

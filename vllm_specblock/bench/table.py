@@ -1,11 +1,11 @@
-"""The figures as Markdown: Table 1 [SpecBlock], then everything else that was measured."""
+"""The figures as Markdown: Table 1 [SpecBlock]."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_specblock.bench.summary import MEAN, Figures, Spread
+from vllm_specblock.bench.summary import MEAN, Figures
 
 _NONE = "–"
 
@@ -27,44 +27,33 @@ def page(figures: Sequence[Figures], base: str, facts: Mapping[str, Any]) -> str
     for temperature in dict.fromkeys(each.temperature for each in figures):
         those = [each for each in figures if each.temperature == temperature]
         parts += [f"## T = {temperature:g}", main_table(those, base)]
-    parts += [caption(base, facts), "## Every set", details(figures)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _sets(figures: Sequence[Figures]) -> list[str]:
-    return [*dict.fromkeys(each.set for each in figures if each.set != MEAN), MEAN]
+    return "\n\n".join([*parts, caption(base, facts)]) + "\n"
 
 
 def main_table(figures: Sequence[Figures], base: str) -> str:
     """Return a row per method, a group of columns per set, of one temperature."""
-    cells = {(each.method, each.set): _cells(each) for each in figures}
-    rows = [["method"]]
-    for name in _sets(figures):
-        rows[0] += [f"{name} Spd", "Φ", "τ", "T_D"]
+    sets = [*dict.fromkeys(each.set for each in figures if each.set != MEAN), MEAN]
+    columns = [column for name in sets for column in (f"{name} Spd", "Φ", "τ", "T_D")]
+    rows = [["method", *columns, "outputs that differ"]]
     for method in dict.fromkeys(each.method for each in figures):
-        row = [f"{method} (fastest plain)" if method == base else method]
-        for name in _sets(figures):
-            row += cells.get((method, name), [_NONE] * 4)
-        rows.append(row)
+        own = {each.set: each for each in figures if each.method == method}
+        cells = [cell for name in sets for cell in _cells(own.get(name))]
+        known = [each for each in own.values() if each.set != MEAN]
+        different = [each.different for each in known if each.different is not None]
+        outputs = sum(each.outputs for each in known)
+        differ = f"{sum(different)} of {outputs}" if different else _NONE
+        name = f"{method} (fastest plain)" if method == base else method
+        rows.append([name, *cells, differ])
     return markdown_table(rows)
 
 
-def details(figures: Sequence[Figures]) -> str:
-    """Return a row per method, set and temperature."""
-    head = ["set", "T", "method", "Spd", "Spd per CPU second", "Φ", "τ", "T_D", "tokens"]
-    rows = [[*head, "outputs that differ"]]
-    sets = _sets(figures)
-    for each in sorted(figures, key=lambda each: (sets.index(each.set), each.temperature)):
-        speed, *others = _cells(each)
-        row = [each.set, f"{each.temperature:g}", each.method, speed, _times(each.speedup_cpu)]
-        differ = _NONE if each.different is None else f"{each.different} of {each.outputs}"
-        rows.append([*row, *others, f"{each.tokens:,}", differ])
-    return markdown_table(rows)
-
-
-def _cells(each: Figures) -> list[str]:
+def _cells(each: Figures | None) -> list[str]:
     """Return Spd, Φ, τ and T_D."""
-    speed = _times(each.speedup, each.speedup_spread)
+    if each is None:
+        return [_NONE] * 4
+    speed = _NONE if each.speedup is None else f"{each.speedup:.2f}"
+    if each.speedup_spread is not None:
+        speed += " ({:.2f}–{:.2f})".format(*each.speedup_spread)
     drafting = _NONE
     if each.draft_ms is not None and each.draft_share is not None:
         drafting = f"{each.draft_ms:.2f} ({each.draft_share:.0%})"
@@ -89,8 +78,3 @@ def caption(base: str, facts: Mapping[str, Any]) -> str:
     if facts["failures"]:
         lines.append("Not measured: " + " ".join(facts["failures"].values()))
     return "\n\n".join([*lines, "\n".join(f"    {command}" for command in facts["commands"])])
-
-
-def _times(value: float | None, spread: Spread = None) -> str:
-    between = "" if spread is None else f" ({spread[0]:.2f}–{spread[1]:.2f})"
-    return _NONE if value is None else f"{value:.2f}{between}"

@@ -49,7 +49,6 @@ def run(
 
     Requests are deleted when read. Stop with Ctrl-C; the next run resumes.
     """
-    # Imported here to keep `--help` fast.
     from collections import Counter
 
     import torch

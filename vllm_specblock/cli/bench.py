@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_specblock.bench.config import BenchConfig
-from vllm_specblock.cli.from_model import options_of
+from vllm_specblock.cli.options import options_of
 from vllm_specblock.train.config import parse, read_recipe
 
 
@@ -18,9 +18,6 @@ def bench(
     recipe: Annotated[
         Path | None, typer.Argument(help="YAML file of options; those on the command line win.")
     ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Delete the results in --out first.")
-    ] = False,
     **given: Any,
 ) -> None:
     """Measure speed-up, tokens/s, τ and drafting time of methods on sets of questions.
@@ -30,7 +27,6 @@ def bench(
     OUT/table.md and OUT/results.json.
     """
     config = parse(BenchConfig, **(read_recipe(recipe) if recipe else {}) | given)
-    # Imported here to keep `--help` fast.
     from vllm_specblock.bench.results import write_results
     from vllm_specblock.bench.run import measure, prepare
     from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
@@ -43,7 +39,7 @@ def bench(
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
-    prepared = prepare(config, fresh)
+    prepared = prepare(config)
     try:
         measure(prepared)
     except KeyboardInterrupt:

@@ -30,7 +30,6 @@ def chat(
     come from a pipe, one a line.
     """
     given = chosen_drafter(model, speculative_config)
-    # Imported here to keep `--help` fast.
     from rich.console import Console
 
     from vllm_specblock.bench.process import end_all

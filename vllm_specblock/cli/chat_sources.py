@@ -16,7 +16,7 @@ from rich.console import Console
 
 from vllm_specblock.bench.live import Answer, ask_together, shown, start_engines
 from vllm_specblock.bench.process import EngineProcess, job_of
-from vllm_specblock.cli.prompt_steps import print_step, steps_of_text
+from vllm_specblock.cli.draft_tree import print_step, steps_of_text
 from vllm_specblock.config import default_nodes
 from vllm_specblock.drafters.common.hub import target_folder
 from vllm_specblock.train.config import TrainError
@@ -64,18 +64,12 @@ class EngineSource:
     """Engines in separate processes that take turns."""
 
     def __init__(
-        self,
-        target: str,
-        speculative: dict[str, Any],
-        plain: bool,
-        max_tokens: int,
-        temperature: float,
+        self, target: str, speculative: dict[str, Any], plain: bool, tokens: int, temperature: float
     ) -> None:
-        self.target = target_folder(Path(target))
+        self.target, self.speculative = target_folder(Path(target)), speculative
         self.tokenizer = load_tokenizer(self.target)
-        self.speculative = speculative
         self.methods = ({"vLLM": None} if plain else {}) | {"with draft trees": speculative}
-        self.max_tokens, self.temperature = max_tokens, temperature
+        self.max_tokens, self.temperature = tokens, temperature
         self.engines: list[EngineProcess] = []
         self.prompt: list[int] = []
 
@@ -118,43 +112,36 @@ class EngineSource:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@contextmanager
-def errors_of(address: str) -> Iterator[None]:
-    """Turn errors of a server and of the way to it into a TrainError."""
-    try:
-        yield
-    except (openai.OpenAIError, httpx.HTTPError) as error:
-        raise TrainError(f"The server at {address} gave no answer: {error}") from None
-
-
 class ServerSource:
     """A running server, which can answer a request without drafts."""
 
     def __init__(self, address: str, plain: bool, max_tokens: int, temperature: float) -> None:
         self.address = address
         self.client = openai.OpenAI(base_url=f"{address}/v1", api_key="-")
-        with errors_of(address):
+        with self.errors():
             self.model = self.client.models.list().data[0].id
         self.kinds = ({"without drafts": False} if plain else {}) | {"with drafts": True}
         self.sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turn errors of the server and of the way to it into a TrainError."""
+        try:
+            yield
+        except (openai.OpenAIError, httpx.HTTPError) as error:
+            raise TrainError(f"The server at {self.address} gave no answer: {error}") from None
 
     def answers(self) -> list[Answer]:
         return [Answer(name, self._decode, joined=True) for name in self.kinds]
 
     def ask(self, messages: Messages, answers: list[Answer]) -> None:
         create: Any = self.client.chat.completions.create
+        asked = {"model": self.model, "messages": messages, "seed": 0, **self.sampling}
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
         for answer, drafts in zip(answers, self.kinds.values()):
             own = {} if drafts else {"vllm_xargs": {"specblock_draft": False}}
-            with errors_of(self.address):
-                stream = create(
-                    model=self.model,
-                    messages=messages,
-                    stream=True,
-                    stream_options={"include_usage": True},
-                    seed=0,
-                    extra_body={"return_token_ids": True, **own},
-                    **self.sampling,
-                )
+            with self.errors():
+                stream = create(extra_body={"return_token_ids": True, **own}, **asked)
                 began = time.perf_counter()
                 for chunk in stream:
                     for choice in chunk.choices:

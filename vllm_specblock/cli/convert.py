@@ -62,9 +62,9 @@ def convert(
     layer_ids: LayerIds = None,
 ) -> None:
     """Rewrite a drafter directory in the other layout; the weights keep their bits."""
+    from vllm_specblock.drafters.common.config import CheckpointError
     from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
     from vllm_specblock.drafters.specblock import checkpoint
-    from vllm_specblock.drafters.specblock.config import CheckpointError
     from vllm_specblock.train.target.target_info import check_target, describe_target
 
     folder, info = drafter_folder(source), None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_specblock.cli.from_model import options_of
+from vllm_specblock.cli.options import options_of
 from vllm_specblock.train.config import DataOptions, parse
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ def data(**given: Any) -> None:
 
     A killed run resumes with the same options.
     """
-    # Imported here to keep `--help` fast.
     from vllm_specblock.drafters.common.hub import target_folder
     from vllm_specblock.train.data.make_data import coverage, make_data
 

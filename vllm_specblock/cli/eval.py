@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from vllm_specblock.cli.options import (
     PromptTokens,
     TargetDir,
 )
+
+Results = list[dict[str, Any]]
+"""Per temperature: `Figures.as_json()`, and `temperature`."""
 
 
 def evaluate(
@@ -46,9 +49,6 @@ def evaluate(
     blocks: Annotated[
         int | None, typer.Option(min=1, max=8, help="M, blocks of a tree. Default: 2, as on a GPU.")
     ] = None,
-    uniform: Annotated[
-        bool, typer.Option("--uniform", help="Also trees of one width, without the rank head.")
-    ] = False,
     calibrate_drafts: Annotated[
         bool, typer.Option(help="Calibrate scores by accepted tokens, as in serving.")
     ] = True,
@@ -65,11 +65,9 @@ def evaluate(
     before were right, β the factor on the drafter's logits. Drafting is that of serving, one text
     at a time.
     """
-    # Imported here to keep `--help` fast.
     import torch
     from tqdm import tqdm
 
-    from vllm_specblock.cli.eval_tables import print_tables
     from vllm_specblock.config import DEFAULT_NODES, parse_drafter
     from vllm_specblock.drafters.specblock import checkpoint
     from vllm_specblock.train.data.prompts import read_prompts
@@ -98,7 +96,7 @@ def evaluate(
     given = {} if blocks is None else {"num_blocks": blocks}
     options = parse_drafter(given | {"calibrate_drafts": calibrate_drafts}, "specblock")
     budgets = list(dict.fromkeys(nodes or [DEFAULT_NODES]))
-    shapes = figures_of.shapes_of(weights, options, budgets, uniform)
+    shapes = figures_of.shapes_of(weights, options, budgets)
 
     results = []
     for heat in dict.fromkeys(temperature or [0.0, 1.0]):
@@ -129,3 +127,46 @@ def evaluate(
     if json_file is not None:
         write_json(json_file, whole)
         typer.echo(f"All figures are in {json_file}.")
+
+
+def print_tables(whole: dict[str, Any]) -> None:
+    """Print τ, α and the rank head; `whole` is what --json writes."""
+    from vllm_specblock.bench.table import markdown_table
+
+    results = whole["results"]
+    typer.echo("{prompts} prompts, {device}, {dtype}, seed {seed}".format(**whole))
+    for title, rows in (_tau(results), _alpha(results), *map(_rank, results)):
+        typer.echo(f"\n{title}\n\n{markdown_table(rows)}")
+
+
+def _tau(results: Results) -> tuple[str, list[list[str]]]:
+    head, rows = ["drafted"], {name: [name] for name in results[0]["trees"]}
+    for result in results:
+        head += [f"τ at T = {result['temperature']:g}", "steps", "nodes", "β"]
+        for name, reach in result["trees"].items():
+            tau = f"{reach['tau']:.3f} ± {reach['error']:.3f}"
+            steps, nodes = f"{reach['steps']:,}", f"{reach['nodes']:.1f}"
+            rows[name] += [tau, steps, nodes, f"{reach['sharpness']:.2f}"]
+    title = "τ: tokens per step, ± its standard error; nodes of a tree"
+    return title, [head, *rows.values()]
+
+
+def _alpha(results: Results) -> tuple[str, list[list[str]]]:
+    """A row per position of the chain."""
+    rows = [["k = m,j", *(f"α_m,j at T = {result['temperature']:g}" for result in results)]]
+    chains = [result["chain"] for result in results]
+    for k, shares in enumerate(zip(*(chain["alpha"] for chain in chains))):
+        m, j = divmod(k, chains[0]["block_size"])
+        rows.append([f"{k + 1} = {m + 1},{j + 1}", *map(_percent, shares)])
+    return "first choices that are right, given that all before were", rows
+
+
+def _rank(result: dict[str, Any]) -> tuple[str, list[list[str]]]:
+    chain, names = result["chain"], ("1", "2–4", "5–10", "beyond")
+    title = f"rank head at T = {result['temperature']:g}, {chain['rank_positions']:,} positions"
+    rows = [[name, *map(_percent, each.values())] for name, each in zip(names, chain["rank"])]
+    return title, [["rank", "frequency", "precision", "recall", "F1"], *rows]
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"

@@ -36,7 +36,6 @@ def features(
     Each token takes four vectors of the target's width: 32 KiB for an 8B model in bf16. A killed
     run resumes with the same options.
     """
-    # Imported here to keep `--help` fast.
     from tqdm import tqdm
 
     from vllm_specblock.drafters.common.hub import target_folder

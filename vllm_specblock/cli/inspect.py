@@ -47,8 +47,7 @@ def inspect(
 
     from rich.console import Console
 
-    from vllm_specblock.bench.draft_tree import legend_line, save_svg, terminal_tree
-    from vllm_specblock.cli.prompt_steps import print_step, prompt_tensor, steps_of_prompt
+    from vllm_specblock.cli import draft_tree
     from vllm_specblock.train.config import TrainError
     from vllm_specblock.train.distributed import usable_device
     from vllm_specblock.train.eval.loaded import load_drafter, pair
@@ -57,11 +56,11 @@ def inspect(
     where = usable_device(device)
     pairing = pair(directory, target)
     tokenizer = load_tokenizer(pairing.target)
-    ids = prompt_tensor(prompt, tokenizer, chat)
+    ids = draft_tree.prompt_tensor(prompt, tokenizer, chat)
     model = load_target(pairing.target, precision, where)
     nodes = nodes or default_nodes(on_cpu=where.type == "cpu")
     drafter = load_drafter(pairing, model.dtype, where, nodes, blocks)
-    found = steps_of_prompt(model, drafter, ids, steps + 1)
+    found = draft_tree.steps_of_prompt(model, drafter, ids, steps + 1)
     if len(found) <= steps:
         raise TrainError(
             f"The target's answer ends after {len(found)} steps: nothing is drafted in step "
@@ -74,14 +73,16 @@ def inspect(
     committed = [each.token[node] for each in found[:steps] for node in each.accepted]
     before = [*ids.tolist(), *committed, step.token[0]]
     console.print(tokenizer.decode(before), markup=False)
-    print_step(console, step, tokenizer, name)
+    draft_tree.print_step(console, step, tokenizer, name)
     typer.echo(
         f"{step.nodes} nodes, drafter forwards: {max(step.forward)}, accepted tokens: "
         f"{step.accepted_length}"
     )
     if svg is not None:
-        tree, legend = terminal_tree(step, tokenizer, name), legend_line(max(step.forward), name)
-        save_svg(svg, f"draft tree, {step.accepted_length} of {step.nodes} accepted", tree, legend)
+        tree = draft_tree.terminal_tree(step, tokenizer, name)
+        legend = draft_tree.legend_line(max(step.forward), name)
+        title = f"draft tree, {step.accepted_length} of {step.nodes} accepted"
+        draft_tree.save_svg(svg, title, tree, legend)
         typer.echo(f"The tree is in {svg}.")
 
 

@@ -36,7 +36,7 @@ class OneSentenceErrors(TyperGroup):
         except ValueError as error:
             from vllm_specblock.bench.config import BenchError
             from vllm_specblock.config import OptionError
-            from vllm_specblock.drafters.specblock.config import CheckpointError
+            from vllm_specblock.drafters.common.config import CheckpointError
             from vllm_specblock.train.config import TrainError
 
             if not isinstance(error, BenchError | CheckpointError | OptionError | TrainError):

@@ -1,12 +1,18 @@
-"""Options that several commands share."""
+"""Command-line options: shared ones, and those made from the fields of a pydantic model."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import types
+import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 
 def three_layers(text: str) -> tuple[int, ...]:
@@ -84,3 +90,68 @@ UpdateRate = Annotated[
         min=0, help="Constant rate; heads: 3 times it. Default: 0.0576 / the drafter's width."
     ),
 ]
+
+Command = Callable[..., None]
+
+
+def options_of(model: type[BaseModel]) -> Callable[[Command], Command]:
+    """Decorate a command so that it takes `model`'s fields as options.
+
+    The command's last parameter must be `**given`: the options that the user set, by name.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+        fields = [_option(name, field) for name, field in model.model_fields.items()]
+
+        def run(**arguments: Any) -> None:
+            names = {parameter.name for parameter in own}
+            # A repeatable option that is not set comes as an empty list.
+            unset: tuple[Any, ...] = (None, [], ())
+            command(**{k: v for k, v in arguments.items() if k in names or v not in unset})
+
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *fields)]
+        described: Any = run
+        described.__signature__ = inspect.Signature(parameters)
+        described.__annotations__ = {p.name: p.annotation for p in parameters}
+        described.__name__, described.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
+
+
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    kind, how = _kind(field.annotation)
+    default = None if field.is_required() else field.default
+    shown: str | bool = False if default is None else str(default)
+    if isinstance(default, tuple | dict):
+        shown = ", ".join(map(str, default)) or False
+    elif isinstance(default, bool):
+        shown = f"{'' if default else 'no-'}{name.replace('_', '-')}"
+    option = typer.Option(help=field.description, show_default=shown, **how)
+    annotation = Annotated[kind | None, option]  # type: ignore[valid-type]  # made as it runs
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def _kind(annotation: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the type that typer parses a field's values as, and typer's other arguments."""
+    parts = [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    if len(parts) > 1:  # a number or a word: pydantic decides which
+        words = [w for part in parts if typing.get_origin(part) is Literal for w in part.__args__]
+        return str, {"metavar": "|".join(["N", *words])}
+    (kind,), origin, inside = parts, typing.get_origin(parts[0]), typing.get_args(parts[0])
+    if origin is tuple and inside[-1] is Ellipsis:  # repeatable
+        one = typing.get_args(inside[0])[0] if hasattr(inside[0], "__metadata__") else inside[0]
+        return types.GenericAlias(list, one), {}
+    if origin is tuple:
+        return str, {"parser": three_layers, "metavar": "LOW,MID,HIGH"}
+    if origin is dict and inside[1] is Path:
+        return list[str], {"metavar": "NAME=PATH"}
+    if origin is dict:
+        return dict, {"parser": json_object, "metavar": "JSON"}
+    assert origin is Literal or kind in (int, float, bool, str, Path), f"no option for {annotation}"
+    return kind, {}

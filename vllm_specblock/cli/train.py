@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_specblock.cli.from_model import options_of
+from vllm_specblock.cli.options import options_of
 from vllm_specblock.train.config import TrainConfig, parse, read_recipe
 
 
@@ -33,7 +33,6 @@ def train(
     several GPUs: torchrun --nproc-per-node N -m vllm_specblock train RECIPE.
     """
     config = parse(**(read_recipe(recipe) if recipe else {}) | given)
-    # Imported here to keep `--help` fast.
     from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
     from vllm_specblock.train.run import train as run
 

@@ -29,7 +29,7 @@ def merge(
     Args:
         first, second: R trees; their numbers of node slots may differ.
         num_nodes: N, nodes of the merged tree; the best of both are kept.
-        max_depth: longest path, if known; saves steps when finding ancestors and equal texts.
+        max_depth: longest path, if known; saves steps.
 
     Returns:
         the trees, and [R] bool: `agreement` of the two drafters.

@@ -13,13 +13,10 @@ How = Literal["mean", "sum"]
 
 
 def confidence(tree: DraftTree, how: How) -> torch.Tensor:
-    """Return a drafter's confidence in its tree.
+    """Return a drafter's confidence in its tree [R] fp32; 0 for an empty tree.
 
     "mean" is the paper's μ, the mean of exp(logprob) over the nodes. "sum" is their sum, the
     number of tokens that the drafter expects to be accepted.
-
-    Returns:
-        [R] fp32; 0 for an empty tree.
     """
     total = tree.logprob.exp().sum(1)  # exp(−inf) = 0: slots not in use add nothing
     return total if how == "sum" else total / tree.size.clamp(min=1)
@@ -30,12 +27,8 @@ def route(
 ) -> tuple[DraftTree, torch.Tensor, torch.Tensor]:
     """Return the more confident drafter's tree per request; drafter 1 if both are equal.
 
-    Args:
-        first, second: R trees of N node slots each.
-        how: see `confidence`.
-
     Returns:
-        the trees, [R] bool: drafter 2 was chosen, and `agreement`.
+        R trees, [R] bool: drafter 2 was chosen, and `agreement`.
     """
     surer = confidence(second, how) > confidence(first, how)
     # Also compare sizes: a very low confidence rounds to 0, but beats an empty tree.

@@ -4,32 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 from vllm_specblock.triton_kernels.kv_cache.committed_tokens import (
     CommittedRows,
     StepRows,
     committed_tokens_triton,
 )
 from vllm_specblock.triton_kernels.op import op
-
-
-def committed_sources(
-    rows: AcceptedRows,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return batch rows of the accepted nodes, before and after they are compacted.
-
-    A parent's index is below its child's, so path[j] ≥ j: each node moves down or stays. Its new
-    row holds itself, a rejected node, or a node that also moves down. Reading all rows before
-    writing any is therefore enough.
-
-    Returns:
-        source, target: [R, D] int64, batch rows of position 1 … D.
-        moves: [R, D] bool, False for nodes already in place and beyond the path.
-    """
-    position = torch.arange(1, rows.path.shape[1], device=rows.path.device)
-    root = (rows.query_start + rows.base - 1)[:, None]
-    source, target = root + rows.path[:, 1:], root + position
-    return source, target, (position <= rows.accepted[:, None]) & (source != target)
 
 
 @op(committed_tokens_triton)

@@ -65,9 +65,6 @@ def store_kv(
         key_scale, value_scale: [] fp32 each, factors of the stored numbers; only for a
             float8_e4m3fn cache, where out-of-range numbers saturate.
         packing: how the cache is packed, on a CPU; padding is then skipped.
-
-    Raises:
-        RuntimeError: the entries of `kv_cache` are not consecutive in memory (torch form only).
     """
     if packing is not None:
         from vllm_specblock.triton_kernels.attention.cpu_packing import store_packed

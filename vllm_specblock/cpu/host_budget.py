@@ -1,16 +1,16 @@
-"""Adaptive verification on a CPU: costs are measured in the steps themselves."""
+"""Adaptive verification on a CPU: step costs are measured at start-up and in the steps."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu import model_runner
 
-from vllm_specblock.cpu.measure_step_cost import measure_steps, padded
 from vllm_specblock.engine.adaptive import budget
 from vllm_specblock.engine.adaptive.budget import TreeBudgetManager
-from vllm_specblock.engine.patches import Function, patch
+from vllm_specblock.engine.patches import Function, replaces
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,77 @@ if TYPE_CHECKING:
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.worker_base import CompilationTimes
+
+logger = init_logger("vllm.specblock.costs")
+
+_ROUNDS = 4
+_SECONDS = 6.0  # of all rounds; large models see fewer
+_MOST_ROWS = 512
+
+
+def padded(rows: np.ndarray) -> np.ndarray:
+    """Return the padded number of rows for each batch size, [n].
+
+    Above 16 rows these are multiples of 16, 32 and 64: CPU matrix products process 16 rows or more
+    at a time, and set up each new number of rows, which takes as long as a step.
+    """
+    multiple = np.where(rows <= 16, 1, np.where(rows <= 128, 16, np.where(rows <= 256, 32, 64)))
+    return -(-rows // multiple) * multiple
+
+
+def sizes(num_nodes: int, max_requests: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Return steps to measure as (rows, requests), from one row to trees of all requests."""
+    each = num_nodes + 1
+    most = min(max_tokens, _MOST_ROWS, max_requests * each)
+    rows = {1, 2, 4, 8, 16, *padded(np.arange(17, most + 1)).tolist()}  # a host array
+    found = [(1, 1)]
+    for size in sorted(rows - {1, each}):
+        if size <= most:
+            found.append((size, min(size, max_requests)))
+    return sorted([*found, (each, 1)]) if 1 < each <= most else found
+
+
+def measure_steps(runner: model_runner.GPUModelRunner) -> None:
+    """Measure step costs of a runner by dummy steps with logits for every row.
+
+    Sizes take turns, so that a slow phase of the machine affects all of them; the fastest round
+    counts.
+
+    Args:
+        runner: ready to run, with a HostBudgetManager.
+    """
+    manager = runner.adaptive_verification
+    trees, clock = manager.trees, manager.trees.clock.mark
+    began = clock()
+    verify: dict[int, float] = {}
+    draft: dict[int, float] = {}
+    wanted = sizes(manager.num_speculative_steps, runner.max_num_reqs, runner.max_num_tokens)
+    for turn in range(_ROUNDS):
+        for rows, requests in wanted:
+            if turn and clock() - began > _SECONDS:
+                break
+            for _ in range(1 if turn else 2):  # warm-up: a new number of rows has set-up costs
+                start = clock()
+                # It has as many requests as there can be, or one of a whole tree.
+                uniform = requests < min(rows, runner.max_num_reqs)
+                hidden_states, _ = runner._dummy_run(rows, uniform_decode=uniform)
+                runner.model.compute_logits(hidden_states[:rows])
+                drafting = trees.clock.seconds(*trees.marks)
+                took = max(clock() - start - drafting, 1e-6)
+            verify[rows] = min(took, verify.get(rows, np.inf))
+            draft[requests] = min(drafting, draft.get(requests, np.inf))
+    runner.speculator.forget_warm_up()
+    manager.controller.cost.measured(verify, draft)
+    tree = verify.get(manager.num_speculative_steps + 1, verify[max(verify)]) + draft[1]
+    logger.info(
+        "A step with a tree of %d nodes takes %.2f times a plain one, %.0f %% of it for drafting "
+        "(%d sizes measured in %.1f s).",
+        manager.num_speculative_steps,
+        tree / verify[1],
+        100 * draft[1] / tree,
+        len(verify),
+        clock() - began,
+    )
 
 
 class HostBudgetManager(TreeBudgetManager):
@@ -39,26 +110,17 @@ class HostBudgetManager(TreeBudgetManager):
 
 def install() -> None:
     """Allow adaptive verification without CUDA graphs. Idempotent."""
-
-    def make(original: Function) -> Function:
-        def resolve_adaptive_cudagraph_mode(mode: CUDAGraphMode, **kwargs: Any) -> CUDAGraphMode:
-            return original(mode, **kwargs) if mode.has_full_cudagraphs() else mode
-
-        return resolve_adaptive_cudagraph_mode
-
-    patch(model_runner, "resolve_adaptive_cudagraph_mode", make)
-
-    def measuring(original: Function) -> Function:
-        def compile_or_warm_up_model(self: CPUWorker) -> CompilationTimes:
-            if isinstance(
-                getattr(self.model_runner, "adaptive_verification", None), HostBudgetManager
-            ):
-                measure_steps(self.model_runner)
-            return original(self)
-
-        return compile_or_warm_up_model
-
     from vllm.v1.worker.cpu_worker import CPUWorker  # process-wide: replaces copies to a device
 
-    patch(CPUWorker, "compile_or_warm_up_model", measuring)
+    @replaces(model_runner, "resolve_adaptive_cudagraph_mode")
+    def resolve(original: Function, mode: CUDAGraphMode, **kwargs: Any) -> CUDAGraphMode:
+        return original(mode, **kwargs) if mode.has_full_cudagraphs() else mode
+
+    @replaces(CPUWorker, "compile_or_warm_up_model")
+    def compile_or_warm_up_model(original: Function, self: CPUWorker) -> CompilationTimes:
+        manager = getattr(self.model_runner, "adaptive_verification", None)
+        if isinstance(manager, HostBudgetManager):
+            measure_steps(self.model_runner)
+        return original(self)
+
     budget.install(HostBudgetManager)

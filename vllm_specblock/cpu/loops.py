@@ -1,12 +1,8 @@
-"""Compiled loops that replace our Triton kernels on a CPU."""
+"""CPU forms of our own ops."""
 
 from __future__ import annotations
 
-from vllm_specblock.candidates import select, selection_of
-from vllm_specblock.commit.move import move_path
-from vllm_specblock.triton_kernels.feedback.record_step import record_step
-from vllm_specblock.triton_kernels.feedback.record_step_numba import record_step_numba
-from vllm_specblock.triton_kernels.kv_cache.commit_numba import move_path_numba
+from vllm_specblock.candidates import select, tree_of
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.tree.select_tree_numba import select_numba
@@ -15,9 +11,7 @@ from vllm_specblock.verify.accept_path import accept_path_rows
 
 
 def register() -> None:
-    """Give every op its loop."""
+    """Give every op its CPU form."""
     accept_path_rows.loop = accept_path_numba
     lm_and_rank_head.loop = lm_and_rank_head_numba
-    move_path.loop = move_path_numba
-    record_step.loop = record_step_numba
-    select.loop = lambda *given: selection_of(select_numba(*given))
+    select.loop = lambda *given: tree_of(select_numba(*given))

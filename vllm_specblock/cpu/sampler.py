@@ -8,7 +8,6 @@ from vllm_specblock.cpu.gumbel import drawn_along, sample_by_depth
 from vllm_specblock.engine.runner.sampler import Sample, TreeSampler
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 
@@ -19,12 +18,12 @@ class PathSampler(TreeSampler):
         token: torch.Tensor,
         first_row: torch.Tensor,
         req_idx: torch.Tensor,
-        req_idx_np: np.ndarray,
         wants_rows: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         trees = token, first_row, req_idx, self.tree_states.parent
-        processes = self.sampler.needs_logits_processing[req_idx_np].any()
-        if processes and not wants_rows and not self.chains[req_idx_np].any():
+        slots = req_idx.numpy()  # a host tensor
+        processes = self.sampler.needs_logits_processing[slots].any()
+        if processes and not wants_rows and not self.chains[slots].any():
             return sample_by_depth(lambda rows: sample(rows)[0], *trees), None
         with drawn_along(*trees):
             return sample(slice(None))

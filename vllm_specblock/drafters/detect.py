@@ -5,22 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from vllm_specblock.drafters.common.checkpoint_files import CONFIG
+from vllm_specblock.drafters.common.config import CheckpointError, read_json
 from vllm_specblock.drafters.dflash.config import is_causal, is_dflash
 from vllm_specblock.drafters.eagle3.config import is_eagle3
 from vllm_specblock.drafters.registry import DRAFTERS
-from vllm_specblock.drafters.specblock.config import CheckpointError
-from vllm_specblock.drafters.specblock.config_json import read_json
 
 KIND = "specblock_head"
 """The key of config.json that names the kind, where its layout does not tell."""
 
 
 def kind_of(directory: Path) -> str:
-    """The kind of the checkpoint in `directory`, by its config.json alone.
-
-    Raises:
-        CheckpointError: there is no config.json, no JSON in it, or a kind that is not known.
-    """
+    """Return the kind of a checkpoint by its config.json; CheckpointError: none, or unknown."""
     raw, where = read_json(directory / CONFIG)
     named = raw.get(KIND)
     if is_dflash(raw):

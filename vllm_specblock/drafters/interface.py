@@ -18,9 +18,8 @@ from vllm_specblock.tree import DraftTree
 class CommittedTokens:
     """The rows that one target step committed, on which drafters advance.
 
-    Row t holds the target's states of the token at `position[t]`, and the token after it. The rows
-    of a request are consecutive. Behind the accepted path there may be padding (`kv_slot` −1).
-
+    Row t holds the target's states of the token at `position[t]`, and the token after it. A
+    request's rows are consecutive, perhaps with padding after the accepted path (`kv_slot` −1).
     T rows, R requests, L layers of the target that some drafter reads, B rows of its batch.
     """
 
@@ -30,9 +29,7 @@ class CommittedTokens:
     token: torch.Tensor  # [T] int64, the token at position + 1, target vocabulary
     position: torch.Tensor  # [T] int64
     index: torch.Tensor  # [T] int64, place in `block_table`: less the tokens of masked blocks
-    # [T] int64, the target's cache slot of that position; −1 for rows that are not stored: padding,
-    # and positions before `start`.
-    kv_slot: torch.Tensor
+    kv_slot: torch.Tensor  # [T] int64, the target's cache slot; −1: padding, or before `start`
     row_start: torch.Tensor  # [R+1] int32, first row of each request
     row_start_host: list[int]
     last: torch.Tensor  # [R] int64, the newest row of each request, from which it drafts
@@ -40,8 +37,8 @@ class CommittedTokens:
     block_table: torch.Tensor  # [R, max blocks] int32, without masked blocks (`CacheHoles`)
     block_size: int  # tokens in one block
     max_position: int  # host upper bound of `position`, for loop bounds only
-    # [S, longest request] int32, the tokens of each of the engine's S request slots; the root, at
-    # position[last] + 1, is the last valid one.
+    # [S, longest request] int32, tokens of the engine's S request slots, up to the root's, which
+    # is at position[last] + 1.
     text: torch.Tensor
     req_idx: torch.Tensor  # [R] int64, each request's row of `text`
     temperature: torch.Tensor  # [R] fp32; 0: greedy
@@ -78,24 +75,15 @@ class Drafter(ABC):
     A step calls `advance` once and `draft` at most once. Between the two a drafter may hold any
     state. Between steps it keeps a request's state in the paged cache alone: requests are
     preempted, resumed, served from cached prefixes, and drafted for by other drafters.
-
-    Attributes:
-        kind: its name in `speculative_config`.
-        num_nodes: N, nodes of every tree it yields.
-        max_depth: the deepest path it can draft.
-        max_model_len: tokens of the longest request; the engine sets it again before `bind`.
-        model: its network; None for a drafter without weights.
-        calibration: sharpens its scores by the verdicts on its nodes; None: it does not learn.
-        beta: [R] fp32, what it multiplies logits by in this step; the draft policy sets it before
-            `advance`. None: 1.
     """
 
-    kind: str
-    num_nodes: int
-    max_depth: int
-    max_model_len: int
-    model: nn.Module | None = None
-    calibration: DraftCalibration | None = None
+    kind: str  # its name in `speculative_config`
+    num_nodes: int  # N, nodes of every tree
+    max_depth: int  # of the longest path it can draft
+    max_model_len: int  # tokens of the longest request; the engine sets it again before `bind`
+    model: nn.Module | None = None  # its network
+    calibration: DraftCalibration | None = None  # sharpens its scores by the verdicts on its nodes
+    # [R] fp32, factor on the logits of a step, set by the draft policy before `advance`; None: 1.
     beta: torch.Tensor | None = None
 
     def cache_layers(self) -> list[CacheLayer]:
@@ -105,27 +93,24 @@ class Drafter(ABC):
     def bind(self, caches: list[torch.Tensor]) -> None:  # noqa: B027 (not all have any)
         """Take the paged caches, one per layer of `cache_layers`.
 
-        Each is [blocks, kv heads, block size · entries per token, 2 · head dim], keys first,
-        under the target's block table: entry slot · entries + i is the i-th of the token at
-        `kv_slot`. Slots after the root are reserved for as many tokens as the verified tree has
-        nodes; a drafter may use them until the step ends.
+        Each is [blocks, kv heads, block size · entries per token, 2 · head dim], keys first; entry
+        slot · entries + i is the i-th of the token at `kv_slot`. Until the step ends, a drafter may
+        use the slots after the root, one for each node of the verified tree.
         """
 
     def warm_up(self, block_table: torch.Tensor, most_rows: int) -> None:  # noqa: B027
-        """Compile the kernels of later steps, with empty caches bound.
+        """Compile the kernels of later steps of at most `most_rows` rows, with empty caches bound.
 
-        Args:
-            block_table: [most requests, max blocks] int32 of valid blocks.
-            most_rows: committed rows of a step, at most.
+        block_table: [most requests, max blocks] int32 of valid blocks.
         """
 
     @abstractmethod
     def advance(self, rows: CommittedTokens) -> None:
-        """Write every row's keys and values; other requests may hit the blocks of any."""
+        """Write every row's keys and values, since other requests may reuse its block."""
 
     @abstractmethod
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        """Return trees of `num_nodes` slots, rooted in `token[last]`, of `requests` [n] int64.
+        """Return trees of `num_nodes` slots, rooted in `token[last]`.
 
-        None: of all R requests of the step.
+        requests: [n] int64; None: all R of the step.
         """

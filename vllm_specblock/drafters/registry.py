@@ -1,7 +1,7 @@
-"""Registry of drafters: what has to be known of a kind before its code is loaded.
+"""Registry of drafters.
 
 A kind is registered by its options, a pydantic model that loads in every process. Its drafter and
-its checkpoints are named as text, and imported only where a model runs.
+its checkpoints are imported only where a model runs.
 """
 
 from __future__ import annotations
@@ -36,33 +36,23 @@ class WeightedOptions(DrafterOptions):
     """Correct the drafter's probabilities by what the target accepts, and grow trees by the
     corrected ones. Off: by the drafter's own, as in the papers."""
 
-    quantization: Literal["fp8", "int8"] | None = None
-    """Keep the drafter's weights in 8 bits, which halves the bytes read per draft. Drafts may
-    differ, outputs do not. `fp8` (float8 e4m3) is for GPUs, `int8` for CPUs with AMX."""
+    quantization: Literal["fp8"] | None = None
+    """Keep the drafter's weights in 8 bits (float8 e4m3), which halves the bytes read per draft.
+    Drafts may differ, outputs do not. For GPUs."""
 
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """One kind of drafter.
+    """One kind of drafter."""
 
-    Attributes:
-        options: its keys of `speculative_config`.
-        drafter: "module:class" of the `Drafter`. It is made of (model, embed, options, nodes,
-            longest request, lookahead slots, columns of the layers it reads), see
-            `engine/runner/build.py`; without weights of (options, nodes, longest request).
-        checkpoint: "module" or "module:object" with `read_config`, `check_tensors` and `load`;
-            None: no weights.
-        reads_text: it reads the requests' tokens on the device.
-        adapts: it can learn while it serves (`adapt/`).
-        needs_block_drop: its cache row of a token depends on the next token, so a request must
-            recompute the last cached block of its prefix.
-    """
-
-    options: type[DrafterOptions]
-    drafter: str
+    options: type[DrafterOptions]  # its keys of `speculative_config`
+    drafter: str  # "module:class" of the `Drafter`, which `engine/runner/build.py` makes
+    # "module" or "module:object" with `read_config`, `check_tensors`, `load`; None: no weights.
     checkpoint: str | None = None
-    reads_text: bool = False
-    adapts: bool = False
+    reads_text: bool = False  # it reads the requests' tokens on the device
+    adapts: bool = False  # it can learn while it serves (`adapt/`)
+    # Its cache row of a token depends on the next token, so a request must recompute the last
+    # cached block of its prefix.
     needs_block_drop: bool = True
 
     def load_class(self) -> Callable[..., Drafter]:
@@ -82,11 +72,7 @@ _Options = TypeVar("_Options", bound=DrafterOptions)
 def register_drafter(
     name: str, drafter: str, checkpoint: str | None = None, **traits: bool
 ) -> Callable[[type[_Options]], type[_Options]]:
-    """Decorator of a kind's options, which registers the kind; traits: see `DrafterKind`.
-
-    Raises:
-        ValueError: there is another kind of that name.
-    """
+    """Decorate the options of a new kind; traits: see `DrafterKind`."""
 
     def register(options: type[_Options]) -> type[_Options]:
         if name in DRAFTERS:
@@ -98,7 +84,7 @@ def register_drafter(
 
 
 def drafter_kind(name: str) -> DrafterKind:
-    """A kind by its name; raises ValueError if there is none."""
+    """Return a kind by its name; raises ValueError if there is none."""
     if name not in DRAFTERS:
         raise ValueError(
             f"There is no drafter of kind {name!r}: choose one of {', '.join(DRAFTERS)}."

@@ -1,8 +1,7 @@
-"""All that depends on vLLM's internals: the table of hooks, and differences between releases.
+"""What we rely on in vLLM's internals, and differences between its releases.
 
-`HOOKS` names every part of vLLM that `engine/` relies on. It is checked against source text, which
-is never imported: the installed release when an engine starts (`warn_of_broken_hooks`) and in
-`specblock doctor`, any other with `make contract VLLM=0.33.0`.
+`HOOKS` is checked against source text, which is never imported: the installed release when an
+engine starts and in `specblock doctor`, any other with `make contract VLLM=0.33.0`.
 
 No other module depends on the release. An argument that a release only adds is accepted and ignored
 where it occurs. To drop a release, drop its branches at the end of this file.
@@ -35,13 +34,12 @@ class Hook(NamedTuple):
     Attributes:
         file: in the folder `vllm`; "" for an import.
         need: one of
-            `name(a, b)`: a function with these parameters, a kernel's without `_ptr`; `...` at one
-                end stands for others;
-            `Class: a b`: a class that defines these names, or sets them on `self`;
+            `name(a, b)`: a function with these parameters; a last `...` stands for others;
+            `name: a b`: a class that defines these names or sets them on `self`, or a function with
+                these parameters, a kernel's without `_ptr`;
             `name ~ text ... text`: source with these pieces in this order, white space aside;
             `name ~ text || text`: source with one of them; `name !~ text`: source without it;
-            `from vllm.module import name`.
-            Without a name the whole file is meant.
+            `from vllm.module import name`. Without a name the whole file is meant.
         breaks: what fails without it.
     """
 
@@ -58,40 +56,31 @@ class Hook(NamedTuple):
         part = sources.find(self.file, name)
         if isinstance(part, str):
             return part
+        trouble: str | None = None
         if kind == "(":
-            wanted = re.findall(r"\.\.\.|\w+", rest)
-            trouble = _trouble_of_parameters(wanted, part.parameters)
+            wanted, found = re.findall(r"\.\.\.|\w+", rest), part.parameters
+            if wanted[-1] == "...":
+                wanted, found = wanted[:-1], found[: len(wanted) - 1]
+            if wanted != found:
+                trouble = f"takes ({', '.join(part.parameters)}), not ({rest}"
         elif kind == ":":
             missing = [each for each in rest.split() if each not in part.members]
             trouble = f"has no {', '.join(missing)}" if missing else None
-        else:
-            trouble = _trouble_of_text(kind, rest, part.text)
+        elif kind == "!~":
+            trouble = f"says {rest!r} now" if _says(part.text, rest) else None
+        elif not any(_says(part.text, each) for each in rest.split(" || ")):
+            trouble = f"does not say {rest!r}"
         return trouble and f"{name or self.file} {trouble}"
 
 
-def _trouble_of_parameters(wanted: list[str], found: list[str]) -> str | None:
-    if wanted[0] == "...":
-        known = {*found, *(each.removesuffix("_ptr") for each in found)}
-        missing = [each for each in wanted[1:] if each not in known]
-        return f"lacks {', '.join(missing)}" if missing else None
-    if wanted == found or (wanted[-1] == "..." and wanted[:-1] == found[: len(wanted) - 1]):
-        return None
-    return f"takes ({', '.join(found)}), not ({', '.join(wanted)})"
-
-
-def _trouble_of_text(kind: str, rest: str, text: str) -> str | None:
-    text = _squeezed(text)
-    if kind == "!~":
-        return f"says {rest!r} now" if _squeezed(rest) in text else None
-    if " || " in rest:
-        found = any(_squeezed(each) in text for each in rest.split(" || "))
-        return None if found else f"says none of {rest!r}"
-    place = 0
-    for piece in rest.split(" ... "):
-        place = text.find(_squeezed(piece), place)
+def _says(text: str, pieces: str) -> bool:
+    """Return whether the pieces, `...` between them, stand in this order in `text`."""
+    text, place = _squeezed(text), 0
+    for piece in map(_squeezed, pieces.split(" ... ")):
+        place = text.find(piece, place)
         if place < 0:
-            return f"does not say {piece!r} where it did"
-    return None
+            return False
+    return True
 
 
 def _squeezed(text: str) -> str:
@@ -113,7 +102,9 @@ class Part:
 
     @cached_property
     def members(self) -> set[str]:
-        """Names that a class defines, or sets on `self`."""
+        """Parameters of a function, a kernel's without `_ptr`; names that a class defines."""
+        if isinstance(self.node, ast.FunctionDef):
+            return {*self.parameters, *(each.removesuffix("_ptr") for each in self.parameters)}
         return set(re.findall(r"(?m)(?:def |self\.|^\s+(?=\w+\s*[:=]))(\w+)", self.text))
 
 
@@ -122,7 +113,7 @@ class Sources:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._parts: dict[tuple[str, str], Part] = {}
+        self._modules: dict[str, Part] = {}
 
     def find(self, file: str, name: str) -> Part | str:
         """Return what `file` defines as `name`, such as "Class.method"; a clause if it does not.
@@ -131,23 +122,19 @@ class Sources:
         """
         if not (self.root / file).is_file():
             return f"there is no {PACKAGE}/{file}"
-        if (file, name) not in self._parts:
-            if not name:
-                text = (self.root / file).read_text(encoding="utf-8")
-                self._parts[file, name] = Part(ast.parse(text), text)
-                return self._parts[file, name]
-            outer, _, last = name.rpartition(".")
-            inside = self.find(file, outer)
-            if isinstance(inside, str):
-                return inside
-            found = [node for node in _definitions(inside.node) if node.name == last]
+        if file not in self._modules:
+            text = (self.root / file).read_text(encoding="utf-8")
+            self._modules[file] = Part(ast.parse(text), text)
+        part = module = self._modules[file]
+        for each in name.split(".") if name else ():
+            found = [node for node in _definitions(part.node) if node.name == each]
             if not found:
                 return f"{file} has no {name!r}"
-            module, node = self._parts[file, ""], found[-1]
+            node = found[-1]
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
             lines = module.text.splitlines(keepends=True)[first - 1 : node.end_lineno]
-            self._parts[file, name] = Part(node, "".join(lines))
-        return self._parts[file, name]
+            part = Part(node, "".join(lines))
+        return part
 
     def import_trouble(self, module: str, name: str) -> str | None:
         """Return why `name` cannot be imported from `module`, in a clause; None: it can."""
@@ -161,8 +148,7 @@ class Sources:
         text = files[0].read_text(encoding="utf-8")
         if "import *" in text:
             text = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
-        found = re.search(rf"\b{name}\b", text)
-        return None if found else f"{module} has no {name!r}"
+        return None if re.search(rf"\b{name}\b", text) else f"{module} has no {name!r}"
 
 
 def _definitions(node: ast.AST) -> Iterator[Any]:
@@ -211,9 +197,9 @@ def replaced_kernels() -> Iterator[Hook]:
             for decorator in node.decorator_list:
                 if isinstance(decorator, ast.Call) and "replaces_kernel" in ast.dump(decorator):
                     module, _, kernel = ast.literal_eval(decorator.args[0]).rpartition(".")
-                    wanted = ", ".join(Part(node, "").parameters)
+                    wanted = " ".join(Part(node, "").parameters)
                     file = f"{_GPU}{module.replace('.', '/')}.py"
-                    yield Hook(file, f"{kernel}(..., {wanted})", _CPU)
+                    yield Hook(file, f"{kernel}: {wanted}", _CPU)
 
 
 def our_imports() -> Iterator[Hook]:
@@ -247,7 +233,7 @@ HOOKS: tuple[Hook, ...] = (
         "EngineArgs.create_speculative_config(self, target_model_config, target_parallel_config)",
         "EngineArgs.create_engine_config ~ maybe_override_with_speculators("
         " ... vllm_speculative_config=self.speculative_config",
-        "EngineArgs: speculative_config additional_config attention_backend attention_config"
+        "EngineArgs: speculative_config attention_backend attention_config"
         " kv_cache_dtype disable_log_stats hf_token download_dir enable_lora"
         " disable_hybrid_kv_cache_manager kv_sharing_fast_prefill kv_transfer_config"
         " kv_offloading_size"),
@@ -259,11 +245,10 @@ HOOKS: tuple[Hook, ...] = (
         "EngineArgs.create_engine_config ~ self.create_speculative_config("
         " ... self._set_default_max_num_seqs_and_batched"),
     *_on("transformers_utils/config.py", "drafters in the speculators layout",
-        "maybe_override_with_speculators(..., model, tokenizer, revision, trust_remote_code,"
-        " vllm_speculative_config, hf_token)"),
+        "maybe_override_with_speculators: model tokenizer revision trust_remote_code"
+        " vllm_speculative_config hf_token"),
     *_on("sampling_params.py", "min_p, logit_bias and specblock_draft",
-        "SamplingParams._validate_spec_decode(self, speculative_config)",
-        "SamplingParams: extra_args temperature top_p max_tokens seed detokenize"),
+        "SamplingParams._validate_spec_decode(self, speculative_config)"),
     *_on("config/model.py", "refusals of targets",
         "ModelConfig: is_encoder_decoder use_mla is_hybrid is_attention_free"
         " supports_multimodal_inputs uses_alibi hf_text_config get_hidden_size get_vocab_size"
@@ -273,7 +258,7 @@ HOOKS: tuple[Hook, ...] = (
         " prefill_context_parallel_size tensor_parallel_size world_size data_parallel_size_local"
         " use_ubatching enable_batch_sharded_sampling distributed_executor_backend nnodes"),
     *_on("config/vllm.py", "every part of an engine",
-        "VllmConfig: num_speculative_tokens additional_config kernel_config speculative_config"
+        "VllmConfig: num_speculative_tokens kernel_config speculative_config"
         " compilation_config scheduler_config cache_config use_v2_model_runner"),
     *_on(_SPECULATIVE, "the config of an engine with drafts",
         "SpeculativeConfig: draft_model_config num_speculative_tokens update_arch_"
@@ -341,7 +326,6 @@ HOOKS: tuple[Hook, ...] = (
         "init_speculator(vllm_config, device, req_states)"),
     *_on(_RUNNER, "the speculator",
         "~ from vllm.v1.worker.gpu.spec_decode import init_speculator",
-        "~ self.speculator.propose(",
         # vLLM treats our method as "eagle3": the target returns hidden states of inner layers, and
         # a cached block is dropped if its last drafter row depends on the next token.
         '~ if self.speculative_config.method in ("eagle3",'
@@ -349,7 +333,7 @@ HOOKS: tuple[Hook, ...] = (
     *_on(_GPU + "spec_decode/speculator.py", "the speculator",
         "BaseSpeculator.propose(self, input_batch, attn_metadata, slot_mappings,"
         " last_hidden_states, aux_hidden_states, ...)",
-        "BaseSpeculator.propose(..., num_speculative_tokens, dummy_run, skip_attn_for_dummy_run)",
+        "BaseSpeculator.propose: num_speculative_tokens dummy_run skip_attn_for_dummy_run",
         "BaseSpeculator: init_cudagraph_manager capture",
         "DraftModelSpeculator: load_draft_model load_model set_attn",
         "DraftModelSpeculator.__init__(self, vllm_config, device)"),
@@ -396,7 +380,7 @@ HOOKS: tuple[Hook, ...] = (
         "RequestState: all_token_ids total_len prompt_len draft_tokens req_id_to_index prefill_len"
         " num_computed_prefill_tokens"),
     *_on(_GPU + "buffer_utils.py", "texts on the device",
-        "StagedWriteTensor.__init__(..., dtype, device, uva_instead_of_gpu)"),
+        "StagedWriteTensor.__init__: dtype device uva_instead_of_gpu"),
     *_on(_GPU + "cudagraph_utils.py", "graphs",
         "CudaGraphManager.__init__(self, vllm_config, device, cudagraph_mode, decode_query_len,"
         " ...)",
@@ -431,7 +415,7 @@ HOOKS: tuple[Hook, ...] = (
         " = adaptive_verification.reallocate_drafts(",
         "~ self.speculator.draft_token_confidence_probs",
         '~ self.speculator, "enable_adaptive_verification", False',
-        "GPUModelRunner._dummy_run(..., uniform_decode)",
+        "GPUModelRunner._dummy_run: uniform_decode",
         "GPUModelRunner.sample_tokens(self, grammar_output)",
         "GPUModelRunner: execute_model_state req_states",
         "~ def resolve_adaptive_cudagraph_mode( || resolve_adaptive_cudagraph_mode,"),
@@ -440,7 +424,7 @@ HOOKS: tuple[Hook, ...] = (
         "AsyncOutput: model_runner_output"),
     # ---- attention and its caches ----
     *_on("v1/attention/backends/registry.py", "tree attention",
-        "AttentionBackendEnum: CUSTOM", "~ def register_backend("),
+        "AttentionBackendEnum: CUSTOM"),
     *_on("v1/kv_cache_layout.py", "the place of a slot in a cache", "~ LBNHC = (0, 1, 3, 2, 4)"),
     *_on("v1/kv_cache_interface.py", "caches of drafters",
         "AttentionSpec: block_size num_kv_heads head_size dtype tokens_per_state"),
@@ -452,10 +436,10 @@ HOOKS: tuple[Hook, ...] = (
         " ...)"),
     # Of a CUDA build, which cannot be imported without a GPU: its source is in every wheel.
     *_on("vllm_flash_attn/flash_attn_interface.py", "prompts on a GPU",
-        "flash_attn_varlen_func(..., max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k,"
-        " softmax_scale, causal, window_size, softcap, block_table, out, fa_version)"),
+        "flash_attn_varlen_func: max_seqlen_q cu_seqlens_q max_seqlen_k seqused_k softmax_scale"
+        " causal window_size softcap block_table out fa_version"),
     *_on("v1/attention/backends/fa_utils.py", "prompts on a GPU",
-        "get_flash_attn_version(..., head_size)"),
+        "get_flash_attn_version: head_size"),
     # ---- offline engines ----
     *_on(_GPU + "spec_decode/extract_hidden_states.py", _EXTRACT,
         "ExtractHiddenStatesSpeculator.propose(self, input_batch, attn_metadata, slot_mappings,"
@@ -480,10 +464,6 @@ HOOKS: tuple[Hook, ...] = (
         "InprocClient.__init__ ~ self.engine_core = EngineCore(",
         "InprocClient.get_output(self)", "InprocClient.shutdown(self, ...)",
         "MPClient !~ self.engine_core ="),
-    *_on("v1/core/sched/interface.py", _EXTRACT, "SchedulerInterface.has_requests(self)"),
-    *_on("entrypoints/llm.py", "offline answers",
-        "LLM.generate(self, prompts, sampling_params, ...)", "LLM.generate(..., use_tqdm)"),
-    *_on("outputs.py", "offline answers", "CompletionOutput: token_ids"),
     *_on("_custom_ops.py", "keys and values on a GPU",
         "reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype,"
         " k_scale, v_scale)",
@@ -534,7 +514,6 @@ HOOKS: tuple[Hook, ...] = (
         " output, ...)",
         "CPUAttentionBackendImpl.do_kv_cache_update(self, layer, key, value, kv_cache,"
         " slot_mapping)"),
-    *_on("envs.py", _CPU, "~ VLLM_USE_V2_MODEL_RUNNER: bool"),
     # ---- LoRA adapters on the target ----
     *_on("lora/ops/torch_ops/lora_ops.py", "LoRA adapters",
         *(f"{name}(inputs, lora_b_weights, output_tensor, lora_indices_tensor, ...)"
@@ -555,10 +534,6 @@ def reallocated(cu_num_logits: torch.Tensor, query_start: torch.Tensor, budget: 
 
     From 0.33 on a fourth value has the admitted drafts on the host, for batch-sharded sampling.
     `validate.py` refuses that, and None is what vLLM itself returns without it.
-
-    Args:
-        cu_num_logits: [R+1] int32.
-        query_start: [most requests + 1] int32.
     """
     # Not above: a process that builds no model would load it, too.
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification

@@ -13,13 +13,10 @@ if TYPE_CHECKING:
 
 
 class Device:
-    """A GPU; other devices register in `DEVICES`.
+    """A GPU; other devices register in `DEVICES`."""
 
-    Attributes:
-        on_host: tensors are in host memory. The rows of a step are then not padded, drafters can
-            read missed rows later, and costs are measured from step to step.
-    """
-
+    # Tensors are in host memory: the rows of a step are not padded, drafters can read missed rows
+    # later, and costs are measured from step to step.
     on_host = False
 
     def prepare(self, config: VllmConfig) -> None:

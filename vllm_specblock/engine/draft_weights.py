@@ -8,7 +8,6 @@ weights are none.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -16,19 +15,12 @@ from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.refresh import refresh
 from vllm_specblock.engine.config.ours import is_ours
+from vllm_specblock.engine.config.resolved_config import ResolvedConfig
 from vllm_specblock.engine.patches import Function, replaces
-
-if TYPE_CHECKING:
-    from vllm_specblock.engine.config.resolved_config import ResolvedConfig
 
 
 class DraftModels(nn.ModuleList):
-    """The networks of an engine's drafters. Updates are for the first drafter.
-
-    Args:
-        drafters: as they were loaded.
-        resolved: the engine's options.
-    """
+    """The networks of an engine's drafters. Updates are for the first drafter."""
 
     def __init__(self, drafters: list[Drafter], resolved: ResolvedConfig) -> None:
         super().__init__([each.model for each in drafters if each.model is not None])

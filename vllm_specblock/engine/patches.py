@@ -12,7 +12,7 @@ At start-up (`registration.py`):
     SamplingParams._validate_spec_decode: refuses min_p and logit_bias with any speculation; with
         trees they are exact. It also checks `specblock_draft`.
     SchedulerConfig.get_scheduler_cls: does not depend on the method; see `scheduler.py`.
-With our first engine in a frontend (`metrics/stop_strings.py`):
+With our first engine in a frontend (`metrics/acceptance.py`):
     OutputProcessor.process_outputs: counts the tokens after a stop string that it drops.
 At start-up on a CPU (`cpu/runner.py`):
     VllmConfig.use_v2_model_runner, VllmConfig._validate_v2_model_runner: settled by whether Triton

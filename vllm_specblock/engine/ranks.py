@@ -4,40 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 from vllm.distributed.parallel_state import get_tp_group
 
 
 class Ranks:
-    """A group of processes; all make the same calls in the same order, and wait for each other.
-
-    Args:
-        group: a group for tensors in host memory.
-
-    Attributes:
-        first: whether this process is the group's first.
-    """
+    """A group of processes; all make the same calls in the same order, and wait for each other."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self.first = distributed.get_rank(group) == 0
 
     def alike(self, number: int) -> bool:
-        """Return whether all ranks pass the same number, |number| < 2^63."""
-        both = torch.tensor([number, -number], device="cpu")
-        distributed.all_reduce(both, distributed.ReduceOp.MIN, self._group)
-        low: int
-        high: int
-        low, high = both.tolist()  # a host tensor
-        return low == -high
+        """Return whether all ranks pass the same number."""
+        numbers = [0] * self.group.size()
+        distributed.all_gather_object(numbers, number, self.group)
+        return len(set(numbers)) == 1
 
     def from_first(self, numbers: Sequence[int]) -> list[int]:
         """Return the first rank's numbers; all ranks pass equally many."""
-        said = torch.tensor(numbers, device="cpu")
-        distributed.broadcast(said, distributed.get_global_rank(self._group, 0), self._group)
-        return list(said.tolist())  # a host tensor
+        said = list(numbers)
+        distributed.broadcast_object_list(said, group=self.group, group_src=0)
+        return said
 
 
 def tensor_parallel_ranks() -> Ranks:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_specblock.engine.undrafted import wants_drafts
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-    from vllm.v1.request import Request
+from vllm_specblock.engine.request_drafts import wants_drafts
 
 UNDRAFTED = "specblock_undrafted"
 """Attribute of a `ModelRunnerOutput`: ids of its requests without new drafts, a set."""
@@ -73,10 +71,8 @@ class TreeScheduling(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         step = scheduler_output
-        self._drafted.difference_update(
-            [new.req_id for new in step.scheduled_new_reqs],
-            step.scheduled_cached_reqs.resumed_req_ids,
-        )
+        self._drafted -= {new.req_id for new in step.scheduled_new_reqs}
+        self._drafted -= step.scheduled_cached_reqs.resumed_req_ids
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if step.num_scheduled_tokens:
             undrafted: frozenset[str] = getattr(model_runner_output, UNDRAFTED, frozenset())
@@ -106,20 +102,16 @@ class TreeScheduling(Scheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
-        first = not request.num_output_tokens
-        emitted, stopped = super()._update_request_with_output(
-            request, new_token_ids, *args, **kwargs
-        )
+        first, update = not request.num_output_tokens, super()._update_request_with_output
+        emitted, stopped = update(request, new_token_ids, *args, **kwargs)
         drafts = self._verified.pop(request.request_id, None)
         if not first:
             accepted = len(emitted) - 1
             if drafts is not None and self._stats is not None:
                 self._stats.observe_draft(drafts, accepted)
-            if request.spec_decode_metrics is not None:
+            if (metrics := request.spec_decode_metrics) is not None:
                 detailed = self.spec_decode_metrics_level == "detailed"
-                RequestSpecDecodeMetrics.observe(
-                    request.spec_decode_metrics, drafts or 0, accepted, detailed
-                )
+                RequestSpecDecodeMetrics.observe(metrics, drafts or 0, accepted, detailed)
         return emitted, stopped
 
     def _preempt_request(
@@ -136,8 +128,7 @@ class TreeScheduling(Scheduler):
         if request.resumable:
             frontier = request.num_tokens - 1 + request.num_output_placeholders
             request.num_computed_tokens = min(request.num_computed_tokens, frontier)
-        stopped: bool = super()._handle_stopped_request(request)
-        return stopped
+        return super()._handle_stopped_request(request)
 
 
 @cache

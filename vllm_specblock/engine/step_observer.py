@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 ADAPT = "adapt"
 """Key of `speculative_config`, at the drafter that adapts."""
 
-
 WARM_UP = ("_warmup_", "_v2_mixed_warmup_")
 """Prefix of vLLM's warm-up request ids."""
 

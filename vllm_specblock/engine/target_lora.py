@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from vllm.lora.layers import LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
-
-if TYPE_CHECKING:
-    from vllm.model_executor.models.interfaces_base import VllmModel
-    from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.model_executor.models.interfaces_base import VllmModel
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 class LogitsAdapters:
-    """The adapter of every row of logits, for targets whose LM head takes adapters.
-
-    model: the target, its layers wrapped by vLLM.
-    """
+    """The adapter of every row of logits, if the target's LM head takes adapters."""
 
     def __init__(self, model: nn.Module) -> None:
         wrapped = (each for each in model.modules() if isinstance(each, LogitsProcessorWithLoRA))
@@ -45,13 +40,9 @@ def embed_without_adapters(model: VllmModel) -> Callable[[torch.Tensor], torch.T
     Drafters were trained on it, and their tokens are no rows of vLLM's batch.
     """
     view: Any = model
-    names = [
-        name
-        for name, each in model.named_modules()
-        if isinstance(each, VocabParallelEmbeddingWithLoRA)
-    ]
-    for name in names:
-        view = _with(view, name.split("."), view.get_submodule(name).base_layer)
+    for name, each in [*model.named_modules()]:
+        if isinstance(each, VocabParallelEmbeddingWithLoRA):
+            view = _with(view, name.split("."), each.base_layer)
     return view.embed_input_ids
 
 

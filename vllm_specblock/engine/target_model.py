@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
+from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -19,10 +21,6 @@ from vllm_specblock.engine.config.ours import extracts_features, is_ours
 from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.engine.target_states import add_interface
 from vllm_specblock.options import TargetError
-
-if TYPE_CHECKING:
-    from torch import nn
-    from vllm.config import ModelConfig, VllmConfig
 
 
 def install() -> None:

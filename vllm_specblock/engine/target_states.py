@@ -13,25 +13,23 @@ from vllm.model_executor.layers.attention import Attention
 
 from vllm_specblock.options import TargetError
 
-_ADDS_RESIDUAL = frozenset(
-    {
-        "Cohere2MoeDecoderLayer",
-        "CohereCompassDecoderLayer",
-        "CohereDecoderLayer",
-        "Exaone4DecoderLayer",
-        "Gemma4DecoderLayer",
-        "GraniteMoeHybridAttentionDecoderLayer",
-        "GraniteMoeHybridMambaDecoderLayer",
-        "HyperCLOVAXDecoderLayer",
-        "MiniCPMDecoderLayer",
-        "MuseGlimmerDecoderLayer",
-        "PhiMoEDecoderLayer",
-    }
-)
+_ADDS_RESIDUAL = {
+    "Cohere2MoeDecoderLayer",
+    "CohereCompassDecoderLayer",
+    "CohereDecoderLayer",
+    "Exaone4DecoderLayer",
+    "Gemma4DecoderLayer",
+    "GraniteMoeHybridAttentionDecoderLayer",
+    "GraniteMoeHybridMambaDecoderLayer",
+    "HyperCLOVAXDecoderLayer",
+    "MiniCPMDecoderLayer",
+    "MuseGlimmerDecoderLayer",
+    "PhiMoEDecoderLayer",
+}
 """Layers whose hidden states already include the residual that they take. All other layers leave
 the last addition to the next layer's norm."""
 
-_SEVERAL_STREAMS = frozenset({"Gemma3nDecoderLayer", "LoopCoderDecoderLayer"})
+_SEVERAL_STREAMS = {"Gemma3nDecoderLayer", "LoopCoderDecoderLayer"}
 """Layers whose hidden states are not one row per token."""
 
 
@@ -44,7 +42,7 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
         TargetError: no `ModuleList` of all layers, or layers with several hidden states per token.
     """
     depth = config.model_config.hf_text_config.num_hidden_layers
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
     layers = next((each for each in lists if len(each) == depth and _attends(each)), None)
     if layers is None:
         raise TargetError(f"no list of {depth} decoder layers for the drafter to read")
@@ -60,15 +58,10 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
         return hidden, [buffer[: hidden.shape[0]] for buffer in buffers]
 
     def set_aux_hidden_state_layers(ids: tuple[int, ...]) -> None:
-        model_config, rows = config.model_config, config.scheduler_config.max_num_batched_tokens
-        for index in sorted(set(ids)):
-            layer = layers[index]
-            buffer = torch.zeros(
-                rows,
-                model_config.get_hidden_size(),
-                dtype=model_config.dtype,
-                device=config.device_config.device,
-            )
+        target, device = config.model_config, config.device_config.device
+        shape = config.scheduler_config.max_num_batched_tokens, target.get_hidden_size()
+        for layer in (layers[index] for index in sorted(set(ids))):
+            buffer = torch.zeros(shape, dtype=target.dtype, device=device)
             layer.register_forward_pre_hook(_copy_input(layer, buffer), with_kwargs=True)
             buffers.append(buffer)
         interface.forward = forward_with_states

@@ -193,9 +193,6 @@ class DataOptions(BaseModel):
     )
     out: Path = Field(description="Folder to write the shards to.")
 
-    answers: Literal["regenerate", "keep"] = Field(
-        default="regenerate", description="regenerate: by the target; keep: those of the data."
-    )
     raw_prompts: bool = Field(default=False, description="Do not apply the chat template.")
     temperature: tuple[Annotated[float, Field(ge=0)], ...] = Field(
         default=(0.0,),

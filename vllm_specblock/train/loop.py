@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -78,8 +79,8 @@ class Trainer:
                 "tokens after its prompt: hold out more, or none."
             )
         self.steps = config.num_steps(len(windows))
-        self.step, self.seconds = 0, 0.0
-        self._began = time.monotonic()
+        self.step, self._began = 0, time.monotonic()
+        self._until = self._began + 60 * (config.minutes or math.inf)
 
     def run(self, progress: bool = True) -> None:
         """Train to the end, with checkpoints."""
@@ -108,14 +109,11 @@ class Trainer:
                     self.save()
 
     def _out_of_time(self) -> bool:
-        """Return whether to stop now, decided by the first rank."""
+        """Return whether to stop now: as soon as any rank is late."""
         if self.config.minutes is None:
             return False
-        late = torch.tensor(float(self._this_call() > 60 * self.config.minutes))
-        if self.ranks > 1:
-            late = late.to(self.device)
-            dist.broadcast(late, 0)
-        return bool(late)
+        late = torch.tensor(float(time.monotonic() > self._until), device=self.device)
+        return bool(sum_over_ranks(late))
 
     def update(self) -> None:
         """One optimiser update of every learner."""
@@ -176,7 +174,7 @@ class Trainer:
         about = {
             "step": self.step,
             "learning_rate": learning_rate(self.config, self.step - 1, self.steps),
-            "seconds": round(self._elapsed(), 3),
+            "seconds": round(self.seconds, 3),
         }
         return {
             name: train_state.metrics_log.entry(**about)
@@ -217,7 +215,7 @@ class Trainer:
             "options": json.dumps(self.config.must_match()),
             "data": self.windows.fingerprint,
             "step": self.step,
-            "seconds": self._elapsed(),
+            "seconds": self.seconds,
             "learners": learners,
         }
         replace(self._state_file, lambda aside: torch.save(state, aside))
@@ -232,7 +230,7 @@ class Trainer:
     def _keep(self, learner: Learner, folder: Path, tau: float | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         learner.save(folder)
-        model_card.write(folder, self.facts | {"step": self.step, "seconds": self._elapsed()}, tau)
+        model_card.write(folder, self.facts | {"step": self.step, "seconds": self.seconds}, tau)
 
     def restore(self) -> None:
         """Resume from the state in `config.out`, if any; raises `TrainError` for another run's, or
@@ -248,8 +246,7 @@ class Trainer:
         state = read_state(path, self.config, self.windows.fingerprint, self.train_states)
         for name, train_state in self.train_states.items():
             train_state.load_state(state["learners"][name], self.device)
-        self.step, self.seconds = state["step"], state["seconds"]
-        self._began = time.monotonic()
+        self.step, self._began = state["step"], time.monotonic() - state["seconds"]
 
     @property
     def _state_file(self) -> Path:
@@ -262,11 +259,9 @@ class Trainer:
             for name in self.train_states:
                 shutil.rmtree(self.folder(name) / BEST_DIR, ignore_errors=True)
 
-    def _elapsed(self) -> float:
-        """Return the seconds of training, including those before a resume."""
-        return self.seconds + self._this_call()
-
-    def _this_call(self) -> float:
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, including those before a resume."""
         return time.monotonic() - self._began
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo
+from vllm_specblock.drafters.specblock.config import TargetInfo
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train import provenance, untrained
 from vllm_specblock.train.attention import Kernel
@@ -59,6 +60,7 @@ def train(
             f"{config.out} holds a drafter that has learned; give a dry run another --out."
         )
     with ranks(config.device) as device:
+        # In a function of its own, so that no trainer outlives `ranks`.
         _train_on(device, config, resume, progress, dry_run)
     return config.out
 
@@ -66,7 +68,6 @@ def train(
 def _train_on(
     device: torch.device, config: TrainConfig, resume: bool, progress: bool, dry_run: bool
 ) -> None:
-    """Run `train` on joined ranks; a separate function, so that no trainer outlives `ranks`."""
     trainer = build(config, device)
     if dry_run:
         trainer.keep()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig
-from vllm_specblock.drafters.specblock.config_json import checked, layers_of
+from vllm_specblock.drafters.common.config import CheckpointError, checked, layers_of
+from vllm_specblock.drafters.specblock.config import DrafterConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.target.target_info import describe_target, read_target
 

@@ -1,15 +1,14 @@
 """Accepted path: one draw of the target at every node, then a walk from the root.
 
 From the root, move to the child whose token is the draw z; the first z without such a child is the
-bonus token. Our trees are a function of the past, so this has the distribution of the papers'
-accept / reject-and-renormalise rule: a child c is entered with probability p(c), the next c' with
-(1 − p(c)) · p(c') / (1 − p(c)) = p(c'), and the rest is the residual. It needs only the target's
-sampler, so the output is the target's own.
+bonus token. Trees are a function of the past, so this has the distribution of the papers' accept /
+reject-and-renormalise rule: a child c is entered with probability p(c), the next c' with
+(1 − p(c)) · p(c') / (1 − p(c)) = p(c'), and the rest is the residual.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,20 +17,12 @@ from vllm_specblock.triton_kernels.op import op
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows, accept_path_triton
 
 
-@dataclass(frozen=True)
-class AcceptedPaths:
-    """Accepted paths of R trees.
+class AcceptedPaths(NamedTuple):
+    """Accepted paths of R trees, of at most D nodes."""
 
-    Attributes (D the deepest path):
-        path: [R, D+1] int64, node at each position, 0 (the root) first and beyond the end.
-        accepted: [R] int32, draft nodes on the path.
-        output: [R, D+1] int64, the accepted tokens, then the bonus token at column
-            `accepted`; 0 beyond.
-    """
-
-    path: torch.Tensor
-    accepted: torch.Tensor
-    output: torch.Tensor
+    path: torch.Tensor  # [R, D+1] int64, nodes; 0 (the root) first and beyond the end
+    accepted: torch.Tensor  # [R] int32, draft nodes on the path
+    output: torch.Tensor  # [R, D+1] int64, accepted tokens, then the bonus token; 0 beyond
 
 
 def accept_path(
@@ -46,8 +37,7 @@ def accept_path(
     """Follow the draws through R trees at once, without a loop over depth or nodes.
 
     A node matches if its parent drew its token, and is reached if all its ancestors match. The
-    path ends at the first of the deepest reached nodes: with duplicate siblings, a greedy descent
-    could enter one without matching children.
+    path ends at the first of the deepest reached nodes, since siblings may be duplicates.
 
     Args:
         token: [R, N] int64.
@@ -56,8 +46,7 @@ def accept_path(
         ancestors: [R, N+1, W] int64.
         live: [R, N] bool, nodes that the target ran on and that may be accepted.
         sampled: [R, N+1] int64, z of the root and of every node.
-        max_depth: D; deeper nodes are not accepted. Only placeholder drafts (the scheduler's, dummy
-            batches) have any, on one long chain.
+        max_depth: D; deeper nodes, which only placeholder drafts have, are not accepted.
     """
     num_nodes = token.shape[1]
     wanted = sampled.gather(1, parent.clamp(min=0).long())

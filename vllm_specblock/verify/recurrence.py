@@ -6,11 +6,11 @@ A head's state S [K, V] goes on from its parent's by the node's decay a, key k a
     o_i = S_iᵀ q_i
 
 With G_i the sum of log a from the root to i, node i sees exp(G_i) S_0 and exp(G_i − G_j) k_j u_jᵀ
-of its ancestors j and itself: attention with a tree mask and a decay. u solves one unit triangular
-system, since parents come before children. The state after any path is S_0 and one product over it.
+of its ancestors j and itself: attention with a tree mask and a decay. u solves a unit triangular
+system, since parents come before children.
 
-Shapes: R requests, L rows of a request (committed ones, then the tree's nodes), H heads, C
-channels, W the width of a convolution. Shorter requests are padded; other rows do not see padding.
+Shapes: R requests, L rows of a request (committed ones, then the tree's nodes, then padding),
+H heads, C channels, W the width of a convolution.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class Paths:
     Args:
         base: [R] int64, committed rows, the root included; they form a chain.
         parent: [R, N] integers, of nodes 1 … N; 0 is the root, or −1.
-        num_rows: L.
 
     Attributes:
         parent: [R, L] int64, a row; −1 before the first.
@@ -92,31 +91,17 @@ def newest(history: Tensor, x: Tensor, paths: Paths, last: Tensor) -> Tensor:
 
 
 class Recurrence(NamedTuple):
-    """Inputs of a layer's recurrence, in fp32.
+    """Inputs of a layer's recurrence, in fp32."""
 
-    Attributes:
-        query, key: [R, L, H, K].
-        value: [R, L, H, V]; of Mamba-2 Δ x.
-        log_decay: [R, L, H], log a, at most 0.
-        beta: [R, L, H], of the delta rule; None: there is none.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_decay: Tensor
-    beta: Tensor | None = None
+    query: Tensor  # [R, L, H, K]
+    key: Tensor  # [R, L, H, K]
+    value: Tensor  # [R, L, H, V]; of Mamba-2 Δ x
+    log_decay: Tensor  # [R, L, H], log a, at most 0
+    beta: Tensor | None = None  # [R, L, H], of the delta rule
 
 
 def scan(rows: Recurrence, paths: Paths, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs of all rows, from the state before row 0.
-
-    Args:
-        state: [R, H, K, V].
-
-    Returns:
-        [R, L, H, V], outputs; [R, L, H, V], u, written by each row.
-    """
+    """Return outputs and u [R, L, H, V] of all rows, from the state [R, H, K, V] before row 0."""
     query, key, value = (x.transpose(1, 2) for x in rows[:3])  # [R, H, L, ·]
     total = path_decay(rows, paths).transpose(1, 2)  # [R, H, L], G
     # Mask before exp: the difference of unrelated rows may overflow.
@@ -140,9 +125,7 @@ def path_decay(rows: Recurrence, paths: Paths) -> Tensor:
 def advance(rows: Recurrence, written: Tensor, paths: Paths, last: Tensor, state: Tensor) -> Tensor:
     """Return [R, H, K, V], the state after the paths that end in rows `last` [R] int64.
 
-    Args:
-        written: [R, L, H, V], u from `scan`.
-        state: [R, H, K, V] before row 0.
+    written: u from `scan`; state: [R, H, K, V] before row 0.
     """
     which = torch.arange(len(last), device=last.device)
     total = path_decay(rows, paths)

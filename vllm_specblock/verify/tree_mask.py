@@ -16,9 +16,10 @@ from vllm_specblock.triton_kernels.verify.build_tree_mask import (
 class TreeMask:
     """What every row of a batch sees, in tensors that outlive the batch (captured graphs).
 
-    Attributes (T rows, R requests, W mask_words): row t of request r sees cache entries
-    0 … prefix_len[t] − 1 of its request, and entry tree_start[r] + j where bit j of words[t]
-    is set.
+    Row t of request r sees cache entries 0 … prefix_len[t] − 1 of its request, and entry
+    tree_start[r] + j where bit j of mask_words[t] is set.
+
+    Attributes (T rows, R requests, W words):
         prefix_len: [T] int32.
         mask_words: [T, W] int64.
         tree_start: [R] int32.
@@ -26,8 +27,7 @@ class TreeMask:
         node_position: [T] int64, the same for roots and nodes alone, one after the other.
         adaptive: the device decides how many rows each request has; the host knows only their sum
             and the maximum per request.
-        num_trees: number of requests with drafts, which come before those without; None: not
-            known.
+        num_trees: requests with drafts, which come before those without; None: not known.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class TreeMask:
     def fill(self, rows: BatchRows, depth: torch.Tensor, ancestors: torch.Tensor) -> None:
         """Fill the tensors for a batch.
 
-        A root or node sees everything before the root, its ancestors and itself. Other rows are
-        causal. A request without drafts needs no branch: its last row is a root.
+        A root or node sees everything before the root, its ancestors and itself; other rows are
+        causal. The last row of a request without drafts is a root.
 
         Args:
             depth: [S, N+1] int64, 0 for the root, by slot.

@@ -9,8 +9,7 @@ import pytest
 import torch
 from support.records import random_record, small_drafter, small_teacher
 
-from vllm_specblock.adapt.learning.anchor import anchor
-from vllm_specblock.adapt.learning.update import AdaptationConfig, Updater
+from vllm_specblock.adapt.learning.update import AdaptationConfig, Updater, anchor
 from vllm_specblock.adapt.policy.actions import held, parameters, put
 from vllm_specblock.adapt.policy.interface import Action
 
@@ -34,10 +33,9 @@ def changed(before, after) -> set[str]:
 @pytest.mark.parametrize("action", [Action.HEADS, Action.FULL])
 def test_updates_lower_the_loss_on_their_own_rows(action, train_batch):
     updater = Updater(small_drafter(), AdaptationConfig(lr=1e-3))
-    report = updater.update(action, [train_batch] * 20)
-    assert report.losses[-1] < report.losses[0] - 0.1
-    assert len(report.losses) == updater.steps == 20
-    assert report.seconds > 0
+    losses = updater.update(action, [train_batch] * 20)
+    assert losses[-1] < losses[0] - 0.1
+    assert len(losses) == updater.steps == 20
 
 
 def test_each_action_changes_its_own_parameters(train_batch):
@@ -70,19 +68,19 @@ def test_a_batch_that_is_not_finite_changes_nothing(train_batch):
         train_batch, target_outputs=train_batch.target_outputs._replace(hidden=hidden)
     )
     for action in (Action.HEADS, Action.FULL):
-        assert updater.update(action, [poisoned]).losses == ()
+        assert updater.update(action, [poisoned]) == []
     after = state_of(updater)
     assert not changed(before[0], after[0])
     assert str(before[1]) == str(after[1])  # moments and counts
     assert updater.steps == 1
-    assert updater.update(Action.FULL, [poisoned, train_batch]).losses
+    assert updater.update(Action.FULL, [poisoned, train_batch])
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(train_batch):
     updater = Updater(small_drafter())
     updater.drafter.input_layer.fuse.weight.register_hook(lambda grad: grad * float("inf"))
     before = state_of(updater)
-    assert updater.update(Action.FULL, [train_batch]).losses == ()
+    assert updater.update(Action.FULL, [train_batch]) == []
     assert not changed(before[0], state_of(updater)[0])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,14 +28,10 @@ def test_records_of_a_device_that_is_behind_are_what_was_said(seed, length):
 @pytest.mark.parametrize("late", [False, True], ids=["host", "late device"])
 def test_everything_happens_in_it(late):
     """What the properties are worth: all that can happen did."""
-    total: dict[str, int] = {}
-    for seed in range(12):
-        engine = serve_late(seed, 300) if late else serve(Engine(seed), 300)
-        for name, count in engine.seen.items():
-            total[name] = total.get(name, 0) + count
-    lost = total.pop("late")
-    assert lost == 0, "a row found no place, which the plain lists would not show"
-    assert all(total.values()), total
+    streams = (serve_late(n, 300) if late else serve(Engine(n), 300) for n in range(12))
+    seen = sum(streams, Counter())  # without what never happened
+    wanted = {"records", "moved", "ran out", "no slab", "resumed", "cached", "stopped"}
+    assert seen.keys() == wanted | ({"on the way", "moved early"} if late else set())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

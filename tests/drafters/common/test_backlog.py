@@ -9,7 +9,7 @@ from support.committed import rows_of
 from support.lone_drafters import MAX_LEN, PAGE, head_of
 from support.trees import texts
 
-from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
+from vllm_specblock.drafters.common.missed_rows import Backlog, MissedRows
 
 EVERYONE = np.ones(3, dtype=bool)
 

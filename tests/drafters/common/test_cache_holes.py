@@ -10,7 +10,7 @@ from support.committed import rows_of
 from support.lone_drafters import PAGE, head_of
 from support.trees import texts
 
-from vllm_specblock.drafters.common.cache_holes import CacheHoles
+from vllm_specblock.drafters.common.missed_rows import CacheHoles
 
 BLOCKS = 12
 

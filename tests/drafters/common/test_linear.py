@@ -8,7 +8,6 @@ from torch import nn
 
 from vllm_specblock.drafters.common.linear import (
     Fp8Linear,
-    Int8Linear,
     Joined,
     PackedLinear,
     add_linear,
@@ -75,19 +74,3 @@ def test_packed_for_a_cpu(bias, rows, size):
     for wanted in (slice(None), slice(3, 9)):
         expected = linear(x)[..., wanted]
         torch.testing.assert_close(packed(x, wanted), expected, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="needs AMX")
-@BIAS
-@torch.no_grad()
-def test_integers_of_eight_bits_are_within_two_hundredths(bias):
-    pytest.importorskip("vllm._C")
-    linear = nn.Linear(64, 96, bias=bias).bfloat16()
-    assert Int8Linear.takes(linear) and not Int8Linear.takes(three(bias)[0].bfloat16())
-    x = torch.randn(3, 11, 128, dtype=torch.bfloat16)[..., :64]
-    linear.weight[5] = 0
-    many, wanted = Int8Linear(linear)(x), linear(x)
-    assert (many - wanted).float().norm() < 0.02 * wanted.float().norm()
-    for count in (1, 4, 9):
-        torch.testing.assert_close(Int8Linear(linear)(x[:1, :count]), many[:1, :count])
-    assert torch.equal(Int8Linear(linear)(x, slice(16, 33)), many[..., 16:33])

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.common.checkpoint_files import wanted_shapes
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.dflash.config import from_json
 from vllm_specblock.drafters.dflash.model import FILES, DFlashModel
-from vllm_specblock.drafters.specblock.config import CheckpointError
 
 OWN = PUBLISHED["dflash_config"]
 

@@ -22,7 +22,7 @@ from support.mask_blocks import (
 )
 from support.trees import assert_same_tree, texts
 
-from vllm_specblock.drafters.common import chunked_advance
+from vllm_specblock.drafters.common import network_drafter
 
 
 @pytest.fixture(params=KINDS)
@@ -78,7 +78,7 @@ def test_long_prompts_are_taken_in_parts(kind, monkeypatch):
     rows = rows_of([(0, 33), (0, 6)], TABLES, states, text, PAGE)
     whole = make_drafter(kind)
     advance(whole, rows)
-    monkeypatch.setattr(chunked_advance, "MAX_ROWS", 7)
+    monkeypatch.setattr(network_drafter, "MAX_ROWS", 7)
     parts = make_drafter(kind)
     advance(parts, rows)
     for request in range(2):

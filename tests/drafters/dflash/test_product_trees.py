@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import all_paths, texts
 
-from vllm_specblock.drafters.dflash.product_trees import ProductTrees
+from vllm_specblock.drafters.dflash.drafter import ProductTrees
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from support.validation import refusal
 
 from vllm_specblock.drafters.common.checkpoint_files import wanted_shapes
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.eagle3.checkpoint import FILES
 from vllm_specblock.drafters.eagle3.config import from_json
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.specblock.config import CheckpointError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SIZES = {

@@ -8,8 +8,8 @@ from support.committed import advance, rows_of
 from support.eagle3 import PlainEagle3, small_eagle3
 from support.trees import assert_same_tree, texts
 
-from vllm_specblock.config import Eagle3Config
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
+from vllm_specblock.drafters.options import Eagle3Config
 
 H, V, PAGE, MAX_LEN = 32, 64, 8, 64
 VARIANTS = {
@@ -82,7 +82,7 @@ def test_paged_equals_plain(options, changes):
                 drafter, embedding_table().__getitem__, features[request], text[request], end
             )
             beta = 1.0 if head.beta is None else float(head.beta[request])
-            assert_same_tree(tree, request, plain.tree(head.growth, MAX_LEN - end, beta))
+            assert_same_tree(tree, request, plain.tree(head.shape, MAX_LEN - end, beta))
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 5, 9])
@@ -98,7 +98,7 @@ def test_near_the_length_limit_nodes_without_a_slot_do_not_grow(room):
     advance(head, rows_of([(0, end)], tables, states, text, PAGE))
     tree = head.draft()
     plain = PlainEagle3(drafter, embedding_table().__getitem__, features[0], text[0], end)
-    assert_same_tree(tree, 0, plain.tree(head.growth, room, float(head.beta[0])))
+    assert_same_tree(tree, 0, plain.tree(head.shape, room, float(head.beta[0])))
     changed = (cache != before).any(-1).any(1).any(-1).nonzero().flatten().tolist()
     assert set(changed) <= {0, *tables[0].tolist()}, "a stranger's block was written"
 
@@ -107,7 +107,7 @@ def test_near_the_length_limit_nodes_without_a_slot_do_not_grow(room):
 def test_no_more_slots_are_borrowed_than_are_spared():
     """Slots behind them keep their noise."""
     head = make_head(small_eagle3(), nodes=40, lookahead=7, depth=4, top_k=5)
-    assert head.growth.width == 2
+    assert head.shape.num_starts == 2
     states, _, text = world(1)
     (cache,) = head.attention_builder.caches
     before = cache.clone()

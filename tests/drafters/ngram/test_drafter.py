@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.committed import rows_of, zero_rows
-from support.trees import texts
+from support.trees import prefix, texts
 
-from vllm_specblock.config import NGramConfig
 from vllm_specblock.drafters.ngram.drafter import POWER, VOTE, NGramDrafter
+from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.tree import DraftTree
 
 LONGEST, SLOTS = 48, 6
@@ -133,7 +133,7 @@ def test_drafts_what_a_slow_reading_drafts(situation):
 def test_a_smaller_budget_is_a_cut(situation, nodes):
     batch, options, stale = situation
     whole = advanced(batch, options, 64, stale).draft()
-    assert_same(advanced(batch, options, nodes, stale).draft(), whole.prefix(nodes))
+    assert_same(advanced(batch, options, nodes, stale).draft(), prefix(whole, nodes))
 
 
 def test_some_requests_draft_as_in_the_whole_batch():

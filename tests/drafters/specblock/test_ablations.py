@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from support.dense_cache import DenseCache
 from support.records import small_drafter
 
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.train.eval.dense_cache import DenseCache
 
 
 def make(**changes) -> SpecBlockModel:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from support.targets import edit_config, write_target
 from support.validation import refusal
 
+from vllm_specblock.drafters.common.config import CheckpointError, default_layer_ids
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo, default_layer_ids
+from vllm_specblock.drafters.specblock.config import TargetInfo
 from vllm_specblock.train.untrained import init
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

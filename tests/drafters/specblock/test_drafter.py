@@ -7,14 +7,14 @@ import weakref
 import pytest
 import torch
 from support.committed import rows_of
+from support.dense_cache import DenseCache
 from support.records import small_drafter
 from support.trees import texts
 
-from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.train.eval.dense_cache import DenseCache
 
 H, V, K, PAGE, MAX_LEN = 32, 64, 4, 8, 64
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.drafted_blocks import coarse_block, random_block
 from support.naive_expand import NaiveExpansion
-from support.trees import texts
+from support.trees import prefix, texts
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.drafters.specblock.growth import Expansion
@@ -104,7 +104,7 @@ def test_a_smaller_budget_is_a_cut():
         expand_both(TreeShape(4, 2, 8, (2, 4, 10, 0), budget), 40, seed=4)[0] for budget in (24, 60)
     )
     for name in DraftTree.TENSORS:
-        assert torch.equal(getattr(large.prefix(24), name), getattr(small, name)), name
+        assert torch.equal(getattr(prefix(large, 24), name), getattr(small, name)), name
 
 
 @pytest.mark.parametrize("scores", [0.0, 1e-6], ids=["certain", "rounded above certain"])
@@ -173,8 +173,8 @@ def test_a_node_is_of_the_forward_whose_candidate_was_kept():
         torch.tensor([[[[1, 2], [3, 4]], [[7, 8], [9, 10]]]]),
         bucket.expand(1, 2, 2),
     )
-    selection = expansion.select()
-    found = dict(zip(texts(selection.tree, 0), expansion.blocks(selection)[0].tolist()))
+    tree, blocks = expansion.select(), expansion.blocks()[0].tolist()
+    found = dict(zip(texts(tree, 0), blocks))
     assert found == {
         (5,): 1,
         (6,): 1,
@@ -187,4 +187,4 @@ def test_a_node_is_of_the_forward_whose_candidate_was_kept():
         (5, 7, 9): 2,
         (5, 7, 10): 2,
     }
-    assert expansion.blocks(selection)[0, int(selection.tree.size[0]) :].tolist() == [0] * 10
+    assert blocks[int(tree.size[0]) :] == [0] * 10

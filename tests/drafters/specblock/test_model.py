@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.dense_cache import DenseCache
 from support.records import small_drafter
 
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.train.eval.dense_cache import DenseCache
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 TOLERANCE = 1e-4

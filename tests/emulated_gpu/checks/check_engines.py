@@ -18,7 +18,6 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
-from support import dflash
 from support.engines import (
     FULL_GRAPHS,
     ROOT,
@@ -29,6 +28,7 @@ from support.engines import (
     prompts,
     record_preemptions,
 )
+from support.learned import LEARNERS, write_learned
 from transformers import AutoTokenizer
 from vllm import SamplingParams, __version__
 from vllm.sampling_params import StructuredOutputsParams
@@ -158,24 +158,10 @@ def plain(dtype: str) -> list[Output]:
     return answers(make_engine(None, dtype=dtype, **SMALL), dtype)
 
 
-@pytest.fixture(scope="module")
-def learned(tmp_path_factory) -> dict[str, Path]:
-    """Folders of drafters that learned a little of plain vLLM's answers, by kind."""
-    texts = asked(AutoTokenizer.from_pretrained(TARGET))
-    tokens = [one.tokens for one in plain("float32")]
-    return dflash.write_learned(tmp_path_factory.mktemp("learned"), texts, tokens)
-
-
 @dataclass
 class Compared:
-    """Tokens of one engine against plain vLLM's.
-
-    Attributes:
-        tokens: equal ones, in float16 and bfloat16 up to the first tie of an answer.
-        ties: answers that leave plain vLLM's at a tie.
-        different: answers that leave plain vLLM's elsewhere.
-        preempted: requests that lost their cache, and ran again.
-    """
+    """Equal tokens up to an answer's first tie, answers that leave plain vLLM's at a tie or
+    elsewhere, and requests that were preempted."""
 
     tokens: int = 0
     ties: int = 0
@@ -202,12 +188,15 @@ class Compared:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_tokens_are_those_of_plain_vllm(name, dtype, request, tmp_path):
+def test_tokens_are_those_of_plain_vllm(name, dtype, tmp_path):
     """Once on an empty cache, once with prefix hits, and once beside aborted requests."""
     _, speculative, changes = ENGINES[name]
     speculative = {"num_speculative_tokens": 8, **speculative}
-    if speculative.get("model") in dflash.FOR_TINY_PAIR:
-        speculative["model"] = str(request.getfixturevalue("learned")[speculative["model"]])
+    if speculative.get("model") in LEARNERS:
+        texts = asked(AutoTokenizer.from_pretrained(TARGET))
+        answers = [one.tokens for one in plain("float32")]
+        folder = write_learned(tmp_path / "learned", speculative["model"], texts, answers)
+        speculative["model"] = str(folder)
     if speculative.get("adapt", {}).get("trainer") == "folder":
         speculative["adapt"] = {"trainer": str(tmp_path / "requests")}
     wanted = plain(dtype)

@@ -11,68 +11,44 @@ from support.attention import Chunk, check, make_batch
 
 pytest.importorskip("vllm")
 
-from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
+from support.engines import make_engine
+from support.matrix import PROMPTS, Checker, params
 
 from vllm_specblock.config import OptionError
 from vllm_specblock.engine.attention import flash_causal
 from vllm_specblock.engine.attention.backend import TreeAttentionImpl, TreeAttentionMetadata
 
-HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 16, 40
-
-
-def prompt_queries() -> TreeAttentionBatch:
-    """One prompt of 40 tokens in blocks of 16."""
-    bound = torch.tensor([TOKENS], dtype=torch.int32)
-    start = torch.tensor([0, TOKENS], dtype=torch.int32)
-    return TreeAttentionBatch(
-        torch.tensor([[3, 1, 2]], dtype=torch.int32),
-        start,
-        [0, TOKENS],
-        bound,
-        TOKENS,
-        torch.arange(1, TOKENS + 1, dtype=torch.int32),
-        torch.zeros(TOKENS, 1, dtype=torch.int64),
-        bound,
-    )
+HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 32, 40
 
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 def test_layer_attends_as_its_options_say(window, soft_cap, cache_dtype):
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(TOKENS, HEADS, SIZE, generator=generator) * 3
-    key, value = torch.randn(2, TOKENS, KV_HEADS, SIZE, generator=generator)
+    """A prompt's keys and values are stored, 8 bits by scales of their own, and attended to."""
+    batch = make_batch([Chunk(0, TOKENS)], group=2, layout="entries first")
+    key, value = torch.randn(2, TOKENS, KV_HEADS, SIZE)
     value[5] = 1e5  # beyond the range of fp8
+    scales = {"key_scale": 0.5, "value_scale": 4.0} if cache_dtype == "fp8" else {}
     layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(4.0))
-    kept = {"auto": torch.float32, "fp8": torch.uint8}[cache_dtype]
-    cache = torch.zeros(4, 16, KV_HEADS, 2 * SIZE, dtype=kept).transpose(1, 2)
-    impl = TreeAttentionImpl(
-        HEADS,
-        SIZE,
-        0.25,
-        KV_HEADS,
-        sliding_window=window,
-        kv_cache_dtype=cache_dtype,
-        logits_soft_cap=soft_cap,
-    )
-    slot = torch.cat([torch.arange(48, 64), torch.arange(16, 40)])
-    out = torch.empty_like(query)
-    metadata = TreeAttentionMetadata(TOKENS, slot, prompt_queries())
-    impl.forward(layer, query, key, value, cache, metadata, out)
+    options = {"sliding_window": window, "logits_soft_cap": soft_cap}
+    impl = TreeAttentionImpl(HEADS, SIZE, 0.25, KV_HEADS, kv_cache_dtype=cache_dtype, **options)
+    entry = torch.arange(TOKENS)
+    slot = batch.block_table[0, entry // 16] * 16 + entry % 16
+    kept = torch.zeros_like(batch.kv_cache, dtype=torch.uint8 if scales else torch.float32)
+    metadata = TreeAttentionMetadata(TOKENS, slot, batch.queries())
+    out = torch.empty_like(batch.query)
+    impl.forward(layer, batch.query, key, value, kept, metadata, out)
 
-    if cache_dtype == "fp8":
-        key, value = (
-            (x / s).clamp(-448, 448).to(torch.float8_e4m3fn).float() * s
-            for x, s in ((key, 0.5), (value, 4.0))
-        )
-    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * 0.25
-    if soft_cap:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    age = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
-    scores[:, (age < 0) | (age >= (window or TOKENS))] = -torch.inf
-    wanted = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.repeat_interleave(2, 1))
-    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
+    stored = torch.cat([key / scales.get("key_scale", 1), value / scales.get("value_scale", 1)], -1)
+    if scales:
+        kept, stored = kept.view(torch.float8_e4m3fn), stored.clamp(-448, 448)
+    stored = stored.to(kept.dtype)
+    assert torch.equal(kept[slot // 16, :, slot % 16].float(), stored.float())
+    batch.kv_cache = kept
+    batch.query *= 0.25 * SIZE**0.5  # the oracle's scale is another one
+    wanted = batch.oracle(window=window, soft_cap=soft_cap or 0.0, **scales)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8_e5m2", "int8_per_token_head", "nvfp4"])
@@ -81,38 +57,24 @@ def test_other_quantised_caches_are_refused(cache_dtype):
         TreeAttentionImpl(HEADS, SIZE, 0.25, KV_HEADS, kv_cache_dtype=cache_dtype)
 
 
-def stand_in_flash(
-    query,
-    key,
-    value,
-    *,
-    cu_seqlens_q,
-    seqused_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    softmax_scale,
-    causal,
-    softcap,
-    block_table,
-    window_size=(-1, -1),
-    out=None,
-):
+def stand_in_flash(query, key, value, *, window_size=(-1, -1), out=None, **given):
     """What FlashAttention's interface promises, for a paged cache."""
-    assert causal and key.stride(-1) == value.stride(-1) == 1
+    a = SimpleNamespace(**given)
+    assert a.causal and key.stride(-1) == value.stride(-1) == 1
     out = torch.full_like(query, torch.nan) if out is None else out
     group = query.shape[1] // key.shape[2]
-    for r, length in enumerate(seqused_k.tolist()):
-        rows = slice(int(cu_seqlens_q[r]), int(cu_seqlens_q[r + 1]))
-        assert rows.stop - rows.start <= max_seqlen_q and length <= max_seqlen_k
+    for r, length in enumerate(a.seqused_k.tolist()):
+        rows = slice(int(a.cu_seqlens_q[r]), int(a.cu_seqlens_q[r + 1]))
+        assert rows.stop - rows.start <= a.max_seqlen_q and length <= a.max_seqlen_k
         if length == 0:
             continue
         k, v = (
-            x[block_table[r].long()].flatten(0, 1)[:length].repeat_interleave(group, 1)
+            x[a.block_table[r].long()].flatten(0, 1)[:length].repeat_interleave(group, 1)
             for x in (key, value)
         )
-        scores = torch.einsum("qhd,khd->hqk", query[rows], k) * softmax_scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.einsum("qhd,khd->hqk", query[rows], k) * a.softmax_scale
+        if a.softcap:
+            scores = a.softcap * torch.tanh(scores / a.softcap)
         age = torch.arange(length - len(query[rows]), length)[:, None] - torch.arange(length)
         scores[:, (age < 0) | (age > window_size[0] if window_size[0] >= 0 else False)] = -torch.inf
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
@@ -162,9 +124,6 @@ def test_flash_attention_takes_what_it_knows(monkeypatch):
 
 def test_an_engine_whose_prompts_go_to_flash_attention(plain, monkeypatch):
     """Prompts in chunks beside trees: the last requests of a batch go that way, trees do not."""
-    from support.engines import make_engine
-    from support.matrix import PROMPTS, Checker, params
-
     calls = []
 
     def counting(query, *args, cu_seqlens_q, **kwargs):

@@ -15,11 +15,11 @@ from support.committed import along_a_chain, own_caches
 from support.engines import TARGET, make_engine, prompts, record_drafts
 from vllm import SamplingParams
 
-from vllm_specblock.config import Eagle3Config
 from vllm_specblock.drafters.eagle3.checkpoint import FILES
 from vllm_specblock.drafters.eagle3.config import from_json
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.options import Eagle3Config
 from vllm_specblock.engine.runner.speculator import TreeSpeculator
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.target.features import OnlineTeacher, load_target

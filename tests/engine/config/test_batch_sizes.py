@@ -10,7 +10,7 @@ from vllm.config import CompilationConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from vllm_specblock.engine.config.batch_sizes import capture_trees, make_room
+from vllm_specblock.engine.config.vllm_args import capture_trees, make_room
 
 LLM, SERVER = UsageContext.LLM_CLASS, UsageContext.OPENAI_API_SERVER
 DEVICES = {
@@ -67,7 +67,7 @@ def test_steps_of_whole_trees_are_captured():
         {"compilation_config": CompilationConfig(max_cudagraph_capture_size=32)},
     ],
 )
-def test_sizes_that_somebody_set_stay(changes):
+def test_given_sizes_stay(changes):
     assert sizes(60, **changes) is None
 
 

@@ -12,12 +12,14 @@ import torch
 from support.engines import DRAFTER, ROOT, TARGET, configure
 from support.targets import edit_config
 from vllm import envs
+from vllm.config import ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from vllm_specblock.config import OptionError
 from vllm_specblock.engine.config import validate, vllm_args
 from vllm_specblock.engine.config.ours import is_ours
+from vllm_specblock.engine.config.resolved_config import ResolvedConfig
 
 on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="refused before on a GPU")
 
@@ -31,11 +33,23 @@ def refused(*parts: str, **kwargs) -> None:
         assert part in sentence, sentence
 
 
+def plan_of(speculative=None, **changes) -> ResolvedConfig:
+    return configure(speculative, **changes).speculative_config.specblock
+
+
+def put_on_a_gpu(monkeypatch) -> SimpleNamespace:
+    """Let vLLM's platform be another one from now on."""
+    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
+    for module in (validate, vllm_args):
+        monkeypatch.setattr(module, "current_platform", gpu)
+    return gpu
+
+
 def test_accepted():
     config = configure({"num_blocks": 3, "branching": [1, 2, 3, 4]})
     assert config.speculative_config.num_speculative_tokens == 24
     assert config.num_lookahead_tokens >= 24, "later blocks borrow these slots"
-    plan = vllm_args.read_back(config.additional_config)
+    plan = config.speculative_config.specblock
     (head,) = plan.drafters
     assert head.kind == "specblock" and head.folder == str(DRAFTER)
     assert head.options.num_blocks == 3 and head.options.branching == [1, 2, 3, 4]
@@ -45,36 +59,16 @@ def test_accepted():
 
 
 def test_weights_in_eight_bits_want_a_gpu_that_has_them(monkeypatch):
-    config = configure({"quantization": "fp8", "calibrate_drafts": False})
-    (head,) = vllm_args.read_back(config.additional_config).drafters
+    plan = plan_of({"quantization": "fp8", "calibrate_drafts": False})
+    (head,) = plan.drafters
     assert head.options.quantization == "fp8" and head.options.calibrate_drafts is False
-    plan = vllm_args.read_back(config.additional_config)
-    for capability, fine in ((80, False), (89, True), (90, True)):
-        gpu = SimpleNamespace(
-            is_cuda=lambda: True,
-            is_cpu=lambda: False,
-            has_device_capability=lambda wanted, mine=capability: mine >= wanted,
-        )
-        monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", gpu)
-        if fine:
-            validate.check_weights(plan, torch.bfloat16)
-            continue
-        with pytest.raises(OptionError, match=r"'fp8', but this GPU has no float8.*drop the key"):
-            validate.check_weights(plan, torch.bfloat16)
-
-
-@pytest.mark.parametrize("tiles", [True, False], ids=["AMX", "no AMX"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_integers_of_eight_bits_want_a_cpu_that_has_them(monkeypatch, tiles, dtype):
-    options = SimpleNamespace(quantization="int8")
-    plan = SimpleNamespace(drafters=[SimpleNamespace(options=options)])
-    cpu = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False)
-    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", cpu)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
-    if tiles and dtype == torch.bfloat16:
-        return validate.check_weights(plan, dtype)
-    with pytest.raises(OptionError, match=r"needs a CPU with AMX tiles and dtype 'bfloat16'"):
-        validate.check_weights(plan, dtype)
+    gpu = put_on_a_gpu(monkeypatch)
+    for capability in (89, 90):
+        gpu.has_device_capability = lambda wanted, mine=capability: mine >= wanted
+        validate.check_weights(plan)
+    gpu.has_device_capability = lambda wanted: wanted <= 80
+    with pytest.raises(OptionError, match=r"'fp8', but this GPU has no float8.*drop the key"):
+        validate.check_weights(plan)
 
 
 def test_default_numbers_of_nodes_and_blocks():
@@ -84,16 +78,21 @@ def test_default_numbers_of_nodes_and_blocks():
         nodes = args.create_engine_config().speculative_config.num_speculative_tokens
         assert nodes == (12 if current_platform.is_cpu() else 60)
     for nodes, wanted, blocks in ((15, {}, 1), (16, {}, 2), (12, {"num_blocks": 2}, 2)):
-        config = configure({"num_speculative_tokens": nodes, **wanted})
-        (head,) = vllm_args.read_back(config.additional_config).drafters
+        (head,) = plan_of({"num_speculative_tokens": nodes, **wanted}).drafters
         assert head.options.num_blocks == blocks
 
 
 def test_other_methods_are_left_alone():
     given = {"method": "ngram", "num_speculative_tokens": 3}
-    config = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
-    built = config.create_engine_config()
-    assert built.speculative_config.method == "ngram" and "specblock" not in built.additional_config
+    args = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
+    config = args.create_engine_config().speculative_config
+    assert config.method == "ngram" and not is_ours(config)
+
+
+NGRAM = {"kind": "ngram"}
+SECOND = {"second_drafter": NGRAM}
+TABLES, EAGLE3 = ROOT / "examples/two_heads/tables", ROOT / "examples/two_heads/eagle3"
+ADAPT = {"adapt": {"policy": "watch", "requests": "marked"}}
 
 
 @pytest.mark.parametrize(
@@ -102,19 +101,45 @@ def test_other_methods_are_left_alone():
         ({"num_speculative_tokens": 257}, ["is 257", "1 to 256"]),
         ({"model": None}, ["'model' is missing"]),
         ({"model": "no/such"}, ["'model' is 'no/such'", "neither a folder"]),
-        (
-            {"rejection_sample_method": "block"},
-            ["'rejection_sample_method' is 'block'", "'standard' only"],
-        ),
+        ({"rejection_sample_method": "block"}, ["_method' is 'block'", "'standard' only"]),
         ({"draft_sample_method": "probabilistic"}, ["'draft_sample_method'", "not known"]),
         (
             {"num_speculative_tokens": 60, "num_blocks": 8, "num_starts": 32},
             ["num_blocks", "num_starts"],
         ),
+        # Combinations.
+        ({"second_drafter": "ngram"}, ["'second_drafter' is 'ngram'", "dictionary"]),
+        ({"second_drafter": {}}, ["'second_drafter.model' is missing"]),
+        ({"second_drafter": {"kind": "hydra"}}, ["'second_drafter.kind' is 'hydra'", "eagle3"]),
+        ({"second_drafter": NGRAM | {"model": "x"}}, ["'ngram'", "no weights"]),
+        ({"second_drafter": NGRAM | {"depth": 0}}, ["'second_drafter.depth' is 0"]),
+        ({"second_drafter": NGRAM | {"revision": "main"}}, ["'second_drafter.revision' is 'main'"]),
+        ({"kind": "eagle3"}, ["'kind' is 'eagle3'", "kind 'specblock'"]),
+        ({"kind": "ngram", "model": None, **SECOND}, ["Both drafters", "n-gram"]),
+        ({"draft_policy": "merge"}, ["'draft_policy'", "'second_drafter'"]),
+        (SECOND | {"draft_policy": "vote"}, ["'draft_policy' is 'vote'"]),
+        (SECOND | {"merge": "trie"}, ["'merge'", "draft_policy is 'route'"]),
+        (
+            SECOND | {"draft_policy": "merge", "budget": "split", "num_speculative_tokens": 1},
+            ["cannot be split", "num_speculative_tokens"],
+        ),
+        # Adaptation.
+        ({"adapt": {"policies": "watch"}}, ["'adapt.policies' is not known", "memory"]),
+        ({"second_drafter": NGRAM | {"adapt": True}}, ["'second_drafter.adapt'", "kind 'ngram'"]),
+        (
+            ADAPT | {"second_drafter": {"model": str(TABLES), "adapt": {"policy": "watch"}}},
+            ["both drafters", "one can adapt"],
+        ),
+        ({"adapt": {"trainer": "cuda:99"}}, ["'adapt.trainer' is 'cuda:99'", "GPUs here"]),
+        ({"adapt": {"trainer": "some/folder", "every": 4}}, ["'every'", "adapt run"]),
     ],
 )
 def test_wrong_options(speculative, parts):
     refused(*parts, speculative=speculative)
+
+
+ADAPTIVE = {"speculative": {"enable_adaptive_verification": True}}
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +149,7 @@ def test_wrong_options(speculative, parts):
         ({"attention_backend": "TRITON_ATTN"}, ["attention_backend is TRITON_ATTN"]),
         ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype is 'fp8_e5m2'", "supports 'auto'"]),
         pytest.param(
-            {"enable_lora": True, "speculative": {"enable_adaptive_verification": True}},
+            {"enable_lora": True, **ADAPTIVE},
             ["'enable_adaptive_verification' is true and enable_lora", "drop one of them"],
             marks=on_a_cpu,
         ),
@@ -140,38 +165,38 @@ def test_wrong_options(speculative, parts):
         ),
         ({"runner": "pooling"}, ["runner is 'pooling'", "drafts generated text only"]),
         ({"kv_offloading_size": 1.0}, ["KV connectors", "drop kv_transfer_config"]),
+        pytest.param(
+            ADAPTIVE | TWO_RANKS,
+            ["'enable_adaptive_verification' is true", "tensor_parallel_size is 2"],
+            marks=on_a_cpu,
+        ),
     ],
 )
 def test_wrong_surroundings(changes, parts):
     refused(*parts, **changes)
 
 
-def test_a_cache_of_8_bits_that_this_machine_cannot_have(monkeypatch):
+def test_a_head_size_that_a_cache_of_8_bits_cannot_have(monkeypatch):
     args, target = EngineArgs(model=str(TARGET), kv_cache_dtype="fp8"), SimpleNamespace()
     target.get_head_size = lambda: 40
-    cpu = SimpleNamespace(is_cpu=lambda: True)
-    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", cpu)
+    monkeypatch.setattr(validate, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     with pytest.raises(OptionError, match=r"multiples of 32 \(here 40 and 32\): use 'auto'\.$"):
         validate.check_cache(args, target)
-    gpu = SimpleNamespace(is_cpu=lambda: False)
-    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", gpu)
+
+
+def test_what_works_on_a_cpu_only(monkeypatch):
+    put_on_a_gpu(monkeypatch)
+    args = EngineArgs(model=str(TARGET), kv_cache_dtype="fp8", enable_lora=True)
     with pytest.raises(OptionError, match=r"only on a CPU.*use 'auto'\.$"):
-        validate.check_cache(args, target)
+        validate.check_cache(args, SimpleNamespace())
+    with pytest.raises(OptionError, match=r"LoRA on a GPU, .*drop enable_lora\.$"):
+        validate.check_runner(args, ParallelConfig())
 
 
-def test_adapters_on_a_gpu(monkeypatch):
-    parallel = EngineArgs(model=str(TARGET)).create_engine_config().parallel_config
-    gpu = SimpleNamespace(is_cpu=lambda: False)
-    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", gpu)
-    with pytest.raises(OptionError, match=r"LoRA only on a CPU.*drop enable_lora\.$"):
-        validate.check_runner(EngineArgs(model=str(TARGET), enable_lora=True), parallel)
-
-
-@pytest.mark.parametrize("key", ["enable_dbo", "ubatch_size"])
-def test_batches_in_parts(key):
+@pytest.mark.parametrize("changes", [{"enable_dbo": True}, {"ubatch_size": 2}])
+def test_batches_in_parts(changes):
     """vLLM itself refuses them on a CPU, in other words."""
-    parallel = EngineArgs(model=str(TARGET), max_model_len=512).create_engine_config()
-    parallel = replace(parallel.parallel_config, **{key: 2 if key == "ubatch_size" else True})
+    parallel = replace(ParallelConfig(), **changes)
     with pytest.raises(OptionError, match=r"micro-batches.*drop enable_dbo and ubatch_size\.$"):
         validate.check_runner(EngineArgs(model=str(TARGET)), parallel)
 
@@ -239,57 +264,43 @@ def test_drafter_that_reads_layers_that_are_not_there(copied):
     refused("[2, 3, 7]", "0 to 6", speculative={"model": str(copied)})
 
 
-NGRAM = {"kind": "ngram"}
-TABLES, EAGLE3 = ROOT / "examples/two_heads/tables", ROOT / "examples/two_heads/eagle3"
-
-
 def test_two_heads():
     """In keys with dashes, as on a command line."""
     second = {"kind": "ngram", "max-match": 5}
-    given = {"second-drafter": second, "draft-policy": "merge", "budget": "split"}
-    plan = vllm_args.read_back(configure(given).additional_config)
+    plan = plan_of({"second-drafter": second, "draft-policy": "merge", "budget": "split"})
     assert [head.kind for head in plan.drafters] == ["specblock", "ngram"]
     assert plan.drafters[1].options.max_match == 5
     assert plan.combine.draft_policy == "merge" and plan.combine.budget == "split"
     assert plan.layers == (2, 3, 4)
 
 
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="a CPU's memory keeps what is missed")
+@pytest.mark.parametrize(
+    ("given", "changes", "skips"),
+    [
+        ({}, {}, True),
+        ({"skip_drafter": False}, {}, False),
+        ({"draft_policy": "route"}, {}, False),
+        ({"budget": "split"}, {}, False),
+        ({"second_drafter": {"model": str(TABLES)}}, {}, False),
+        ({}, {"tensor_parallel_size": 2}, False),
+    ],
+)
+def test_where_a_drafter_is_left_out_of_steps(given, changes, skips):
+    given = SECOND | {"draft_policy": "merge"} | given
+    assert plan_of(given, **changes).combine.skip_drafter is skips
+    if not skips and "skip_drafter" not in given:
+        says = "'skip_drafter' is true, but", "drop the key"
+        refused(*says, speculative=given | {"skip_drafter": True}, **changes)
+
+
 def test_a_head_without_weights():
     config = configure({"kind": "ngram", "model": None})
-    plan = vllm_args.read_back(config.additional_config)
+    plan = config.speculative_config.specblock
     assert plan.drafters[0].folder is None and plan.layers == ()
     draft = config.speculative_config.draft_model_config
     assert (draft.get_hidden_size(), draft.get_vocab_size()) == (192, 2048)
     assert is_ours(config.speculative_config)
-
-
-@pytest.mark.parametrize(
-    ("speculative", "parts"),
-    [
-        ({"second_drafter": "ngram"}, ["'second_drafter' is 'ngram'", "dictionary"]),
-        ({"second_drafter": {}}, ["'second_drafter.model' is missing"]),
-        ({"second_drafter": {"kind": "hydra"}}, ["'second_drafter.kind' is 'hydra'", "eagle3"]),
-        ({"second_drafter": NGRAM | {"model": "x"}}, ["'ngram'", "no weights"]),
-        ({"second_drafter": NGRAM | {"depth": 0}}, ["'second_drafter.depth' is 0"]),
-        ({"kind": "eagle3"}, ["'kind' is 'eagle3'", "kind 'specblock'"]),
-        ({"draft_policy": "merge"}, ["'draft_policy'", "'second_drafter'"]),
-        ({"second_drafter": NGRAM, "draft_policy": "vote"}, ["'draft_policy' is 'vote'"]),
-        ({"second_drafter": NGRAM, "merge": "trie"}, ["'merge'", "draft_policy is 'route'"]),
-        (
-            {
-                "second_drafter": NGRAM,
-                "draft_policy": "merge",
-                "budget": "split",
-                "num_speculative_tokens": 1,
-            },
-            ["cannot be split", "num_speculative_tokens"],
-        ),
-        ({"kind": "ngram", "model": None, "second_drafter": NGRAM}, ["Both drafters", "n-gram"]),
-        ({"second_drafter": NGRAM | {"revision": "main"}}, ["'second_drafter.revision' is 'main'"]),
-    ],
-)
-def test_wrong_combinations(speculative, parts):
-    refused(*parts, speculative=speculative)
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="a CPU's defaults")
@@ -303,9 +314,8 @@ def test_wrong_combinations(speculative, parts):
         ({}, {"enable_lora": True}, False),
     ],
 )
-def test_budgets_follow_from_costs_on_a_cpu_unless_somebody_says_otherwise(given, changes, adapts):
-    config = configure(given, **changes)
-    assert vllm_args.read_back(config.additional_config).adaptive == adapts
+def test_budgets_follow_from_costs_on_a_cpu_by_default(given, changes, adapts):
+    assert plan_of(given, **changes).adaptive == adapts
 
 
 @pytest.mark.parametrize(
@@ -322,22 +332,10 @@ def test_budgets_follow_from_costs_on_a_cpu_unless_somebody_says_otherwise(given
     ],
 )
 def test_budgets_follow_from_costs_on_a_gpu_with_full_graphs(monkeypatch, changes, adapts):
-    gpu = SimpleNamespace(is_cpu=lambda: False)
-    monkeypatch.setattr(vllm_args, "current_platform", gpu)
+    put_on_a_gpu(monkeypatch)
     args = EngineArgs(model=str(TARGET), **changes)
     parallel = SimpleNamespace(data_parallel_size=args.data_parallel_size)
     assert vllm_args._can_adapt(args, parallel) == adapts
-
-
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="each process of a GPU's agrees")
-def test_adaptive_verification_over_several_processes_of_a_cpu():
-    refused(
-        "'enable_adaptive_verification' is true",
-        "tensor_parallel_size is 2",
-        speculative={"enable_adaptive_verification": True},
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-    )
 
 
 def test_second_head_of_another_target(copied):
@@ -351,53 +349,26 @@ def test_second_head_of_another_target(copied):
     )
 
 
-ADAPT = {"adapt": {"policy": "watch", "requests": "marked"}}
-
-
 def test_adaptation_is_off_and_can_be_on():
-    assert vllm_args.read_back(configure().additional_config).adapting is None
-    plan = vllm_args.read_back(configure({"adapt": False}).additional_config)
-    assert plan.adapting is None
-    plan = vllm_args.read_back(configure(ADAPT).additional_config)
+    assert plan_of().adapting is None and plan_of({"adapt": False}).adapting is None
+    plan = plan_of(ADAPT)
     assert plan.adapting == plan.drafters[0] and plan.adapting.adapt.requests == "marked"
-    second = {"model": str(TABLES), "adapt": {"policy": "watch"}}
-    plan = vllm_args.read_back(configure({"second_drafter": second}).additional_config)
+    plan = plan_of({"second_drafter": {"model": str(TABLES), "adapt": {"policy": "watch"}}})
     assert plan.adapting == plan.drafters[1]
-    plan = vllm_args.read_back(configure({"adapt": True}).additional_config)
-    assert plan.adapting.adapt.policy == "bandit"
-    plan = vllm_args.read_back(configure({"adapt": {"trainer": "a/folder"}}).additional_config)
+    assert plan_of({"adapt": True}).adapting.adapt.policy == "bandit"
+    plan = plan_of({"adapt": {"trainer": "a/folder"}})
     assert str(plan.adapting.adapt.folder) == "a/folder"
-
-
-@pytest.mark.parametrize(
-    ("speculative", "parts"),
-    [
-        ({"adapt": {"policies": "watch"}}, ["'adapt.policies' is not known", "memory"]),
-        ({"second_drafter": NGRAM | {"adapt": True}}, ["'second_drafter.adapt'", "kind 'ngram'"]),
-        (
-            ADAPT | {"second_drafter": {"model": str(TABLES), "adapt": {"policy": "watch"}}},
-            ["both drafters", "one can adapt"],
-        ),
-        ({"adapt": {"trainer": "cuda:99"}}, ["'adapt.trainer' is 'cuda:99'", "GPUs here"]),
-        ({"adapt": {"trainer": "some/folder", "every": 4}}, ["'every'", "adapt run"]),
-    ],
-)
-def test_adaptation_that_cannot_be(speculative, parts):
-    refused(*parts, speculative=speculative)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
 def test_adaptation_among_ranks_and_of_a_target_elsewhere(monkeypatch, on_cpu):
-    watch, learns, busy = (
-        vllm_args.read_back(configure(given).additional_config)
-        for given in (ADAPT, {"adapt": True}, ADAPT)
-    )
+    watch, learns, busy = map(plan_of, (ADAPT, {"adapt": True}, ADAPT))
     busy.adapting.adapt.__dict__["trainer"] = "cuda:1"
     rank = {"data_parallel_size_local": 1, "distributed_executor_backend": "mp", "nnodes": 1}
     two = SimpleNamespace(tensor_parallel_size=2, world_size=2, **rank)
     here, there = SimpleNamespace(model=str(TARGET)), SimpleNamespace(model="some/target")
     platform = SimpleNamespace(is_cpu=lambda: on_cpu)
-    monkeypatch.setattr("vllm_specblock.engine.config.validate.current_platform", platform)
+    monkeypatch.setattr(validate, "current_platform", platform)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     validate.check_adapt(watch, two, there)
     validate.check_adapt(learns, two, here)

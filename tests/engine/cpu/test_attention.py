@@ -15,28 +15,11 @@ if torch.cuda.is_available():
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends import cpu_attn
 from vllm_specblock.triton_kernels.attention.cpu_packing import store_packed
-from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
 from vllm_specblock.cpu.attention import PackedAttentionImpl, PackedMetadata, packed_cache
 
 DTYPES = [torch.float32, torch.bfloat16]
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 64, 32
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_we_pack_as_vllm_does(dtype):
-    ours, theirs = (
-        torch.zeros(4, BLOCK, KV_HEADS, 2 * SIZE, dtype=dtype).transpose(1, 2) for _ in range(2)
-    )
-    packed = packed_cache(theirs, "auto")
-    if packed is None:
-        pytest.skip("vLLM packs the caches of this CPU in another way")
-    key, value = torch.randn(2, 40, KV_HEADS, SIZE).to(dtype)
-    slots = torch.randperm(4 * BLOCK)[:40]
-    slots[7] = -1
-    ops.cpu_attn_reshape_and_cache(key, value, packed.keys, packed.values, slots, packed.isa)
-    store_packed(ours, packed.packing, slots, key, value)
-    assert torch.equal(ours, theirs)
 
 
 def test_tile_registers_are_requested(monkeypatch):
@@ -102,16 +85,7 @@ def test_a_layer_beside_vllms_kernel(dtype, monkeypatch):
     ]
     slots = torch.tensor([*slots, -1, -1])
     key, value = entries[slots].chunk(2, dim=-1)
-    queries = TreeAttentionBatch(
-        batch.block_table,
-        batch.query_start,
-        start,
-        batch.seq_len,
-        int(batch.seq_len.max()),
-        batch.prefix_len,
-        batch.mask_words,
-        batch.tree_start,
-    )
+    queries = batch.queries()
     impl = PackedAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS)
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype))
     monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)

@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.sample import (
 
 from vllm_specblock.cpu.gumbel import drawn_along, sample_by_depth
 from vllm_specblock.cpu.kernels import REPLACED
+from vllm_specblock.drafters.common.layers import RMSNorm
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="what runs on a CPU only")
@@ -31,13 +32,14 @@ VOCAB = 96
 
 @pytest.fixture
 def both(monkeypatch):
-    """Runs a call with our function, and again with vLLM's kernel in its place."""
+    """Runs a call with our functions, and again with vLLM's kernels in their places."""
 
-    def run(module, kernel: str, call):
+    def run(module, kernels: str, call):
         ours = call()
-        name = f"{module.__name__}.{kernel}"
-        assert name in REPLACED
-        monkeypatch.setattr(module, kernel, _registry[name][0])
+        for kernel in kernels.split():
+            name = f"{module.__name__}.{kernel}"
+            assert name in REPLACED
+            monkeypatch.setattr(module, kernel, _registry[name][0])
         theirs = call()
         monkeypatch.undo()
         return ours, theirs
@@ -49,8 +51,31 @@ def logits(rows: int = 5) -> torch.Tensor:
     return 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(rows))
 
 
+def changed(function, *args):
+    """Makes a call that works in place on logits return what it worked on."""
+
+    def run():
+        scores = logits()
+        function(scores, *args)
+        return scores
+
+    return run
+
+
+def ints(*values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def table(rows: int, columns: int, *values: tuple[int, int, list[int]]) -> torch.Tensor:
+    """Integers of zero, but for `values`: (row, first column, what stands there)."""
+    out = torch.zeros(rows, columns, dtype=torch.int32)
+    for row, first, these in values:
+        out[row, first : first + len(these)] = ints(*these)
+    return out
+
+
 SLOT = torch.tensor([2, 2, 0, 1, 1])
-NODE = torch.tensor([0, 1, 0, 0, 1], dtype=torch.int32)
+NODE = ints(0, 1, 0, 0, 1)
 
 
 def drawn(scores, slots, heat, seeds, position, apply=True) -> torch.Tensor:
@@ -108,11 +133,7 @@ def test_greedy_rows_take_the_first_of_equals(both):
 
 
 def along_a_tree(turn: int, heat: float) -> tuple[int, int]:
-    """Checks three random trees over four tokens, some drafts forbidden, some not run.
-
-    Returns:
-        How many nodes' tokens were drawn, and how many drafts accepted.
-    """
+    """Check three random trees over four tokens -> (nodes drawn, drafts accepted)."""
     random, nodes = torch.Generator().manual_seed(turn), 9
     parent = torch.cat(
         [torch.randint(node, (5, 1), generator=random) for node in range(1, nodes + 1)], dim=1
@@ -156,26 +177,14 @@ def test_drawing_along_a_tree_draws_what_its_walk_reads(heat):
     assert 100 < accepted <= found < 2 * accepted
 
 
-def changed(call):
-    """Makes a call that works in place return what it worked on."""
-
-    def run():
-        scores = logits()
-        call(scores)
-        return scores
-
-    return run
-
-
 def test_temperature(both):
     heat = torch.tensor([0.0, 0.5, 1.7])
-    call = changed(lambda scores: gumbel.apply_temperature(scores, SLOT, heat))
+    call = changed(gumbel.apply_temperature, SLOT, heat)
     torch.testing.assert_close(*both(gumbel, "_temperature_kernel", call))
 
 
 def test_min_p(both):
-    share = torch.tensor([0.0, 0.1, 0.4])
-    call = changed(lambda scores: min_p.apply_min_p(scores, SLOT, share))
+    call = changed(min_p.apply_min_p, SLOT, torch.tensor([0.0, 0.1, 0.4]))
     torch.testing.assert_close(*both(min_p, "_min_p_kernel", call))
 
 
@@ -205,54 +214,26 @@ def test_top_k_and_top_p_keep_what_a_sort_keeps(scale):
 def test_penalties(both):
     counts = torch.randint(0, 3, (3, VOCAB), dtype=torch.int32)
     mask = torch.randint(-(1 << 31), 1 << 31, (3, VOCAB // 32), dtype=torch.int64).int()
-    tokens = torch.tensor([3, 9, 5, 7, 9])
-    call = changed(
-        lambda scores: penalties.apply_penalties(
-            scores,
-            SLOT,
-            tokens,
-            NODE,
-            torch.tensor([1.0, 1.3, 0.8]),
-            torch.tensor([0.0, 0.5, 0.0]),
-            torch.tensor([0.7, 0.0, 0.0]),
-            mask,
-            counts,
-        )
-    )
+    drafted = torch.tensor([3, 9, 5, 7, 9])
+    strength = torch.tensor([[1.0, 1.3, 0.8], [0.0, 0.5, 0.0], [0.7, 0.0, 0.0]])
+    call = changed(penalties.apply_penalties, SLOT, drafted, NODE, *strength, mask, counts)
     torch.testing.assert_close(*both(penalties, "_penalties_kernel", call))
 
 
 def test_bad_words(both):
     history = torch.tensor([[1, 2, 3, 4, 0, 0], [1, 2, 9, 4, 5, 0], [1, 5, 6, 7, 0, 0]]).int()
-    words = torch.zeros(3, 16, dtype=torch.int32)
-    words[0, :3], words[1, :5], words[2, :2] = (
-        torch.tensor(part).int() for part in ([11, 3, 12], [5, 13, 9, 5, 14], [7, 20])
-    )
-    offsets = torch.zeros(3, 5, dtype=torch.int32)
-    offsets[0, 1:3], offsets[1, 1:3], offsets[2, 1] = (
-        torch.tensor(part).int() for part in ([1, 3], [2, 5], 2)
-    )
-    call = changed(
-        lambda scores: bad_words.apply_bad_words(
-            scores,
-            SLOT,
-            words,
-            offsets,
-            torch.tensor([2, 2, 1]).int(),
-            history,
-            torch.tensor([1, 1, 1]).int(),
-            torch.tensor([4, 5, 4]).int(),
-            torch.tensor([7, 9, 4, 5, 13]),
-            NODE,
-            2,
-        )
-    )
+    words = table(3, 16, (0, 0, [11, 3, 12]), (1, 0, [5, 13, 9, 5, 14]), (2, 0, [7, 20]))
+    ends = table(3, 5, (0, 1, [1, 3]), (1, 1, [2, 5]), (2, 1, [2]))
+    counts, prompt, total = ints(2, 2, 1), ints(1, 1, 1), ints(4, 5, 4)
+    drafted = torch.tensor([7, 9, 4, 5, 13])
+    known = words, ends, counts, history, prompt, total, drafted, NODE, 2
+    call = changed(bad_words.apply_bad_words, SLOT, *known)
     ours, theirs = both(bad_words, "_bad_words_kernel", call)
     assert torch.equal(ours, theirs) and torch.isneginf(ours).any()
 
 
 @pytest.mark.parametrize("markers", [(1, 1, 1), (2, 1, 3), (1, 3, 2), (3, 2, 5)])
-def test_thinking_budgets(monkeypatch, markers):
+def test_thinking_budgets(both, markers):
     """A vocabulary of four tokens, so markers are frequent; chains of up to five drafts."""
     draw = torch.Generator().manual_seed(sum(markers))
     of = lambda *shape: torch.randint(4, shape, generator=draw, dtype=torch.int32)  # noqa: E731
@@ -282,43 +263,22 @@ def test_thinking_budgets(monkeypatch, markers):
                 total[1] = 900
         return torch.cat(found)
 
-    ours = run()
-    for kernel in ("_update_committed_marker_cache_kernel", "_thinking_budget_kernel"):
-        name = f"{thinking_budget.__name__}.{kernel}"
-        assert name in REPLACED
-        monkeypatch.setattr(thinking_budget, kernel, _registry[name][0])
-    assert torch.equal(ours, run())
-    assert (ours == 1e9).any()
+    kernels = "_update_committed_marker_cache_kernel _thinking_budget_kernel"
+    ours, theirs = both(thinking_budget, kernels, run)
+    assert torch.equal(ours, theirs) and (ours == 1e9).any()
 
 
-def test_logit_bias(both):
-    def ids(*rows):
-        out = torch.zeros(3, 4, dtype=torch.int32)
-        for row, values in enumerate(rows):
-            out[row, : len(values)] = torch.tensor(values, dtype=torch.int32)
-        return out
-
-    def call(check):
-        return changed(
-            lambda scores: logit_bias.apply_logit_bias(
-                scores,
-                SLOT,
-                torch.tensor([3, 9, 4, 30, 31]),
-                torch.tensor([0, 2, 0]).int(),
-                ids([], [4, 8], []),
-                torch.tensor([2, 0, 1]).int(),
-                ids([1, 2], [], [90]),
-                torch.tensor([[0.5, -3.0, 0, 0], [0.0] * 4, [7.0, 0, 0, 0]]),
-                torch.tensor([10, 99, 4]).int(),
-                torch.tensor([1, 2, 1]).int(),
-                torch.tensor([True, True, False]),
-                ids([5], [4, 8], [6]),
-                check,
-            )
-        )
-
-    for check in (False, True):
-        torch.testing.assert_close(*both(logit_bias, "_bias_kernel", call(check)))
+@pytest.mark.parametrize("check", [False, True])
+def test_logit_bias(both, check):
+    position = torch.tensor([3, 9, 4, 30, 31])
+    allowed = ints(0, 2, 0), table(3, 4, (1, 0, [4, 8]))
+    strength = torch.tensor([[0.5, -3.0, 0, 0], [0.0] * 4, [7.0, 0, 0, 0]])
+    biased = ints(2, 0, 1), table(3, 4, (0, 0, [1, 2]), (2, 0, [90])), strength
+    least = ints(10, 99, 4), ints(1, 2, 1), torch.tensor([True, True, False])
+    stops = table(3, 4, (0, 0, [5]), (1, 0, [4, 8]), (2, 0, [6]))
+    known = *allowed, *biased, *least, stops, check
+    call = changed(logit_bias.apply_logit_bias, SLOT, position, *known)
+    torch.testing.assert_close(*both(logit_bias, "_bias_kernel", call))
 
 
 def test_logprobs_and_ranks(both):
@@ -330,96 +290,83 @@ def test_logprobs_and_ranks(both):
     assert torch.equal(ours.selected_token_ranks, theirs.selected_token_ranks)
 
 
-def batch() -> SimpleNamespace:
+@pytest.fixture
+def batch():
     """Three requests: a prompt's chunk, a decode with two drafts, a decode without."""
-    return SimpleNamespace(
+    return lambda: SimpleNamespace(
         req_idx=torch.tensor([2, 0, 1]),
-        query_start=torch.tensor([0, 4, 7, 8], dtype=torch.int32),
-        computed=torch.tensor([9, 6, 3], dtype=torch.int32),
-        prefill=torch.tensor([8, 6, 12], dtype=torch.int32),
-        first_row=torch.tensor([0, 1, 4, 5], dtype=torch.int32),
+        query_start=ints(0, 4, 7, 8),
+        computed=ints(9, 6, 3),
+        prefill=ints(8, 6, 12),
+        first_row=ints(0, 1, 4, 5),
+        lengths=ints(7, 12, 7),
         history=torch.arange(3 * 20, dtype=torch.int32).view(3, 20),
     )
 
 
-def test_positions_and_drafts(both):
-    def positions():
-        b = batch()
-        at, lengths = torch.zeros(8, dtype=torch.int64), torch.full((5,), 77, dtype=torch.int32)
-        input_batch.prepare_pos_seq_lens(b.req_idx, b.query_start, b.computed, at, lengths)
-        return torch.cat([at, lengths])
-
-    assert torch.equal(*both(input_batch, "_prepare_pos_seq_lens_kernel", positions))
-
-    def prompts():
-        b = batch()
-        ids, ahead = torch.zeros(8, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
-        input_batch.prepare_prefill_inputs(
-            ids, ahead, b.req_idx, b.query_start, b.history, b.prefill, b.computed
-        )
-        return torch.cat([ids, ahead.flatten()])
-
-    assert torch.equal(*both(input_batch, "_prepare_prefill_inputs_kernel", prompts))
-
-    def drafts():
-        b = batch()
-        ids = torch.zeros(8, dtype=torch.int32)
-        lengths = torch.tensor([7, 12, 7], dtype=torch.int32)
-        rows = input_batch.combine_sampled_and_draft_tokens(
-            ids,
-            b.req_idx,
-            torch.tensor([[50], [51], [52]]),
-            b.query_start,
-            lengths,
-            b.prefill,
-            torch.tensor([[60, 61], [62, 63], [64, 65]]),
-            b.first_row,
-            5,
-        )
-        return torch.cat([ids, rows])
-
-    assert torch.equal(*both(input_batch, "_combine_sampled_and_draft_tokens_kernel", drafts))
+def positions(b):
+    at, lengths = torch.zeros(8, dtype=torch.int64), torch.full((5,), 77, dtype=torch.int32)
+    input_batch.prepare_pos_seq_lens(b.req_idx, b.query_start, b.computed, at, lengths)
+    return at, lengths
 
 
-def test_bookkeeping_after_a_step(both):
-    def verdict():
-        b = batch()
-        lengths = torch.tensor([7, 12, 7], dtype=torch.int32)
-        return torch.stack(
-            input_batch.get_num_sampled_and_rejected(
-                torch.tensor([1, 2, 1], dtype=torch.int32),
-                lengths,
-                b.first_row,
-                b.req_idx,
-                b.prefill,
-            )
-        )
+def prompts(b):
+    ids, ahead = torch.zeros(8, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+    known = b.req_idx, b.query_start, b.history, b.prefill, b.computed
+    input_batch.prepare_prefill_inputs(ids, ahead, *known)
+    return ids, ahead
 
-    assert torch.equal(*both(input_batch, "_get_num_sampled_and_rejected_kernel", verdict))
 
-    def update():
-        b = batch()
-        last, total = torch.zeros(3, 1, dtype=torch.int64), torch.tensor([9, 7, 5]).int()
-        counts = torch.zeros(3, VOCAB, dtype=torch.int32)
-        input_batch.post_update(
-            b.req_idx,
-            b.computed,
-            last,
-            counts,
-            torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
-            torch.tensor([0, 3, 1]).int(),
-            torch.tensor([0, 0, 0]).int(),
-            b.query_start,
-            b.history,
-            total,
-        )
-        parts = (b.computed, last, counts, b.history, total)
-        return torch.cat([part.flatten().long() for part in parts])
+def drafts(b):
+    ids, sampled = torch.zeros(8, dtype=torch.int32), torch.tensor([[50], [51], [52]])
+    drafted = torch.tensor([[60, 61], [62, 63], [64, 65]])
+    known = b.req_idx, sampled, b.query_start, b.lengths, b.prefill, drafted, b.first_row, 5
+    return ids, input_batch.combine_sampled_and_draft_tokens(ids, *known)
 
-    assert torch.equal(*both(input_batch, "_post_update_kernel", update))
 
-    def expand():
-        b = batch()
-        return torch.stack(input_batch.expand_idx_mapping(b.req_idx, 5, b.first_row, 3))
+def verdict(b):
+    known = ints(1, 2, 1), b.lengths, b.first_row, b.req_idx, b.prefill
+    return input_batch.get_num_sampled_and_rejected(*known)
 
-    assert torch.equal(*both(input_batch, "_expand_idx_mapping_kernel", expand))
+
+def update(b):
+    last, total = torch.zeros(3, 1, dtype=torch.int64), ints(9, 7, 5)
+    counts = torch.zeros(3, VOCAB, dtype=torch.int32)
+    sampled = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]]), ints(0, 3, 1), ints(0, 0, 0)
+    state = last, counts, *sampled, b.query_start, b.history, total
+    input_batch.post_update(b.req_idx, b.computed, *state)
+    return b.computed, last, counts, b.history, total
+
+
+def expand(b):
+    return input_batch.expand_idx_mapping(b.req_idx, 5, b.first_row, 3)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "call"),
+    [
+        ("_prepare_pos_seq_lens_kernel", positions),
+        ("_prepare_prefill_inputs_kernel", prompts),
+        ("_combine_sampled_and_draft_tokens_kernel", drafts),
+        ("_get_num_sampled_and_rejected_kernel", verdict),
+        ("_post_update_kernel", update),
+        ("_expand_idx_mapping_kernel", expand),
+    ],
+)
+def test_before_and_after_a_step(both, batch, kernel, call):
+    ours, theirs = both(input_batch, kernel, lambda: call(batch()))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 72])
+def test_drafters_norms_by_vllms_kernel(dtype, width):
+    """Whole vectors, and a width that vLLM's kernel does not take."""
+    norm = RMSNorm(width, 1e-2).to(dtype)
+    torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
+    x = torch.randn(3, 8, width, dtype=dtype)[:, ::2]
+    wanted = norm(x.requires_grad_())  # torch's own
+    with torch.no_grad():
+        near = 2e-6 if dtype == torch.float32 else 8e-3  # one step of bfloat16
+        torch.testing.assert_close(norm(x), wanted, atol=near, rtol=near)
+        assert RMSNorm.loop is not None

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.engines import DRAFTER, ROOT, TARGET, configure
+from support.processes import run_python
 from support.targets import edit_config
 from typer.testing import CliRunner
 from vllm import envs
@@ -26,7 +24,7 @@ from vllm_specblock.engine.doctor import pair
 from vllm_specblock.engine.doctor.examine import examine
 from vllm_specblock.engine.doctor.finding import Finding
 
-on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="of a CPU build")
+EAGLE3 = ROOT / "examples/two_heads/eagle3"
 
 
 @pytest.fixture(autouse=True)
@@ -87,26 +85,20 @@ def test_memory_is_that_of_the_files_and_of_an_engine(tree):
     assert beside == pytest.approx(per_token(tree.speculator.caches.target_layers), abs=0.06)
 
 
-def refusal(target: Path, drafter: Path) -> str:
-    """The sentence with which an engine's arguments are refused."""
-    with pytest.raises(ValueError) as error:
-        configure({"model": str(drafter)}, target)
-    return str(error.value)
-
-
 @pytest.mark.parametrize("which", ["target", "drafter", "files"])
 def test_a_pair_that_does_not_says_what_an_engine_would(which, tmp_path):
     target, drafter = TARGET, DRAFTER
     if which == "target":
         target = edited(TARGET, tmp_path / "target", vocab_size=2049)
-    elif which == "drafter":
-        drafter = edited(DRAFTER, tmp_path / "drafter", block_size=5)
     else:
-        drafter = edited(DRAFTER, tmp_path / "drafter")
+        changes = {"block_size": 5} if which == "drafter" else {}
+        drafter = edited(DRAFTER, tmp_path / "drafter", **changes)
+    if which == "files":
         (drafter / "model.safetensors").unlink()
-    sentence = refusal(target, drafter)
+    with pytest.raises(ValueError) as refused:
+        configure({"model": str(drafter)}, target)
     code, said = doctor("--target", target, "--model", drafter)
-    assert code == 1 and sentence in said
+    assert code == 1 and str(refused.value) in said
     found = by_name(target, drafter)
     assert found["drafter"].verdict == "wrong" and "memory" not in found
 
@@ -129,7 +121,7 @@ def test_a_drafter_alone(tmp_path):
     spoilt = edited(DRAFTER, tmp_path / "drafter", block_size=5)
     assert "its config.json asks for [5, 192]" in by_name(drafter=spoilt)["drafter"].advice
     assert doctor("--model", spoilt)[0] == 1
-    eagle = by_name(TARGET, ROOT / "examples/two_heads/eagle3")
+    eagle = by_name(TARGET, EAGLE3)
     assert "eagle3" in eagle["drafter"].found and eagle["memory"].found.startswith("weights")
 
 
@@ -140,9 +132,6 @@ def test_offline(monkeypatch):
     assert {"runner", "drafter"} <= found.keys()
     found = by_name("no/such", DRAFTER)["target"]
     assert found.verdict == "wrong" and "vLLM does not take it" in found.advice
-
-
-EAGLE3 = ROOT / "examples/two_heads/eagle3"
 
 
 def test_two_drafters_and_what_each_takes():
@@ -157,27 +146,36 @@ def test_two_drafters_and_what_each_takes():
     assert code == 0 and "ngram, reads the requests' own text" in said, said
 
 
-def test_a_wrong_config_says_what_an_engine_would():
-    for given, said in (
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
         ({"num_speculative_tokens": 0}, "'num_speculative_tokens' is 0"),
         ({"method": "eagle3"}, "'method' is 'eagle3', but must be 'specblock' here"),
-    ):
-        found = by_name(TARGET, DRAFTER, **given)["drafter"]
-        assert found.verdict == "wrong" and said in found.advice
+        ({"kind": "ngram", "target": None, "drafter": None}, "--target"),
+    ],
+)
+def test_a_wrong_config_says_what_an_engine_would(given, says):
+    found = by_name(**{"target": TARGET, "drafter": DRAFTER} | given)["drafter"]
+    assert found.verdict == "wrong" and says in found.advice
 
 
-def test_a_config_wants_a_target_and_no_model_beside():
-    found = by_name(kind="ngram")["drafter"]
-    assert found.verdict == "wrong" and "--target" in found.advice
-    code, said = doctor("--model", DRAFTER, "--speculative-config", "{}")
-    assert code == 2 and "both given" in said
-    code, said = doctor("--speculative-config", "ngram")
-    assert code == 2 and "not a JSON object" in said
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", DRAFTER, "--speculative-config", "{}"], "both given"),
+        (["--speculative-config", "ngram"], "not a JSON object"),
+    ],
+)
+def test_a_wrong_command(words, says):
+    code, said = doctor(*words)
+    assert code == 2 and says in said
 
 
 def test_another_release_is_wrong_and_nothing_is_imported_then(monkeypatch):
-    real = setup.installed
-    monkeypatch.setattr(setup, "installed", lambda name: "0.31.2" if name == "vllm" else real(name))
+    real = setup.installed_version
+    monkeypatch.setattr(
+        setup, "installed_version", lambda name: "0.31.2" if name == "vllm" else real(name)
+    )
     monkeypatch.setattr(pair, "pair", lambda *_: pytest.fail("it looked at the pair"))
     found = by_name(TARGET, DRAFTER)
     assert found["vLLM"].verdict == "wrong" and "this is 0.31.2" in found["vLLM"].advice
@@ -187,8 +185,10 @@ def test_another_release_is_wrong_and_nothing_is_imported_then(monkeypatch):
 
 @pytest.mark.parametrize("package", ["torch", "transformers", "vllm", "triton"])
 def test_a_package_that_is_not_there(package, monkeypatch):
-    real = setup.installed
-    monkeypatch.setattr(setup, "installed", lambda name: real(name) if name != package else None)
+    real = setup.installed_version
+    monkeypatch.setattr(
+        setup, "installed_version", lambda name: real(name) if name != package else None
+    )
     name = {"vllm": "vLLM"}.get(package, package)
     (finding,) = [each for each in setup.versions() if each.name == name]
     assert finding.verdict == "wrong" and "nstall" in finding.advice
@@ -213,7 +213,7 @@ def test_what_runs_the_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(setup.shutil, "which", lambda name: on["compiler"])
-    monkeypatch.setattr(setup, "installed", lambda name: on["vllm"])
+    monkeypatch.setattr(setup, "installed_version", lambda name: on["vllm"])
     assert "compiles them for sm_90" in setup.kernels().found
     on["compiler"] = None
     assert setup.kernels().verdict == "wrong" and "C compiler" in setup.kernels().found
@@ -225,15 +225,6 @@ def test_what_runs_the_kernels(monkeypatch):
     assert setup.kernels().verdict == "note" and "interpreter" in setup.kernels().found
 
 
-@on_a_cpu
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="of a CPU build")
 def test_nothing_is_wrong_on_a_cpu_without_any_switch():
-    env = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET")
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_specblock", "doctor"], capture_output=True, text=True, env=env
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("Nothing is wrong.")
+    assert run_python("-m", "vllm_specblock", "doctor")[-1].endswith("Nothing is wrong.")

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
-from vllm_specblock.engine.offline.answering import grown, read_counters
+from vllm_specblock.engine.offline.answering import read_counters
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 NODES = 12
@@ -30,13 +30,7 @@ ENDS = {
 
 @dataclass
 class Seen:
-    """Results of a run.
-
-    Attributes:
-        given: (request, sequence) → tokens emitted in each step.
-        metrics: (request, sequence) → vLLM's per-request metrics.
-        counters: growth of `read_counters`.
-    """
+    """By (request, sequence), tokens emitted in each step and vLLM's metrics; growing counters."""
 
     given: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     metrics: dict[tuple[str, int], dict] = field(default_factory=dict)
@@ -68,7 +62,7 @@ def run(engine: Engine, params: Sequence[SamplingParams], texts=PROMPTS, aborted
                     seen.metrics[where] = sequence.spec_decode_metrics.to_dict()
                 if where[0] in aborted and len(seen.given[where]) == 3:
                     llm.abort_request([where[0]])
-    seen.counters = grown(before, read_counters(engine.llm.get_metrics()))
+    seen.counters = read_counters(engine.llm.get_metrics()) - before
     return seen
 
 
@@ -124,11 +118,9 @@ def test_reported_tau(engine, end, temperature):
     assert len(seen.given) == len(PROMPTS)
     # A request that ends at a stop string gets no metrics.
     assert len(seen.metrics) == len(PROMPTS) or end == "stop string"
-
-
-@pytest.mark.parametrize("end", ["max_tokens 2", "max_tokens 60", "stop token", "eos"])
-def test_vllms_counters_stop_at_the_end(fixed, end):
-    seen = run(fixed, params(temperature=0.0, **ENDS[end]))
+    if engine.runner.adaptive_verification is not None or end in ("max_tokens 1", "stop string"):
+        return
+    # vLLM's own counters stop at the end.
     assert seen.counters[DRAFTS] == seen.steps
     assert 1 + seen.counters.get(ACCEPTED, 0) / seen.counters[DRAFTS] == pytest.approx(seen.tau)
     # A tree's slots count as drafts, whether a node is in them or not.

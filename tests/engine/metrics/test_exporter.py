@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ import torch
 from prometheus_client import REGISTRY
 from support.dashboard import asked, of_adaptation, unanswered
 from support.engines import TARGET, Engine, make_engine, prompts
+from support.processes import run_python
 from support.verification import to_be_counted
 from vllm import SamplingParams
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
@@ -24,8 +23,6 @@ from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
 from vllm_specblock.engine.metrics import acceptance, exporter
 from vllm_specblock.engine.metrics.counters import DRAFTING_NS, DRAFTING_STEPS, DrafterCounters
-
-# ---- how it is shown ----
 
 
 def vllm_config(config, engine: int = 0):
@@ -39,16 +36,14 @@ def vllm_config(config, engine: int = 0):
 
 def shown() -> dict[tuple[str, ...], int]:
     """Our part of `LLM.get_metrics()`: (name, engine[, head]) → value."""
-    return {
-        (metric.name.removeprefix("vllm:specblock_"), *sorted_labels(metric.labels)): metric.value
-        for metric in get_metrics_snapshot()
-        if metric.name.startswith("vllm:specblock_")
-    }
-
-
-def sorted_labels(labels: dict[str, str]) -> list[str]:
-    assert labels["model_name"] == "target"
-    return [labels[name] for name in ("engine", "head") if name in labels]
+    found = {}
+    for metric in get_metrics_snapshot():
+        if metric.name.startswith("vllm:specblock_"):
+            labels = {**metric.labels}
+            assert labels.pop("model_name") == "target"
+            name = metric.name.removeprefix("vllm:specblock_")
+            found[name, *map(labels.get, sorted(labels))] = metric.value
+    return found
 
 
 class Config:
@@ -163,17 +158,6 @@ def test_files_go_with_the_config():
     assert not folder.exists() and shown() == {}
 
 
-def run_python(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 BESIDE = """
 import json, os
 from types import SimpleNamespace as Some
@@ -198,7 +182,7 @@ print(generate_latest(get_prometheus_registry()).decode())
 def test_they_read_like_vllms_own(tmp_path, several_servers):
     """The page of `/metrics`, with one API server and with several."""
     environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)} if several_servers else {}
-    page = run_python(BESIDE, **environment).splitlines()
+    page = run_python("-c", BESIDE, **environment)
     theirs = [line for line in page if "vllm:theirs" in line and "_created" not in line]
     ours = [line for line in page if "specblock_agreed" in line]
     assert len(ours) == 4  # help, type, two engines
@@ -225,13 +209,6 @@ def test_the_path_travels_and_leaves_the_compile_cache_its_name():
     assert sample.labels == {"model_name": str(TARGET), "engine": "0"}
 
 
-def counted(engine: Engine) -> dict[tuple[str, str | None], int]:
-    """Every counter by its name, without "vllm:", and its head."""
-    engine.speculator.counters.publish()  # a GPU's last step
-    values = [m for m in engine.llm.get_metrics() if hasattr(m, "value")]
-    return {(m.name.removeprefix("vllm:"), m.labels.get("head")): m.value for m in values}
-
-
 def behind_the_end(engine: Engine) -> int:
     """Return the accepted nodes after the end of requests; drafters' counters include them.
 
@@ -241,38 +218,36 @@ def behind_the_end(engine: Engine) -> int:
     drafts, accepted = (
         values[f"vllm:spec_decode_num_{each}"].value for each in ("drafts", "accepted_tokens")
     )
-    steps = values[acceptance.STEPS].count
     given = values[acceptance.TOKENS].value - values[acceptance.REQUESTS].count
-    assert drafts == steps and drafts + accepted == given
+    assert drafts == values[acceptance.STEPS].count and drafts + accepted == given
     total = engine.speculator.counters.total[:9].view(3, 3)
     return int(total[:, 1].sum()) - accepted
 
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-NGRAM = {"second_drafter": {"kind": "ngram"}}
-SHARED = ("shared_nodes", "shared_accepted_nodes")
-"""Counted for both drafters."""
-ENGINES = {"alone": {}, "merged": NGRAM | {"draft_policy": "merge"}}
-
-
-@pytest.mark.parametrize("how", ENGINES)
-def test_a_real_run_agrees_with_vllms_own_counters(how):
+@pytest.mark.parametrize("heads", ["1", "12"], ids=["alone", "merged"])
+def test_a_real_run_agrees_with_vllms_own_counters(heads):
     """And the dashboard asks for nothing that a merging engine, or one that learns, lacks."""
+    merged = {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge"}
+    speculative = {"num_speculative_tokens": 24} | (merged if heads == "12" else {})
     # Asynchronously, requests verify trees behind their end, and vLLM does not count them.
-    engine = make_engine({"num_speculative_tokens": 24, **ENGINES[how]}, async_scheduling=False)
-    engine.generate(prompts(4), GREEDY)
-    got, heads = counted(engine), "1" if how == "alone" else "12"
+    engine = make_engine(speculative, async_scheduling=False)
+    engine.generate(prompts(4), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    engine.speculator.counters.publish()  # a GPU's last step
+    values = [m for m in engine.llm.get_metrics() if hasattr(m, "value")]
+    got = {(m.name.removeprefix("vllm:"), m.labels.get("head")): m.value for m in values}
 
     def total(name: str) -> int:
         return sum(got[f"specblock_{name}", head] for head in heads)
 
-    shared = {name: got.get((f"specblock_{name}", None), 0) for name in SHARED}
-    accepted = total("accepted_nodes") - shared["shared_accepted_nodes"] - behind_the_end(engine)
+    # Nodes of both drafters are counted for each.
+    shared = got.get(("specblock_shared_nodes", None), 0)
+    shared_accepted = got.get(("specblock_shared_accepted_nodes", None), 0)
+    accepted = total("accepted_nodes") - shared_accepted - behind_the_end(engine)
     assert accepted == got["spec_decode_num_accepted_tokens", None] > 0
-    verified = total("verified_nodes") - shared["shared_nodes"]
+    verified = total("verified_nodes") - shared
     assert verified == got["specblock_tree_nodes", None] > 0
-    if how == "merged":
-        assert shared["shared_nodes"] > 0
+    if heads == "12":
+        assert shared > 0
         assert unanswered() == {name for name in asked() if of_adaptation(name)}
         return
     assert total("chosen_trees") == got["spec_decode_num_drafts", None] > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,29 +16,16 @@ draw = random.Random(11)
 PROMPT = [draw.randrange(3, 2048) for _ in range(4 * BLOCK + 5)]
 
 
-@dataclass
-class Pause:
-    """Drafting is paused while `on`."""
-
-    on: bool = False
-
-
-@pytest.fixture(scope="module")
-def pausing() -> tuple[Engine, Pause]:
-    engine = make_engine(
-        {
-            "num_speculative_tokens": 24,
-            "calibrate_drafts": False,
-            "enable_adaptive_verification": True,
-        }
-    )
-    pause = Pause()
-    force(engine, pause)
-    return engine, pause
+ADAPTIVE = {
+    "num_speculative_tokens": 24,
+    "calibrate_drafts": False,
+    "enable_adaptive_verification": True,
+}
 
 
-def force(engine: Engine, pause: Pause) -> None:
-    """Pause drafting while `pause.on`; verify whole trees otherwise."""
+def pausing_engine(**speculative) -> tuple[Engine, SimpleNamespace]:
+    """Drafting is paused while `pause.on`; otherwise whole trees are verified."""
+    engine, pause = make_engine(ADAPTIVE | speculative), SimpleNamespace(on=False)
     manager = engine.runner.adaptive_verification
     engine.speculator.adaptive.is_paused = lambda batch: pause.on
     manager.controller.drafts = lambda *_: not pause.on
@@ -52,10 +39,16 @@ def force(engine: Engine, pause: Pause) -> None:
         return sum(others.values()) + budget
 
     manager.get_num_tokens = get_num_tokens
+    return engine, pause
+
+
+@pytest.fixture(scope="module")
+def pausing() -> tuple[Engine, SimpleNamespace]:
+    return pausing_engine()
 
 
 @pytest.fixture(params=["backlog", "no backlog", "padded, no backlog"])
-def engine(pausing, request, monkeypatch) -> tuple[Engine, Pause]:
+def engine(pausing, request, monkeypatch) -> tuple[Engine, SimpleNamespace]:
     """As on a CPU; without its memory of missed rows; and in the shapes of a GPU's steps."""
     engine, pause = pausing
     speculator = engine.speculator
@@ -105,7 +98,7 @@ def blocks(engine: Engine) -> torch.Tensor:
     return speculator.block_tables.block_tables[speculator.caches.group].gpu[-1].long()
 
 
-def resume(engine: Engine, pause: Pause) -> None:
+def resume(engine: Engine, pause: SimpleNamespace) -> None:
     """End the pause; the scheduler gives the first step no drafts."""
     pause.on = False
     answer(engine, [5, 6], 2)
@@ -177,17 +170,8 @@ def test_a_request_that_lives_through_a_pause(engine, monkeypatch):
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU skips no drafter")
 def test_a_drafter_skipped_beside_a_lookup(monkeypatch):
     """Its missed rows are kept for the request itself; other requests do not see them."""
-    engine = make_engine(
-        {
-            "num_speculative_tokens": 24,
-            "calibrate_drafts": False,
-            "enable_adaptive_verification": True,
-            "draft_policy": "merge",
-            "second_drafter": {"kind": "ngram"},
-        }
-    )
-    force(engine, Pause())
-    policy, asked, found = engine.speculator.draft_policy, Pause(), []
+    engine, _ = pausing_engine(draft_policy="merge", second_drafter={"kind": "ngram"})
+    policy, asked, found = engine.speculator.draft_policy, SimpleNamespace(on=False), []
     policy.controller.asks = lambda *_: asked.on
     text, alone = [*PROMPT, 5, 6, 7], []
     for garbage, asked.on in ((0.0, False), (1e6, False), (0.0, True)):

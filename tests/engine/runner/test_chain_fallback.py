@@ -33,7 +33,7 @@ def test_requests_whose_sampling_looks_back_verify_a_chain(all_chains):
         all_chains=all_chains,
         adaptive=None,
         draft_policy=SimpleNamespace(begin=lambda slot: None),
-        skipped=SimpleNamespace(begin_request=lambda slot: None),
+        skipped=SimpleNamespace(backlog=None),
     )
     expected = [True] * len(CHAINS) + [all_chains] * (len(TREES) + 1)
     for params, chain in zip([*(SamplingParams(**x) for x in (*CHAINS, *TREES)), None], expected):

@@ -91,7 +91,7 @@ def test_crowded(reference):
     assert preempted, "the cache was large enough for everybody: this tested no preemption"
 
 
-def test_twins_draw_the_same_whatever_sampler_there_is(engine, request):
+def test_twins_draw_the_same_by_any_sampler(engine, request):
     """FlashInfer's draws for every row apart: each of two equal texts would try its luck."""
     sampler = SimpleNamespace(logits_processors=[], use_flashinfer=True)
     engine.runner.model_state.custom_sampler(sampler)

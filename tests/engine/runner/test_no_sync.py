@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,37 +17,42 @@ WATCHED = KINDS | {
     "recorded": {"adapt": {"policy": "watch"}},
 }
 
+STEP = ("propose", "_verify", "prepare_attn")
+"""Of the speculator, the sampler and the model state."""
+
 
 @contextlib.contextmanager
-def watched(engine: Engine, monkeypatch):
-    """Every call into ours during a step, watched; yields how often each was called."""
-    calls = {"propose": 0, "_verify": 0, "prepare_attn": 0, "add_request": 0}
+def no_waits():
+    """CUDA itself raises at every call that would wait."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_steps(engine: Engine, monkeypatch, within, names: Sequence[str]) -> None:
+    """Generate, with every call of ours by these names within a context."""
+    calls = Counter()
 
     def watch(owner, name: str) -> None:
         original = getattr(owner, name)
 
         def watching(*args, **kwargs):
             calls[name] += 1
-            with NoHostReads():
+            with within():
                 return original(*args, **kwargs)
 
-        patch.setattr(owner, name, watching)
+        monkeypatch.setattr(owner, name, watching)
 
-    with monkeypatch.context() as patch:
-        # As on a device with memory of its own.
-        patch.setattr(engine.speculator, "pad_rows", True)
-        watch(engine.speculator, "propose")
-        watch(engine.runner.rejection_sampler, "_verify")
-        watch(engine.runner.model_state, "prepare_attn")
-        watch(engine.runner.model_state, "add_request")
-        yield calls
-
-
-def generate(engine: Engine) -> None:
+    for owner in (engine.speculator, engine.runner.rejection_sampler, engine.runner.model_state):
+        for name in [name for name in names if hasattr(owner, name)]:
+            watch(owner, name)
     requests = params(5, max_tokens=8)
     requests[1].temperature, requests[2].logprobs = 1.0, 2
     requests[3].presence_penalty = 0.3  # verifies a chain
     engine.generate(PROMPTS[:5], requests)
+    assert calls.keys() == set(names) and min(calls.values()) >= 3, calls
 
 
 @pytest.fixture(scope="module", params=WATCHED)
@@ -59,32 +66,11 @@ def engine(request) -> Engine:
 
 
 def test_a_step_reads_no_device_value(engine, monkeypatch):
-    with watched(engine, monkeypatch) as calls:
-        generate(engine)
-    assert min(calls.values()) >= 3, calls
+    # As on a device with memory of its own.
+    monkeypatch.setattr(engine.speculator, "pad_rows", True)
+    assert_steps(engine, monkeypatch, NoHostReads, [*STEP, "add_request"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA alone knows when it waits")
 def test_no_step_waits_for_the_gpu(engine, monkeypatch):
-    """CUDA itself raises at every call that would wait."""
-    calls = 0
-
-    def watch(owner, name: str) -> None:
-        original = getattr(owner, name)
-
-        def watching(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return original(*args, **kwargs)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        monkeypatch.setattr(owner, name, watching)
-
-    watch(engine.speculator, "propose")
-    watch(engine.runner.rejection_sampler, "_verify")
-    watch(engine.runner.model_state, "prepare_attn")
-    generate(engine)
-    assert calls > 10
+    assert_steps(engine, monkeypatch, no_waits, STEP)

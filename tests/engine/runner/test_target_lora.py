@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from lib.lora_adapters import RANK, write_adapter
 from support.engines import make_engine
+from support.lora_adapters import RANK, write_adapter
 from support.matrix import PROMPTS, params
-from torch import nn
 from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
-from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.request import LoRARequest
 
-from vllm_specblock.cpu import lora
-from vllm_specblock.engine.target_lora import LogitsAdapters, embed_without_adapters
+from vllm_specblock.engine.target_lora import embed_without_adapters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU")
 
@@ -68,22 +63,6 @@ def test_tokens_are_vllms_own(ours, adapted, adapters, reference, temperature):
     assert accepted > 40, "hardly a tree was right: this tested little"
 
 
-def test_a_row_of_logits_has_the_adapter_of_its_token():
-    """Also where vLLM, for an unchanged batch, leaves its mapping as the last step left it."""
-    mapping = SimpleNamespace(
-        _token_lora_indices=torch.tensor([1, 1, 1, -1, 0, 0, 9, 9]),
-        _sampler_indices=torch.full((8,), 7),
-        indices_len=[6, 3],
-    )
-    rows = LogitsAdapters(nn.Module())
-    rows.mappings = [mapping]
-    for wanted in ([1, 1, -1, 0, 0], [1, -1, 0]):
-        places = torch.tensor([0, 2, 3, 4, 5] if len(wanted) == 5 else [2, 3, 5])
-        rows.map_rows(SimpleNamespace(logits_indices=places))
-        assert mapping._sampler_indices[: len(wanted)].tolist() == wanted
-        assert mapping.indices_len == [6, len(wanted)]
-
-
 def test_drafters_embed_without_adapters(ours):
     """For any adapter of the batch's first tokens, and for any number of ids."""
     model = ours.runner.model
@@ -92,12 +71,3 @@ def test_drafters_embed_without_adapters(ours):
     token = torch.arange(2048).repeat(3)
     assert torch.equal(embed(token), layer.base_layer.weight[token])
     assert model.model.embed_tokens is layer, "the target keeps its adapters"
-
-
-def test_tokens_without_an_adapter_get_none(ours):
-    x, output = torch.randn(3, 4), torch.zeros(3, 2)
-    lora_ops.bgmv_shrink(x, torch.ones(2, 1, 2, 4), output, torch.tensor([0, -1, 1]))
-    assert not output[1].any() and output[0].any() and output[2].any()
-    before = lora_ops.bgmv_shrink
-    lora.install()
-    assert lora_ops.bgmv_shrink is before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +20,10 @@ from vllm_specblock.adapt.link.folder_link import (
     FolderLink,
     FolderVersions,
     make_shared_folder,
-    new_token,
     shared_folder,
 )
-from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import FinishedRequest
-from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.adapt.versions import StagedVersion, VersionFolder
 from vllm_specblock.drafters.specblock import checkpoint
 
 VOCAB = 32
@@ -62,7 +61,7 @@ class Pair:
 
     def link(self, out: Path | None = None) -> FolderLink:
         """The engine's end of a folder in shared memory; out: of versions."""
-        token = new_token()
+        token = secrets.randbits(62)
         lock, folder = make_shared_folder(token, 1 << 24), shared_folder(token)
         return FolderLink(folder, self.versions(out or folder / "versions"), 1 << 24, 64, lock)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from support.tensors import on
 from vllm_specblock.triton_kernels.attention.tree_attention import (
     BatchBounds,
     ScoreOptions,
     VisibleEntries,
 )
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.triton_kernels.attention.tree_attention_reference import tree_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -97,6 +99,20 @@ class Batch:
             ScoreOptions(self.query.shape[-1] ** -0.5, **scores),
         )
 
+    def queries(self, **bounds) -> TreeAttentionBatch:
+        """The batch as an engine has it."""
+        return TreeAttentionBatch(
+            self.block_table,
+            self.query_start,
+            self.query_start.tolist(),
+            self.seq_len,
+            int(self.seq_len.max()),
+            self.prefix_len,
+            self.mask_words,
+            self.tree_start,
+            **bounds,
+        )
+
     def oracle(self, window=None, soft_cap=0.0, key_scale=1.0, value_scale=1.0, sinks=None):
         """Query by query over its set of entries, in float64 -> out.
 
@@ -167,10 +183,10 @@ def make_batch(
         own = order[taken : taken + blocks[r]]
         taken += blocks[r]
         block_table[r, : blocks[r]] = own
-        for e in range(num_entries):
-            kv_cache[own[e // block_size], :, e % block_size] = torch.randn(
-                num_kv_heads, 2 * head_size, generator=generator
-            ).to(cache_dtype or dtype)
+        entry = torch.arange(num_entries)
+        entries = torch.randn(num_entries, num_kv_heads, 2 * head_size, generator=generator)
+        entries = entries.to(cache_dtype or dtype).to(dtype)
+        kv_cache[own[entry // block_size], :, entry % block_size] = entries
         window = getattr(request, "context", 0)
         for prefix_len, bits in request.rows(shapes):
             packed = sum(1 << j for j in bits)
@@ -211,13 +227,7 @@ def check(got: torch.Tensor, batch: Batch, **rare) -> None:
 def reference(batch: Batch, **options) -> torch.Tensor:
     """The torch reference, on the CPU; `options` as in `Batch.arguments`."""
     out = torch.full_like(batch.query, torch.nan, device="cpu")
-
-    def host(x):
-        if isinstance(x, tuple):
-            return type(x)(*map(host, x))
-        return x.cpu() if isinstance(x, torch.Tensor) else x
-
-    return tree_attention.reference(*map(host, batch.arguments(**options)), out)
+    return tree_attention.reference(*on("cpu", batch.arguments(**options)), out)
 
 
 MIXED = [Chunk(5, 19), Tree(37, 12), Chunk(20, 1), Tree(3, 9), Chunk(0, 4)]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from support.train_batches import packed
 from support.trees import texts
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
-from vllm_specblock.train.data.batch import Batch, Segment
+from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.train.target.features import TargetOutputs
 
@@ -49,36 +52,20 @@ def two_windows(vocab: int) -> Batch:
     """Random tokens: documents of 7 and 4 and one column to spare; one of 12, of which the first
     three do not count."""
     torch.manual_seed(2)
-    tokens = torch.randint(vocab, (2, 12))
-    tokens[0, 11] = -1
-    document = torch.tensor([[0] * 7 + [1] * 4 + [2], [0] * 12])
-    position = torch.tensor([[*range(7), *range(4), 0], [*range(12)]])
-    loss_mask = tokens >= 0
+    loss_mask = torch.ones(2, 12, dtype=torch.bool)
     loss_mask[1, :3] = False
-    return Batch(tokens, document, position, loss_mask)
+    return packed(torch.randint(vocab, (2, 12)), loss_mask, [[7, 4], [12]])
+
+
+LENGTHS = [[9, 7], [3, 1, 6], [15, 3]]
+"""Of the documents in the windows of `packed_lesson`."""
 
 
 def packed_lesson() -> TrainBatch:
-    """Three windows of 18 columns: two documents, three, and two that fill it. Random tokens, of
-    which most count, and random features and laws."""
+    """Three windows of 18 columns with random tokens, of which most count, features and laws."""
     torch.manual_seed(0)
-    lengths = [[9, 7], [3, 1, 6], [15, 3]]
-    shape = len(lengths), 18
-    tokens, document = torch.full(shape, -1), torch.zeros(shape, dtype=torch.int64)
-    position = torch.zeros(shape, dtype=torch.int64)
-    segments = []
-    for window, sizes in enumerate(lengths):
-        starts = [sum(sizes[:n]) for n in range(len(sizes))]
-        for number, (start, size) in enumerate(zip(starts, sizes)):
-            here = slice(start, start + size)
-            tokens[window, here] = torch.randint(VOCAB, (size,))
-            document[window, here] = number
-            position[window, here] = torch.arange(size)
-        end, count = sum(sizes), len(sizes)
-        document[window, end:] = torch.arange(count, count + shape[1] - end)
-        segments.append(tuple(Segment(n, 0, size) for n, size in enumerate(sizes)))
-    loss_mask = (tokens >= 0) & (torch.rand(shape) < 0.85)
-    return lesson_of(Batch(tokens, document, position, loss_mask, tuple(segments)))
+    tokens, loss_mask = torch.randint(VOCAB, (3, 18)), torch.rand(3, 18) < 0.85
+    return lesson_of(packed(tokens, loss_mask, LENGTHS))
 
 
 def lesson_of(batch: Batch) -> TrainBatch:
@@ -203,23 +190,18 @@ def assert_drafts(learner, train_batch: TrainBatch, positions: Callable, close: 
 
 
 def rows_of(batch: Batch) -> list[tuple[int, int, int, int]]:
-    """(window, begin and end of the document, column) of the rows whose root counts."""
-    out = []
-    for window, segments in enumerate(batch.segments):
-        begin = 0
-        for segment in segments:
-            end = begin + segment.length
-            roots = range(begin + 1, end)
-            out += [(window, begin, end, n - 1) for n in roots if batch.loss_mask[window, n]]
-            begin = end
-    return out
+    """(window, begin and end of the document, column) of `packed_lesson`'s rows that count."""
+    return [
+        (window, begin, begin + length, root - 1)
+        for window, lengths in enumerate(LENGTHS)
+        for begin, length in zip(itertools.accumulate(lengths, initial=0), lengths)
+        for root in range(begin + 1, begin + length)
+        if batch.loss_mask[window, root]
+    ]
 
 
 def plain_trunk(trunk: torch.nn.Module, inputs: Tensor, position: Tensor, mask: Tensor) -> Tensor:
-    """Decoder layers over one sequence with an explicit mask, head by head.
-
-    inputs [T, H], position [T] int64, mask [T, T] bool -> [T, H].
-    """
+    """Decoder layers over inputs [T, H] with an explicit mask [T, T] -> [T, H]."""
     hidden = inputs
     for layer in trunk.layers:
         attention, normed = layer.self_attn, layer.input_layernorm(hidden)
@@ -228,13 +210,9 @@ def plain_trunk(trunk: torch.nn.Module, inputs: Tensor, position: Tensor, mask: 
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         query, key = turned(query, position), turned(key, position)
-        share = len(query) // len(key)
-        mixed = []
-        for head, asked in enumerate(query):
-            score = asked @ key[head // share].T / math.sqrt(attention.head_dim)
-            weight = score.masked_fill(~mask, -math.inf).softmax(-1)
-            mixed.append(weight @ value[head // share])
-        hidden = hidden + attention.o_proj(torch.cat(mixed, -1))
+        rows = (x[None] for x in (query, key, value))
+        mixed = scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True)[0]
+        hidden = hidden + attention.o_proj(mixed.transpose(0, 1).flatten(1))
         hidden = layer.mlp(layer.post_attention_layernorm(hidden), hidden)
     return hidden
 

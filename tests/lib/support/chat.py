@@ -20,11 +20,8 @@ CHATML = "{% for m in messages %}" + _TURN.replace("TEXT", "m['content']") + "{%
 CHATML += _QUESTION
 # As thinking models have it: of an answer in the past only what follows the thought.
 FORGETFUL = CHATML.replace("m['content']", "m['content'].split('</t>')[-1]")
-# The past is formatted in one way and the prompt in another; no end token is written.
-TELLING = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}\n{% endfor %}"
-TELLING += "{% if add_generation_prompt %}assistant says: {% endif %}"
-# No end token is written, but the past begins as it was asked.
-PLAIN = TELLING.replace("assistant says: ", "assistant: ")
+PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}\n{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}assistant: {% endif %}"
 
 
 def make_target(folder: Path, template: str | None, vocab_size: int = len(TOKENS)) -> Path:

@@ -19,17 +19,10 @@ def rows_of(
     page: int,
     padding: int = 0,
 ) -> CommittedTokens:
-    """Rows first … end − 1 of each request, and `padding` rows that stand for rejected nodes.
+    """Rows first … end − 1 of requests (first, end), then `padding` rows of rejected nodes.
 
-    Args:
-        requests: (first, end) of each; its root is text[end].
-        tables: [R, blocks] int64, cache blocks of each request.
-        states: [L, R, ≥ end, Ht], the target's states of every token, layer by layer.
-        text: [R, > end] int64.
-        page: tokens in a block.
-
-    Returns:
-        the rows; the first request is greedy, the others sample hotter and hotter.
+    tables [R, blocks] int64, states [L, R, ≥ end, Ht], text [R, > end] int64 with the root at
+    `end`. The first request is greedy, the others sample hotter and hotter.
     """
     parts, start, last = [], [0], []
     for request, (first, end) in enumerate(requests):
@@ -101,11 +94,7 @@ def advance(drafter: Drafter, rows: CommittedTokens) -> None:
 def served_trees(
     drafter: Drafter, sequence: EvalSequence, roots: Sequence[int], pages: int, page: int
 ) -> Iterator[DraftTree]:
-    """The trees of a greedy request that is committed up to each of `roots` in turn.
-
-    Args:
-        drafter: bound to caches of `pages` + 1 blocks of `page` tokens.
-    """
+    """The trees of a greedy request that is committed up to each of `roots` in turn."""
     table = torch.randperm(pages)[None] + 1
     states = torch.stack(sequence.hidden.chunk(3, dim=-1))[:, None]  # [3, 1, n, Ht]
     done, tree, greedy = 0, None, torch.zeros(1)
@@ -137,12 +126,9 @@ def along_a_chain(
     table: torch.Tensor,
     page: int,
 ) -> Iterator[DraftTree]:
-    """Trees of a drafter that sees the text as far as vLLM's own drafter did in each step.
+    """Trees of a drafter that sees as much text as vLLM's own did when it drafted each chain.
 
-    Args:
-        chains: what vLLM's own drafted, step by step.
-        states: [L, 1, ≥ n, Ht], the target's of the whole text.
-        table: of `own_caches`.
+    states: [L, 1, ≥ n, Ht], of the whole text.
     """
     text, root = torch.tensor([*prompt, *answer]), len(prompt)
     for chain in chains:

@@ -46,11 +46,7 @@ def shown(page: str) -> dict[str, set[str]]:
 
 
 def unanswered(page: str | None = None) -> set[str]:
-    """Names that the dashboard asks for and a page does not have, or has without a label.
-
-    Args:
-        page: of `/metrics`; None: that of this process, whose newest engine is shown.
-    """
+    """Names that the dashboard asks for and `/metrics` (None: of this process) has not so."""
     there = shown(page or generate_latest(get_prometheus_registry()).decode())
     return {name for name, labels in asked().items() if not labels <= there.get(name, set())}
 

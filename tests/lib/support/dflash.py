@@ -1,22 +1,18 @@
-"""Small DFlash and JetSpec drafters: files, arithmetic read plainly, and a moment of learning."""
+"""Small DFlash and JetSpec drafters: their files, and their arithmetic read plainly."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from vllm_specblock.drafters.dflash.config import from_json
 from vllm_specblock.drafters.dflash.model import DFlashModel
-from vllm_specblock.train.target.features import load_target
-
-TARGET = Path(__file__).resolve().parents[3] / "examples/tiny_pair/target"
 
 # The keys of a published checkpoint's config.json; sizes are ours.
 PUBLISHED = {
@@ -104,18 +100,17 @@ def write(folder: Path, model: DFlashModel, raw: dict[str, Any] = PUBLISHED) -> 
 def plain_logits(
     weights: dict[str, Tensor], raw: dict[str, Any], head: Tensor, features: Tensor, block: Tensor
 ) -> Tensor:
-    """Logits [S, V] of a block behind a text, in the plainest words.
+    """Logits [S, V] of a block [S, H] of embeddings behind a text with features [T, n·H].
 
-    Args:
-        weights: of the checkpoint, float32.
-        head: [V, H], the target's.
-        features: [T, n·H], of all tokens before the block's first.
-        block: [S, H], embeddings of the root and the masks.
+    weights: of the checkpoint; head: [V, H], the target's.
     """
-    size, heads, kv_heads = raw["head_dim"], raw["num_attention_heads"], raw["num_key_value_heads"]
+    size, length = raw["head_dim"], len(features)
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + raw["rms_norm_eps"]) ** -0.5 * weights[name]
+        return rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], raw["rms_norm_eps"])
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return linear(x, weights[f"{name}_proj.weight"])
 
     def turned(x: Tensor, first: int) -> Tensor:  # x [n, heads, D], at positions first, first + 1 …
         where = torch.arange(first, first + len(x)).float()
@@ -124,91 +119,25 @@ def plain_logits(
         left, right = x.chunk(2, -1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
-    length = len(features)
-    context = norm(features @ weights["fc.weight"].T, "hidden_norm.weight")
+    context = norm(linear(features, weights["fc.weight"]), "hidden_norm")
+    sees = torch.ones(len(block), length + len(block), dtype=torch.bool)
+    if raw["dflash_config"].get("causal_head"):
+        sees = sees.tril(length)
     state = block
     for layer in range(raw["num_hidden_layers"]):
-        at = f"layers.{layer}."
-        attention = at + "self_attn."
-
-        def project(x: Tensor, name: str, prefix: str = attention) -> Tensor:
-            return (x @ weights[f"{prefix}{name}_proj.weight"].T).unflatten(-1, (-1, size))
-
-        normed = norm(state, at + "input_layernorm.weight")
+        at, attention = f"layers.{layer}", f"layers.{layer}.self_attn"
+        normed = norm(state, f"{at}.input_layernorm")
         both = torch.cat([context, normed])
-        query = turned(norm(project(normed, "q"), attention + "q_norm.weight"), length)
-        key = turned(norm(project(both, "k"), attention + "k_norm.weight"), 0)
-        value = project(both, "v")
-        mixed = []
-        for one in range(heads):
-            of = one * kv_heads // heads
-            score = query[:, one] @ key[:, of].T / size**0.5
-            if raw["dflash_config"].get("causal_head"):
-                for row in range(len(block)):
-                    score[row, length + row + 1 :] = -torch.inf
-            mixed.append(score.softmax(-1) @ value[:, of])
-        state = state + torch.cat(mixed, -1) @ weights[attention + "o_proj.weight"].T
-        normed = norm(state, at + "post_attention_layernorm.weight")
-        gate, up = (normed @ weights[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        state = (
-            state + (torch.nn.functional.silu(gate) * up) @ weights[at + "mlp.down_proj.weight"].T
+        query, key, value = (
+            project(x, f"{attention}.{name}").unflatten(-1, (-1, size))
+            for x, name in ((normed, "q"), (both, "k"), (both, "v"))
         )
-    return norm(state, "norm.weight") @ head.T
-
-
-def write_learned(
-    parent: Path, asked: Sequence[list[int]], answers: Sequence[list[int]], steps: int = 40
-) -> dict[str, Path]:
-    """Folders of drafters for the tiny pair that learned some answers a little, by kind."""
-    target = load_target(TARGET, "fp32", torch.device("cpu"))
-    texts = [torch.tensor([*ask, *tokens]) for ask, tokens in zip(asked, answers, strict=True)]
-    with torch.no_grad():
-        states = [target(text[None], output_hidden_states=True).hidden_states for text in texts]
-    embedding, folders = target.get_input_embeddings().weight.detach(), {}
-    for kind, raw in FOR_TINY_PAIR.items():
-        model = make_model(raw, std=0.05)
-        model.share_head(target.get_output_embeddings().weight)
-        optimizer = torch.optim.Adam(
-            [w for n, w in model.named_parameters() if "head" not in n], 3e-3
-        )
-        for _ in range(steps):
-            optimizer.zero_grad()
-            for ask, text, of in zip(asked, texts, states):
-                features = torch.cat([of[layer][0] for layer in model.config.layer_ids], dim=-1)
-                _loss(model, text, features, len(ask), embedding, kind == "jetspec").backward()
-            optimizer.step()
-        folders[kind] = write(parent / kind, model, raw)
-    return folders
-
-
-def _loss(
-    model: DFlashModel, text: Tensor, features: Tensor, first: int, embedding: Tensor, causal: bool
-) -> Tensor:
-    """Loss over every block of a text from the root text[first] on.
-
-    Args:
-        features: [T, n·H], the target's.
-        embedding: [V, H], the target's.
-        causal: whether the rows of a block see only what comes before them.
-    """
-    count, size = len(text), 1 + model.config.masks
-    roots = torch.arange(first, count - size)
-    position = roots[:, None] + torch.arange(size)  # [A, S]
-    tokens = text[position]
-    masked = torch.where(torch.arange(size) > 0, model.config.mask_token_id, tokens)
-    # A row sees the text before its root, and its block.
-    which = torch.arange(len(roots)).repeat_interleave(size)
-    before = torch.arange(count) < roots[which, None]
-    of_block = which[:, None] == which
-    sees = torch.cat([before, of_block.tril() if causal else of_block], dim=1)
-    context = list(model.context(features, torch.arange(count)))
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key, value = (torch.cat(pair) for pair in zip(context[layer], (key, value)))
+        query = turned(norm(query, f"{attention}.q_norm"), length)
+        key = turned(norm(key, f"{attention}.k_norm"), 0)
         rows = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out = scaled_dot_product_attention(*rows, attn_mask=sees, enable_gqa=True)
-        return out[0].transpose(0, 1)
-
-    state = model(embedding[masked.flatten()], position.flatten(), attend)
-    logits = model.lm_head(model.norm(state)).view(*position.shape, -1)[:, 1:]
-    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        mixed = scaled_dot_product_attention(*rows, attn_mask=sees, enable_gqa=True)[0]
+        state = state + project(mixed.transpose(0, 1).flatten(1), f"{attention}.o")
+        normed = norm(state, f"{at}.post_attention_layernorm")
+        gate, up = (project(normed, f"{at}.mlp.{name}") for name in ("gate", "up"))
+        state = state + project(silu(gate) * up, f"{at}.mlp.down")
+    return linear(norm(state, "norm"), head)

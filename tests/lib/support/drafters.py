@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
+from support.engines import Engine, Output
+from support.matrix import PROMPTS
+from support.trees import to_tree
 
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
-from vllm_specblock.engine.runner.draft_policy import SingleDrafter
+from vllm_specblock.engine.runner.draft_policy import DraftPolicy
 from vllm_specblock.tree import DraftTree
 
 
@@ -25,10 +29,9 @@ class ScriptedHead(Drafter):
 
     def __init__(self, kind: str, future: dict[tuple[int, ...], list[int]], speculator, seed=0):
         self.kind, self.future, self.speculator = kind, future, speculator
-        self.num_nodes, self.max_depth = (
-            speculator.num_speculative_tokens,
-            speculator.tree_states.max_depth,
-        )
+        self.num_nodes = speculator.num_speculative_tokens
+        self.max_depth = speculator.tree_states.max_depth
+        self.slots = torch.zeros(0, dtype=torch.int64)
         self.draw = random.Random(seed)
         self.vocab = speculator.vocab_size
 
@@ -37,17 +40,7 @@ class ScriptedHead(Drafter):
 
     def draft(self, requests=None) -> DraftTree:
         slots = self.slots if requests is None else self.slots[requests]
-        drafted = [self._one(req_idx) for req_idx in slots.tolist()]
-        N = self.num_nodes
-        token = torch.zeros(len(drafted), N, dtype=torch.int64)
-        parent = torch.full((len(drafted), N), -1, dtype=torch.int32)
-        logprob = torch.full((len(drafted), N), float("-inf"))
-        size = torch.tensor([len(nodes) for nodes in drafted], dtype=torch.int32)
-        for request, nodes in enumerate(drafted):
-            for index, (up, what) in enumerate(nodes):
-                token[request, index], parent[request, index] = what, up
-                logprob[request, index] = -0.01 * index
-        return DraftTree.from_nodes(token, parent, logprob, size)
+        return to_tree([self._one(req_idx) for req_idx in slots.tolist()], self.num_nodes)
 
     def _one(self, req_idx: int) -> list[tuple[int, int]]:
         """(parent, token) of each node."""
@@ -92,22 +85,20 @@ class ScriptedHead(Drafter):
         return nodes
 
 
-def install(engine, kind: str, future: dict[tuple[int, ...], list[int]]):
-    """Put a scripted head in the engine's; returns a function that restores it."""
+def install(
+    patch: pytest.MonkeyPatch, engine: Engine, kind: str, expected: list[list[Output]]
+) -> None:
+    """Put a scripted head in the engine's place, which knows what `PROMPTS` are answered with."""
+    future = {tuple(text): answer.tokens for text, (answer,) in zip(PROMPTS, expected)}
     speculator = engine.speculator
-    before = speculator.draft_policy
     head = ScriptedHead(kind, future, speculator)
-    head.slots = torch.zeros(0, dtype=torch.int64)
     propose = speculator.propose
 
     def noting(input_batch, *args, **kwargs):
         head.slots = input_batch.idx_mapping
         return propose(input_batch, *args, **kwargs)
 
-    speculator.draft_policy, speculator.propose = SingleDrafter(head), noting
-
-    def restore():
-        speculator.draft_policy = before
-        del speculator.propose
-
-    return restore
+    patch.setattr(
+        speculator, "draft_policy", DraftPolicy([head], None, head.num_nodes, torch.device("cpu"))
+    )
+    patch.setattr(speculator, "propose", noting)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
@@ -40,10 +40,7 @@ def small_eagle3(own_embedding: bool = False, **changes: Any) -> Eagle3Model:
 class PlainEagle3:
     """Every state is computed from the whole path before it, row by row and head by head.
 
-    Args:
-        embed: token -> [H].
-        features: [≥ end, 3·Ht] of the committed text, low layers first.
-        text: [> end] int64; text[end] is the root.
+    features: [≥ end, 3·Ht] of the committed text; text: [> end], the root is text[end].
     """
 
     def __init__(
@@ -78,12 +75,12 @@ class PlainEagle3:
             state = row(token, drafter.carry(state), end + step)
         return state
 
-    def tree(self, growth: LevelLimits, slots: int, beta: float) -> dict[tuple[int, ...], float]:
+    def tree(self, shape: TreeShape, slots: int, beta: float) -> dict[tuple[int, ...], float]:
         """Path -> score. A row of a later level needs one of the `slots` behind the text."""
 
         def children(path, score):
             logits = self.drafter.logit_scale * self.drafter.logits(self.state(path))
-            best = (beta * logits).log_softmax(-1).topk(growth.top_k)
+            best = (beta * logits).log_softmax(-1).topk(shape.width)
             return {
                 (*path, draft_id + int(self.drafter.d2t[draft_id])): score + float(each)
                 for each, draft_id in zip(best.values, best.indices.tolist())
@@ -91,14 +88,14 @@ class PlainEagle3:
 
         level = children((), 0.0)
         found = dict(level)
-        for done in range(growth.depth - 1):
-            best = sorted(level.items(), key=lambda node: -node[1])[: growth.width]
+        for done in range(shape.num_blocks - 1):
+            best = sorted(level.items(), key=lambda node: -node[1])[: shape.num_starts]
             level = {}
             for place, (path, score) in enumerate(best):
-                if done * growth.width + place < slots:
+                if done * shape.num_starts + place < slots:
                     level |= children(path, score)
             found |= level
-        return dict(sorted(found.items(), key=lambda node: -node[1])[: growth.budget])
+        return dict(sorted(found.items(), key=lambda node: -node[1])[: shape.budget])
 
 
 def attention(query: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -6,7 +6,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,6 @@ class Engine:
     """One vLLM engine in this process."""
 
     llm: LLM
-    steps: list[int] = field(default_factory=list)
 
     @property
     def core(self):
@@ -216,37 +215,24 @@ def prompts(count: int = 10, seed: int = 5, shared: int = 70) -> list[list[int]]
     return out
 
 
-@dataclass
-class Compared:
-    """How many tokens two runs were compared over."""
-
-    tokens: int = 0
+LOGPROB_TOLERANCE = 2e-4
+"""Nats: two runs attend in another order of summation."""
 
 
-def assert_identical(
-    with_us: list[list[Output]], without: list[list[Output]], logprob_tolerance: float = 2e-4
-) -> Compared:
-    """Every token, reason, text and log-probability is the same.
-
-    Log-probabilities are compared to `logprob_tolerance` nats: the two runs attend in another
-    order of summation. Ranks are equal unless two tokens lie closer than that.
-    """
-    compared = Compared()
+def assert_identical(with_us: list[list[Output]], without: list[list[Output]]) -> int:
+    """Every token, reason, text and log-probability is the same; return the number of tokens."""
+    tokens = 0
     for request, (ours, theirs) in enumerate(zip(with_us, without, strict=True)):
         for mine, other in zip(ours, theirs, strict=True):
             where = f"request {request}"
-            assert mine.tokens == other.tokens, where
-            assert mine.finish_reason == other.finish_reason, where
-            assert mine.stop_reason == other.stop_reason, where
-            assert mine.text == other.text, where
+            for name in ("tokens", "finish_reason", "stop_reason", "text"):
+                assert getattr(mine, name) == getattr(other, name), (where, name)
             assert (mine.logprobs is None) == (other.logprobs is None), where
             for place, (a, b) in enumerate(zip(mine.logprobs or [], other.logprobs or [])):
-                for token in a.keys() & b.keys():
-                    assert abs(a[token][0] - b[token][0]) < logprob_tolerance, (where, place)
-                for token in a.keys() ^ b.keys():
-                    # Only a tie at the end of the list may swap who is in it.
-                    both = (a | b)[token][0]
-                    last = min(value for value, _ in b.values())
-                    assert abs(both - last) < logprob_tolerance, (where, place)
-            compared.tokens += len(mine.tokens)
-    return compared
+                last = min(value for value, _ in b.values())
+                for token in a.keys() | b.keys():
+                    # Only a tie at the end of the list may change which tokens are in it.
+                    one, two = (each[token][0] if token in each else last for each in (a, b))
+                    assert abs(one - two) < LOGPROB_TOLERANCE, (where, place)
+            tokens += len(mine.tokens)
+    return tokens

@@ -29,37 +29,15 @@ EMULATOR = f"{ROOT / 'tests' / 'emulated_gpu'}/"
 _METHODS = {
     getattr(torch.Tensor, name)
     for name in (
-        "item",
-        "tolist",
-        "numpy",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__array__",
-        "__len__",
-        "__iter__",
-        "cpu",
-        "is_nonzero",
-        "__contains__",
+        *("item", "tolist", "numpy", "cpu", "is_nonzero"),
+        *("__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"),
     )
-} - {torch.Tensor.__len__, torch.Tensor.__iter__}
-_OPS = {
-    "aten::_local_scalar_dense",
-    "aten::item",
-    "aten::is_nonzero",
-    "aten::nonzero",
-    "aten::nonzero_numpy",
-    "aten::masked_select",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::unique_consecutive",
-    "aten::equal",
-    "aten::repeat_interleave.Tensor",
-    "aten::bincount",
-    "aten::argwhere",
-    "aten::allclose",
 }
+_OPS = (
+    "_local_scalar_dense item is_nonzero nonzero nonzero_numpy masked_select _unique2 unique_dim "
+    "unique_consecutive equal repeat_interleave.Tensor bincount argwhere allclose"
+)
+_OPS = {f"aten::{name}" for name in _OPS.split()}
 
 
 class HostRead(AssertionError):

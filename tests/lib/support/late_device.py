@@ -10,6 +10,7 @@ import contextlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -20,29 +21,18 @@ _WRITES = {"aten::copy_", "aten::fill_", "aten::_foreach_copy_", "aten::zero_"}
 
 
 class LateDevice(TorchDispatchMode):
-    """A context in which writes into the device's memory are queued.
-
-    Args:
-        seed: of the order in which streams go on.
-    """
+    """A context in which writes into the device's memory are queued."""
 
     def __init__(self, seed: int):
         super().__init__()
         self.draw, self.memory, self.streams = random.Random(seed), set(), []
         self.current = self._stream()
 
-    def install(self, patch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-        """Give modules its streams and events, and host memory in place of pinned memory."""
-        device = self
-
-        class DeviceEvent(Event):
-            def __init__(self, enable_timing: bool = False):
-                super().__init__(device)
-
-        for module in modules:
-            for name, made in (("Event", DeviceEvent), ("Stream", self._stream)):
-                patch.setattr(module, name, made)
-            patch.setattr(module, "stream", self._on)
+    def install(self, patch: pytest.MonkeyPatch, module: ModuleType) -> None:
+        """Give a module its streams and events, and host memory in place of pinned memory."""
+        patch.setattr(module, "Event", partial(Event, self))
+        patch.setattr(module, "Stream", self._stream)
+        patch.setattr(module, "stream", self._on)
         for name in ("zeros", "empty"):
             patch.setattr(torch, name, _without_pins(getattr(torch, name)))
 
@@ -50,24 +40,23 @@ class LateDevice(TorchDispatchMode):
         """Memory of the device, or pinned memory that it writes to."""
         self.memory |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
-    def launch(self, kernel: Callable[[], None]) -> None:
+    def launch(self, kernel: Callable[[], object]) -> None:
         """Queue something on the current stream."""
-        self.current.queue.append(kernel)
+        self.current.queue.append((lambda: False, kernel))
 
     def go_on(self, most: int) -> None:
         """Do up to so many things, each the next of a stream that does not wait."""
         with _disable_current_modes(), torch.inference_mode():
             for _ in range(most):
-                ready = [stream for stream in self.streams if stream.ready]
+                ready = [each for each in self.streams if each.queue and not each.queue[0][0]()]
                 if not ready:
                     return
-                self.draw.choice(ready).queue.popleft()()
+                self.draw.choice(ready).queue.popleft()[1]()
 
     def finish(self) -> None:
         """Do all that is queued."""
-        while any(stream.queue for stream in self.streams):
-            assert any(stream.ready for stream in self.streams), "streams wait for each other"
-            self.go_on(1000)
+        self.go_on(1 << 30)
+        assert not any(each.queue for each in self.streams), "streams wait for each other"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -79,7 +68,7 @@ class LateDevice(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _stream(self) -> Stream:
-        self.streams.append(Stream(self))
+        self.streams.append(Stream())
         return self.streams[-1]
 
     @contextlib.contextmanager
@@ -90,51 +79,29 @@ class LateDevice(TorchDispatchMode):
 
 
 class Stream:
-    """What torch.cuda.Stream is to those who wait on it."""
+    """As torch.cuda.Stream; `queue` holds (whether it has to wait, what to do)."""
 
-    def __init__(self, device: LateDevice):
-        self.device, self.queue = device, deque()
-
-    @property
-    def ready(self) -> bool:
-        """Whether it has something to do that waits for nothing."""
-        return bool(self.queue) and not getattr(self.queue[0], "waits", bool)()
+    def __init__(self):
+        self.queue: deque[tuple[Callable[[], bool], Callable[[], object]]] = deque()
 
     def wait_event(self, event: Event) -> None:
         number = event.recorded
-
-        def go() -> None:
-            pass
-
-        go.waits = lambda: event.done < number
-        self.queue.append(go)
+        self.queue.append((lambda: event.done < number, lambda: None))
 
 
 class Event:
-    """What torch.cuda.Event is to those who ask it; a millisecond lies between any two."""
+    """As torch.cuda.Event."""
 
     def __init__(self, device: LateDevice):
         self.device, self.recorded, self.done = device, 0, 0
 
     def record(self) -> None:
         self.recorded += 1
-        number = self.recorded
-
-        def go() -> None:
-            self.done = number
-
-        self.device.launch(go)
+        self.device.launch(partial(setattr, self, "done", self.recorded))
 
     def query(self) -> bool:
         return self.done == self.recorded
 
-    def elapsed_time(self, end: Event) -> float:
-        assert self.query() and end.query()
-        return 1.0
-
 
 def _without_pins(make):
-    def making(*args, pin_memory: bool = False, **kwargs):
-        return make(*args, **kwargs)
-
-    return making
+    return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)

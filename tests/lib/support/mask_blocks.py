@@ -8,9 +8,9 @@ import torch
 from support.dflash import JETSPEC, PUBLISHED, make_model, plain_logits
 from torch import Tensor
 
-from vllm_specblock.config import DFlashConfig
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
+from vllm_specblock.drafters.options import DFlashConfig
 
 H, V, PAGE, MAX_LEN, NODES = 32, 64, 8, 64, 20
 TABLES = torch.tensor([[3, 7, 1, 12, 5, 6, 9, 10], [4, 2, 8, 11, 13, 14, 15, 16]])
@@ -55,11 +55,7 @@ def made_up(requests: int) -> tuple[Tensor, Tensor]:
 def plain_logprobs(
     kind: str, states: Tensor, text: Tensor, end: int, masks: int, beta: float = 1.0
 ) -> Tensor:
-    """[masks, V], what each mask says behind the root text[end].
-
-    Args:
-        states: [3, n, H] and text [n], of one request.
-    """
+    """[masks, V], what each mask says behind the root text[end]; states [3, n, H], text [n]."""
     embedding, head = tables_of_target()
     raw = KINDS[kind]
     weights = {name: weight.detach() for name, weight in make_model(raw).state_dict().items()}

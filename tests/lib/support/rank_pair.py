@@ -16,17 +16,16 @@ from typing import Any
 import torch
 from support.adapting import VOCAB, Pair
 from support.records import HIDDEN, small_drafter
+from vllm_specblock.drafters.specblock.options import SpecBlockConfig
 
-from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.serving import observer
-from vllm_specblock.adapt.serving.refresh import Refresh
-from vllm_specblock.adapt.serving.swaps import EVERY, Swaps
+from vllm_specblock.adapt.serving.swaps import EVERY, Swaps, _prepare
+from vllm_specblock.adapt.versions import StagedVersion
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.options import SpecBlockConfig
-from vllm_specblock.drafters.specblock.refresh import held, prepare
+from vllm_specblock.drafters.specblock.refresh import held
 
 
 class TwoRanks:
@@ -129,16 +128,15 @@ class Script:
 # ---- scripts ----
 
 
-def refresh_of(model: SpecBlockModel, late: int = 0) -> Refresh:
+def swaps_of(link: Script, model: SpecBlockModel, ranks: TwoRanks | None, late: int = 0) -> Swaps:
     """late: a version is prepared beside up to so many turns, as for a GPU."""
-    refresh = Refresh(model)
+    swaps = Swaps(link, model, ranks)
     if late:
         draw = random.Random(late)
-        pool: Any = SimpleNamespace(
-            submit=lambda _, *args: Late(partial(prepare, *args), draw.randint(late // 2, late))
+        swaps._pool = SimpleNamespace(
+            submit=lambda _, *args: Late(partial(_prepare, *args), draw.randint(late // 2, late))
         )
-        refresh._pool = pool
-    return refresh
+    return swaps
 
 
 class Late:
@@ -159,9 +157,9 @@ def scripted(
     turns: int,
     late: tuple[int, int] = (0, 0),
 ) -> SimpleNamespace:
-    """What serves after each turn; late: per rank, see `refresh_of`."""
+    """What serves after each turn; late: per rank, see `swaps_of`."""
     model, link = served(0), Script(arrivals[number])
-    versions, seen = Swaps(link, refresh_of(model, late[number]), ranks), []
+    versions, seen = swaps_of(link, model, ranks, late[number]), []
     for link.now in range(1, turns + 1):
         versions.turn()
         seen.append(digest(model))
@@ -186,7 +184,7 @@ def starting(ranks: TwoRanks, number: int, bad: bool) -> SimpleNamespace:
 
     link = Script({})
     link.current = current
-    Swaps(link, Refresh(model), ranks).start()
+    Swaps(link, model, ranks).start()
     return SimpleNamespace(seen=digest(model), reads=reads)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,32 +133,26 @@ def recording(graph: RecordedGraph, *args, **kwargs):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TreeAttentionBatch, "attend", attend)
-        for name in ("store_packed", "move_packed"):
-            loop = getattr(cpu_packing, name)
-            patch.setattr(cpu_packing, name, partial(recorder.whole, loop))
-        for module, name in (
-            (continuations_numba, "follow_numba"),
-            (merge_trees_numba, "merge_trees_numba"),
+        for note, module, name in (
+            (recorder.whole, cpu_packing, "store_packed"),
+            (recorder.whole, cpu_packing, "move_packed"),
+            (recorder.made, continuations_numba, "follow_numba"),
+            (recorder.made, merge_trees_numba, "merge_trees_numba"),
         ):
-            patch.setattr(module, name, partial(recorder.made, getattr(module, name)))
+            patch.setattr(module, name, partial(note, getattr(module, name)))
         with _Factories(), recorder:
             yield
 
 
 def stand_in(monkeypatch) -> None:
     """Let vLLM's graph managers capture on a CPU, into RecordedGraph."""
-
-    class Platform:
-        @staticmethod
-        def get_global_graph_pool():
-            return None
-
-    monkeypatch.setattr(cudagraph_utils, "current_platform", Platform)
-    monkeypatch.setattr(cudagraph_utils, "graph_capture", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(
-        cudagraph_utils, "capture_pool", lambda pool, config: contextlib.nullcontext()
-    )
-    monkeypatch.setattr(cudagraph_utils, "current_stream", lambda: None)
+    for name, value in {
+        "current_platform": SimpleNamespace(get_global_graph_pool=lambda: None),
+        "graph_capture": lambda device: contextlib.nullcontext(),
+        "capture_pool": lambda pool, config: contextlib.nullcontext(),
+        "current_stream": lambda: None,
+    }.items():
+        monkeypatch.setattr(cudagraph_utils, name, value)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from support.strides import column
+from support.tensors import column
 from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
 
 from vllm_specblock.feedback.verified_trees import VerifiedTrees

@@ -17,10 +17,7 @@ NAMED = torch.tensor([0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15, 17, 19])
 
 
 def small_drafter(seed: int = 3, vocab: int = VOCAB, **changes: Any) -> SpecBlockModel:
-    """K = 4, two layers; with another vocabulary every token can be named.
-
-    changes: of its config.
-    """
+    """K = 4, two layers; with another vocabulary every token can be named."""
     torch.manual_seed(seed)
     sizes = {
         "hidden_size": HIDDEN,

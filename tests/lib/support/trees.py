@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from vllm_specblock.tree import DraftTree
+from vllm_specblock.tree import DraftTree, words_for
 
 Nodes = list[tuple[int, int]]
 """(parent, token) of node 1, 2, …; parents come first."""
@@ -34,6 +34,19 @@ def to_tree(batch: list[Nodes], slots: int) -> DraftTree:
             logprob[request, index] = -0.1 * (index + 1)
     size = torch.tensor([len(tree) for tree in batch], dtype=torch.int32)
     return DraftTree.from_nodes(token, parent, logprob, size)
+
+
+def prefix(tree: DraftTree, count: int) -> DraftTree:
+    """The best `count` nodes, which are a tree of their own."""
+    return DraftTree(
+        tree.token[:, :count],
+        tree.parent[:, :count],
+        tree.depth[:, :count],
+        tree.logprob[:, :count],
+        tree.size.clamp(max=count),
+        tree.ancestors[:, : count + 1, : words_for(count)],
+        None if tree.origin is None else tree.origin[:, :count],
+    )
 
 
 def path_to(tree: Nodes, node: int) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.drafters.common.config import CheckpointError
 
 
 def refusal(files: Any, directory: Path) -> str:

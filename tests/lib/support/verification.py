@@ -14,12 +14,7 @@ NODES, DEPTH, SPARE_SLOTS = 8, 5, 3
 def verified_of(
     requests: list[SimpleNamespace], device: str | torch.device = "cpu"
 ) -> VerifiedTrees:
-    """What an engine would know of them; values that must not be read are noise.
-
-    Args:
-        requests: each with `origin` and `chance` (exp of the score) per node, `run` and
-            `accepted` (counts), and `temperatures`.
-    """
+    """What an engine would know of requests; values that must not be read are noise."""
     count = len(requests)
     slots = count + SPARE_SLOTS
     req_idx = torch.randperm(slots, dtype=torch.int32)[:count]

@@ -15,8 +15,8 @@ from support.baseline_batches import DRAFT_VOCAB, SMALL, TARGET_CONFIG, VOCAB, v
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.detect import kind_of
-from vllm_specblock.drafters.specblock.config import CheckpointError
 
 MAKE = {
     "medusa": (Medusa, {}),

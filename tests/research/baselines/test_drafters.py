@@ -26,7 +26,7 @@ CASES = {
     "parallelspec": (ParallelSpec, ParallelSpecDrafter, {"positions": 4, "budget": NODES}),
     "falcon, 2": (Falcon, FalconDrafter, {"block": 2, "lstm_layers": 2, "budget": NODES}),
     "falcon, 4": (Falcon, FalconDrafter, {"block": 4, "forwards": 2, "budget": NODES}),
-    "sps": (SmallModel, SpSDrafter, {"depth": 4, **SMALL}),
+    "sps": (SmallModel, SpSDrafter, SMALL),
 }
 READS = {"medusa": (LAST,), "sps": ()}
 """Which of the states a kind reads where it is not the first three."""
@@ -38,6 +38,7 @@ def pair(request, tmp_path):
     make, kind, sizes = CASES[request.param]
     d2t, t2d, _ = vocabulary()
     learner = make.for_target(TARGET_CONFIG, d2t, t2d, 0, **sizes).eval()
+    learner.depth = 4  # of a chain
     with torch.no_grad():
         for weight in learner.parameters():
             if weight.dim() == 2:

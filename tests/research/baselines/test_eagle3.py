@@ -36,9 +36,8 @@ TARGET = LlamaConfig(
 def make(seed: int = 1, **changes) -> Eagle3:
     t2d = torch.zeros(VOCAB, dtype=torch.bool)
     t2d[NAMED] = True
-    learner = Eagle3.for_target(
-        TARGET, NAMED - torch.arange(len(NAMED)), t2d, seed, steps=STEPS, **changes
-    )
+    learner = Eagle3.for_target(TARGET, NAMED - torch.arange(len(NAMED)), t2d, seed, **changes)
+    learner.steps = STEPS
     with torch.no_grad():
         for name, weight in learner.named_parameters():
             if "norm" in name:

@@ -25,9 +25,8 @@ TARGET = LlamaConfig(
 def learner() -> SmallModel:
     t2d = torch.zeros(VOCAB, dtype=torch.bool)
     t2d[NAMED] = True
-    learner = SmallModel.for_target(
-        TARGET, NAMED - torch.arange(len(NAMED)), t2d, 3, depth=4, **SMALL
-    )
+    learner = SmallModel.for_target(TARGET, NAMED - torch.arange(len(NAMED)), t2d, 3, **SMALL)
+    learner.depth = 4
     with torch.no_grad():
         learner.model.embed_tokens.weight.mul_(30)  # apart from each other
     return learner

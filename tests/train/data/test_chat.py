@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from support.chat import CHATML, END, FORGETFUL, PLAIN, TELLING, ids_of, make_target, text_of
+from support.chat import PLAIN, ids_of, make_target, text_of
 from transformers import AutoTokenizer
 
 from vllm_specblock.train.config import TrainError
@@ -121,37 +121,7 @@ def test_a_broken_archive_is_one_sentence(tmp_path, damage):
 
 def chat_tokens(tmp_path, template, **options):
     tokenizer = AutoTokenizer.from_pretrained(make_target(tmp_path / "target", template))
-    return ChatTokens(tokenizer, 1000, frozenset(ids_of(END)), options)
-
-
-def marked(kept) -> str:
-    """The text of a conversation, counted tokens in square brackets."""
-    text, before = "", False
-    for token, loss_mask in zip(kept.ids, kept.loss_mask, strict=True):
-        text += "[" * (loss_mask and not before) + "]" * (before and not loss_mask)
-        text += text_of([token])
-        before = loss_mask
-    return text + "]" * before
-
-
-TWO_TURNS = said((S, "s"), (U, "a"), (A, "<t>hm</t>b"), (U, "c"), (A, "d"), (U, "e"))
-HEAD = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-SECOND = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n[d<|im_end|>]"
-
-
-@pytest.mark.parametrize(
-    ("template", "text", "cut"),
-    [
-        (CHATML, HEAD + "[<t>hm</t>b<|im_end|>]" + SECOND, False),
-        (FORGETFUL, HEAD + "[b<|im_end|>]" + SECOND, False),
-        (PLAIN, "system: s\nuser: a\nassistant: [<t>hm</t>b\n]user: c\nassistant: [d\n]", False),
-        (TELLING, "system: s\nuser: a\nassistant says: [<t>hm</t>b<|im_end|>]", True),
-    ],
-)
-def test_kept_answers_are_what_is_counted(tmp_path, template, text, cut):
-    kept = chat_tokens(tmp_path, template).kept(TWO_TURNS)
-    assert marked(kept) == text
-    assert kept.cut == cut
+    return ChatTokens(tokenizer, 1000, options)
 
 
 def test_a_template_gets_its_options_and_may_refuse(tmp_path):

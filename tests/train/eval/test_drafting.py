@@ -1,4 +1,4 @@
-"""Drafting along a text against the served head over a paged cache."""
+"""Steps along a text against those of a request in pages of other sizes and places."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from support.records import small_drafter
 from support.trees import texts
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
-from vllm_specblock.config import Eagle3Config, SpecBlockConfig
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
+from vllm_specblock.drafters.options import Eagle3Config, SpecBlockConfig
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.drafting import (
-    Eagle3Draft,
-    SpecBlockDraft,
     chain_shape,
+    draft_eagle3,
+    draft_specblock,
     serving_growth,
     serving_shape,
-    uniform_shape,
 )
 from vllm_specblock.train.learner import EvalSequence
 
@@ -65,13 +64,9 @@ def trees_like_served(draft, head, caches, sequence):
 @pytest.mark.parametrize(
     ("options", "nodes", "changes"),
     [
-        ({"num_blocks": 1}, 20, {}),
         ({}, 60, {}),
         ({"calibrate_drafts": False}, 60, {}),
-        ({"num_blocks": 3}, 60, {}),
-        ({"num_blocks": 3, "num_starts": 5, "branching": [3, 1, 0, 2]}, 40, {}),
         (WIDE, 60, {"block_rope": "path"}),
-        ({"num_blocks": 4, "num_starts": 3}, 30, {"block_rope": "path", "qk_norm": True}),
         ({"num_blocks": 3}, 5, {}),  # fewer slots than starts
     ],
 )
@@ -79,7 +74,7 @@ def test_specblock_drafts_what_serving_drafts(scene, options, nodes, changes):
     drafter, sequence = scene(**changes)
     options = SpecBlockConfig(**options)
     calibration = DraftCalibration("cpu") if options.calibrate_drafts else None
-    draft = SpecBlockDraft(drafter, sequence, serving_shape(drafter, options, nodes), calibration)
+    draft = draft_specblock(drafter, sequence, serving_shape(drafter, options, nodes), calibration)
     head = SpecBlockDrafter(drafter, sequence.embed, options, nodes, max_model_len=96)
     caches = [torch.randn(PAGES + 1, PAGE * 4, 2, 16).transpose(1, 2) for _ in range(2)]
     assert len(list(trees_like_served(draft, head, caches, sequence))) == len(ROOTS)
@@ -90,9 +85,7 @@ def test_specblock_drafts_what_serving_drafts(scene, options, nodes, changes):
 @pytest.mark.parametrize(
     ("options", "nodes", "own_embedding"),
     [
-        ({}, 60, False),
         ({}, 60, True),
-        ({"calibrate_drafts": False}, 30, False),
         ({"depth": 4, "top_k": 3}, 20, False),
         ({}, 5, False),  # fewer slots than levels times rows
     ],
@@ -102,7 +95,7 @@ def test_eagle3_drafts_what_serving_drafts(options, nodes, own_embedding):
     drafter, sequence = with_sequence(drafter)
     options = Eagle3Config(**options)
     calibration = DraftCalibration("cpu") if options.calibrate_drafts else None
-    draft = Eagle3Draft(drafter, sequence, serving_growth(drafter, options, nodes), calibration)
+    draft = draft_eagle3(drafter, sequence, serving_growth(drafter, options, nodes), calibration)
     head = Eagle3Drafter(drafter, sequence.embed, options, nodes, max_model_len=96)
     caches = [torch.randn(PAGES + 1, PAGE, 2, 16).transpose(1, 2)]
     for tree, found in trees_like_served(draft, head, caches, sequence):
@@ -114,26 +107,10 @@ def test_eagle3_drafts_what_serving_drafts(options, nodes, own_embedding):
 
 def test_a_chain_is_the_best_token_of_every_position(scene):
     drafter, sequence = scene()
-    tree = SpecBlockDraft(drafter, sequence, chain_shape(drafter, 3))(9)
+    tree = draft_specblock(drafter, sequence, chain_shape(drafter, 3))(9)
     assert tree.parent[0].tolist() == list(range(12))
-    wide = SpecBlockDraft(drafter, sequence, TreeShape(4, 3, 1, (5, 5, 5, 5), 200))(9)
+    wide = draft_specblock(drafter, sequence, TreeShape(4, 3, 1, (5, 5, 5, 5), 200))(9)
     assert tuple(tree.token[0].tolist()) in texts(wide, 0)
-
-
-@pytest.mark.parametrize(("blocks", "nodes"), [(2, 60), (2, 30), (3, 60), (1, 12)])
-def test_a_uniform_tree_fills_its_budget_without_the_rank_head(scene, blocks, nodes):
-    drafter, sequence = scene()
-    shape = uniform_shape(serving_shape(drafter, SpecBlockConfig(num_blocks=blocks), nodes))
-    assert len(set(shape.branching)) == 1 and shape.budget == nodes
-    assert uniform_shape(shape, 3).branching == (3, 3, 3, 3)
-    trees = []
-    for favourite in range(4):
-        with torch.no_grad():  # the rank head says the same bucket everywhere
-            drafter.rank_head[2].weight.zero_()
-            drafter.rank_head[2].weight[favourite] = 1.0
-        trees.append(texts(SpecBlockDraft(drafter, sequence, shape)(12), 0))
-    assert trees.count(trees[0]) == 4
-    assert len(trees[0]) == nodes
 
 
 @pytest.mark.parametrize(("nodes", "blocks"), [(12, 1), (15, 1), (16, 2), (60, 2)])

@@ -7,13 +7,13 @@ import json
 
 import pytest
 import torch
+from support.dense_cache import DenseCache
 from support.targets import tiny_target
 
-from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.chain import ChainFigures, bucket_figures, chain_along
-from vllm_specblock.train.eval.dense_cache import DenseCache
-from vllm_specblock.train.eval.drafting import SpecBlockDraft
+from vllm_specblock.train.eval.drafting import draft_specblock
 from vllm_specblock.train.eval.evaluate import evaluate, sequences_from, shapes_of
 from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import EvalSequence
@@ -90,8 +90,7 @@ def judge(drafter, hidden, token: int):
 
 
 @pytest.mark.parametrize("changes", [{}, {"block_rope": "path"}])
-def test_chain_figures_are_those_of_a_naive_loop(scene, changes, monkeypatch):
-    monkeypatch.setattr("vllm_specblock.train.eval.chain.TOGETHER", 50)
+def test_chain_figures_are_those_of_a_naive_loop(scene, changes):
     drafter, sequences = scene(**changes)
     blocks = 3
     # A short one, and one of more roots than are drafted together.
@@ -136,16 +135,15 @@ def test_bucket_figures_count_as_precision_and_recall_do():
 def test_figures_of_several_trees_in_one_pass(scene, temperature):
     """Every shape learns its own sharpness from text to text, where there is a temperature."""
     drafter, sequences = scene()
-    shapes = shapes_of(drafter, SpecBlockConfig(num_starts=3), (12, 30), uniform=True)
+    shapes = shapes_of(drafter, SpecBlockConfig(num_starts=3), (12, 30))
     chains = ["chain of 1 block", "chain of 2 blocks"]
-    trees = [f"{kind}tree of {nodes}" for nodes in (12, 30) for kind in ("", "uniform ")]
-    assert list(shapes) == chains + trees
+    assert list(shapes) == [*chains, "tree of 12", "tree of 30"]
     figures = evaluate(drafter, iter(sequences), shapes, 2, temperature)
     assert (figures.texts, figures.new_tokens) == (2, 2 * (LENGTH - PROMPT))
     for name, shape in shapes.items():
         beta = None if temperature is None else DraftCalibration("cpu", num_slots=1)
         how = shape, beta, temperature or 0.0
-        whole = replay(lambda s, how=how: SpecBlockDraft(drafter, s, *how), sequences, 8)
+        whole = replay(lambda s, how=how: draft_specblock(drafter, s, *how), sequences, 8)
         found, steps = figures.trees[name], len(whole.accepted)
         assert (found.tau, found.steps) == (whole.tau, steps)
         if beta is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_specblock.config import OptionError
-from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.evaluate import sequences_for
 from vllm_specblock.train.eval.loaded import load_drafter, pair, pair_specblock

@@ -8,11 +8,7 @@ from support.attention import MIXED, TOLERANCE, Blind, Chunk, Tree, check, make_
 
 pytest.importorskip("numba")
 
-from vllm_specblock.triton_kernels.attention.cpu_attention import (
-    attend_packed,
-    plan_packed,
-    rows_of,
-)
+from vllm_specblock.triton_kernels.attention import cpu_attention
 from vllm_specblock.triton_kernels.attention.cpu_packing import (
     Packing,
     move_packed,
@@ -48,31 +44,19 @@ def pack(kv_cache: torch.Tensor, amx: bool) -> tuple[torch.Tensor, Packing]:
     return packed, packing
 
 
-def attend(
-    batch,
-    amx: bool,
-    window: int | None = None,
-    soft_cap: float = 0.0,
-    left_out=None,
-    scales=(1.0, 1.0),
-    sinks=None,
-):
+def attend(batch, amx, window=None, soft_cap=0.0, left_out=None, scales=(1.0, 1.0), sinks=None):
     cache, packing = pack(batch.kv_cache, amx)
     prefix_from, mask_words = None, batch.mask_words
     if window is not None:
         prefix_from, mask_words = see_last(batch.prefix_len, mask_words, window)
-    rows = rows_of(
-        batch.query_start.tolist(), batch.seq_len, batch.prefix_len, mask_words, batch.tree_start
-    )
+    seen = batch.seq_len, batch.prefix_len, mask_words, batch.tree_start
+    rows = cpu_attention.rows_of(batch.query_start.tolist(), *seen)
     kv_heads = batch.kv_cache.shape[1]
     group = batch.query.shape[1] // kv_heads
-    plan = plan_packed(rows, group, kv_heads, left_out, prefix_from)
-    out = torch.full_like(batch.query, torch.nan)
-    scale = batch.query.shape[-1] ** -0.5 * scales[0]
-    table = batch.block_table
-    return attend_packed(
-        batch.query, cache, packing, table, plan, scale, out, soft_cap, scales[1], sinks
-    )
+    plan = cpu_attention.plan_packed(rows, group, kv_heads, left_out, prefix_from)
+    out, scale = torch.full_like(batch.query, torch.nan), batch.query.shape[-1] ** -0.5 * scales[0]
+    where = batch.query, cache, packing, batch.block_table, plan
+    return cpu_attention.attend_packed(*where, scale, out, soft_cap, scales[1], sinks)
 
 
 @pytest.mark.parametrize("group, head_size", [(1, 32), (3, 64), (9, 96)])
@@ -115,52 +99,42 @@ def test_every_number_of_8_bits_is_read():
     assert torch.equal(got[:, 0], numbers.float()) and got.abs().max() == 448
 
 
-@pytest.mark.parametrize("window", [1, 1500])
-def test_sliding_window(form, window):
+@pytest.mark.parametrize(("window", "level"), [(None, -80.0), (1, None), (7, 0.5), (1500, 80.0)])
+def test_sinks_and_windows(form, window, level):
+    """Sinks far below the scores, among them, and far above; a row without entries stays zero."""
     dtype, amx = form
-    batch = make_batch([*MIXED, Tree(2100, 20)], group=2, block_size=32, dtype=dtype)
-    check(attend(batch, amx, window), batch, window=window)
-
-
-@pytest.mark.parametrize(("window", "level"), [(None, -80.0), (7, 0.5), (None, 80.0)])
-def test_sinks(form, window, level):
-    """Far below the scores, among them, and far above; a row without entries stays zero."""
-    dtype, amx = form
-    batch = make_batch([*MIXED, Blind(3), Tree(1020, 30)], group=3, block_size=32, dtype=dtype)
-    sinks = level + torch.randn(batch.query.shape[1], generator=torch.Generator().manual_seed(3))
+    requests = [*MIXED, Blind(3), Tree(1020, 30), Tree(2100, 20)]
+    batch = make_batch(requests, group=3, block_size=32, dtype=dtype)
+    noise = torch.randn(batch.query.shape[1], generator=torch.Generator().manual_seed(3))
+    sinks = None if level is None else level + noise
     check(attend(batch, amx, window, sinks=sinks), batch, window=window, sinks=sinks)
 
 
 def test_neighbours_change_nothing(form):
     """The same request alone and beside others, bit for bit."""
     dtype, amx = form
-    request = [Tree(1400, 25)]
-    alone = make_batch(request, group=3, block_size=32, dtype=dtype)
+    sizes = {"group": 3, "block_size": 32, "dtype": dtype}
+    alone = make_batch([Tree(1400, 25)], **sizes)
     wanted = attend(alone, amx)
-    several = make_batch(
-        [*request, Chunk(900, 40), Tree(3, 9)], group=3, block_size=32, dtype=dtype
-    )
+    several = make_batch([Tree(1400, 25), Chunk(900, 40), Tree(3, 9)], **sizes)
     several.query[: len(wanted)] = alone.query
-    for block in range(-(-1426 // 32)):
-        several.kv_cache[several.block_table[0, block]] = alone.kv_cache[
-            alone.block_table[0, block]
-        ]
+    blocks = slice(-(-1426 // 32))
+    there, here = several.block_table[0, blocks], alone.block_table[0, blocks]
+    several.kv_cache[there] = alone.kv_cache[here]
     assert torch.equal(attend(several, amx)[: len(wanted)], wanted)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_the_number_of_threads_changes_nothing(form, threads, monkeypatch):
     """Bit for bit; every job is done, by one thread or another."""
-    from vllm_specblock.triton_kernels.attention import cpu_attention
-
     dtype, amx = form
     batch = make_batch(
         [Tree(700, 25), Chunk(5, 3), Tree(90, 60)], group=3, block_size=32, dtype=dtype
     )
-    wanted, taken = attend(batch, amx), []
-    split = cpu_attention._share
+    wanted = attend(batch, amx)
     monkeypatch.setattr(cpu_attention, "_LEAST_WORK", 1)
     monkeypatch.setattr(cpu_attention, "team_size", lambda: threads)
+    split, taken = cpu_attention._share, []
     monkeypatch.setattr(
         cpu_attention, "_share", lambda *given: taken.append(split(*given)) or taken[-1]
     )

@@ -8,29 +8,12 @@ import pytest
 import torch
 from support.attention import MIXED, Chunk, Tree, check, launch, make_batch
 from vllm_specblock.triton_kernels.attention import attention_schedule
-from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
-    TreeAttentionBatch,
-    see_last,
-)
-
-
-def batch_of(batch, **bounds) -> TreeAttentionBatch:
-    return TreeAttentionBatch(
-        batch.block_table,
-        batch.query_start,
-        batch.query_start.tolist(),
-        batch.seq_len,
-        int(batch.seq_len.max()),
-        batch.prefix_len,
-        batch.mask_words,
-        batch.tree_start,
-        **bounds,
-    )
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import see_last
 
 
 def test_layers_of_one_step_may_have_different_windows():
     batch = make_batch(MIXED)
-    queries = batch_of(batch)
+    queries = batch.queries()
     for window in (None, 5, 40, None, 5):
         out = queries.attend(batch.query, batch.kv_cache, 32**-0.5, window=window)
         check(out, batch, window=window)
@@ -126,5 +109,5 @@ def test_requests_of_unknown_length_share_a_class(kernels, short_splits):
     trees = [Tree(300, 20), Chunk(40, 1), Tree(61, 5), Tree(700, 39)]
     for requests, longest in ((trees, 40), ([*trees, Chunk(9, 120)], 120)):
         batch = make_batch(requests, device=kernels.device)
-        bounds = batch_of(batch, max_query_len=longest, unknown_up_to=40).bounds
+        bounds = batch.queries(max_query_len=longest, unknown_up_to=40).bounds
         check(launch(kernels, batch, **bounds._asdict()), batch)

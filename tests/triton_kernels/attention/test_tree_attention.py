@@ -29,14 +29,24 @@ def forms(kernels):
     return partial(launch, kernels), reference
 
 
+@pytest.fixture
+def check_all(forms):
+    """Hold the kernels and the torch reference to the oracle; options as `Batch.arguments`."""
+
+    def check_forms(batch, oracle=None, **options):
+        for form in forms:
+            check(form(batch, **options), batch, **(oracle or {}))
+
+    return check_forms
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("group", [1, 3, 8])
-def test_mixed_batch(kernels, forms, group, dtype):
+def test_mixed_batch(kernels, check_all, group, dtype):
     batch = make_batch(
         MIXED, group=group, num_kv_heads=1, dtype=dtype, device=kernels.device, tail=3
     )
-    for form in forms:
-        check(form(batch), batch)
+    check_all(batch)
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
@@ -47,22 +57,20 @@ def test_head_sizes(kernels, head_size):
 
 
 @pytest.mark.parametrize("num_words", [1, 2, 5])
-def test_up_to_the_last_bit_of_every_word(kernels, forms, num_words):
+def test_up_to_the_last_bit_of_every_word(kernels, check_all, num_words):
     requests = [Chunk(9, 1), Tree(11, 64 * num_words - 1), Tree(2, 5)]
     sizes = {"num_kv_heads": 1, "block_size": 32, "device": kernels.device}
     batch = make_batch(requests, num_words=num_words, **sizes)
-    for form in forms:
-        check(form(batch), batch)
+    check_all(batch)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("block_size", [5, 80])  # 80 = 16 slots of a drafter with K = 5
-def test_layouts_and_block_sizes(kernels, forms, layout, block_size):
+def test_layouts_and_block_sizes(kernels, check_all, layout, block_size):
     batch = make_batch(
         [Tree(90, 4), Chunk(0, 11)], block_size=block_size, layout=layout, device=kernels.device
     )
-    for form in forms:
-        check(form(batch), batch)
+    check_all(batch)
 
 
 def test_chunk_of_many_tiles(kernels):
@@ -72,10 +80,9 @@ def test_chunk_of_many_tiles(kernels):
     check(launch(kernels, batch), batch)
 
 
-def test_queries_that_see_nothing(kernels, forms):
+def test_queries_that_see_nothing(kernels, check_all):
     batch = make_batch([Blind(3), Tree(4, 3), Blind(0), Blind(2)], device=kernels.device)
-    for form in forms:
-        check(form(batch), batch)
+    check_all(batch)
 
 
 def test_buffers_longer_than_the_batch_strided_query_and_output(kernels):
@@ -92,47 +99,42 @@ def test_buffers_longer_than_the_batch_strided_query_and_output(kernels):
     check(launch(kernels, batch, out.transpose(0, 1)), batch)
 
 
-def test_bounds_cut_what_the_rule_would_show(kernels, forms):
+def test_bounds_cut_what_the_rule_would_show(kernels, check_all):
     """Entries from seq_len or max_seq_len on are not read, although prefix and bits show them."""
     batch = make_batch([Tree(40, 20), Tree(10, 20)], device=kernels.device)
     batch.seq_len[0], most = 45, 27
     batch.visible = [(r, {e for e in seen if e < most}) for r, seen in batch.visible]
-    for form in forms:
-        check(form(batch, max_seq_len=most), batch)
+    check_all(batch, max_seq_len=most)
 
 
-def test_entries_that_no_query_sees_are_not_read(kernels, forms):
+def test_entries_that_no_query_sees_are_not_read(kernels, check_all):
     """seq_len is an upper bound: up to it there may be memory that was never written (NaN here)."""
     batch = make_batch([Tree(20, 3), Chunk(17, 2), Tree(5, 2)], device=kernels.device)
     batch.seq_len += torch.tensor([8, 10, 8], dtype=torch.int32, device=kernels.device)
-    for form in forms:
-        check(form(batch), batch)
+    check_all(batch)
 
 
 # 3 is less than a path, 17 and 70 are less than most contexts, 500 is more than any.
 @pytest.mark.parametrize("window", [3, 17, 500])
-def test_sliding_window(kernels, forms, window):
+def test_sliding_window(kernels, check_all, window):
     batch = make_batch([*MIXED, Chunk(150, 3)], group=2, device=kernels.device, tail=2)
     prefix_from, batch.mask_words = see_last(batch.prefix_len, batch.mask_words, window)
-    for form in forms:
-        check(form(batch, prefix_from=prefix_from), batch, window=window)
+    check_all(batch, {"window": window}, prefix_from=prefix_from)
 
 
 @pytest.mark.parametrize("window", [2, 70])
-def test_a_window_smaller_than_the_tree_cuts_every_word(kernels, forms, window):
+def test_a_window_smaller_than_the_tree_cuts_every_word(kernels, check_all, window):
     requests = [Tree(11, 255), Chunk(0, 3)]
     batch = make_batch(requests, num_words=4, num_kv_heads=1, device=kernels.device)
     prefix_from, batch.mask_words = see_last(batch.prefix_len, batch.mask_words, window)
-    for form in forms:
-        check(form(batch, prefix_from=prefix_from), batch, window=window)
+    check_all(batch, {"window": window}, prefix_from=prefix_from)
 
 
 @pytest.mark.parametrize("soft_cap", [0.5, 30.0])
-def test_soft_cap(kernels, forms, soft_cap):
+def test_soft_cap(kernels, check_all, soft_cap):
     batch = make_batch(MIXED, group=2, device=kernels.device)
     batch.query *= 20  # far into the cap
-    for form in forms:
-        check(form(batch, soft_cap=soft_cap), batch, soft_cap=soft_cap)
+    check_all(batch, {"soft_cap": soft_cap}, soft_cap=soft_cap)
 
 
 @pytest.mark.parametrize(
@@ -140,13 +142,12 @@ def test_soft_cap(kernels, forms, soft_cap):
     [(torch.float32, -80.0), *((dtype, 0.5) for dtype in TOLERANCE), (torch.float32, 80.0)],
     ids=str,
 )
-def test_sinks(kernels, forms, dtype, level):
+def test_sinks(kernels, check_all, dtype, level):
     """Far below the scores, among them, and far above; one split and several, and blind rows."""
     requests = [*MIXED, Blind(2), Chunk(700, 3)]
     batch = make_batch(requests, group=2, dtype=dtype, device=kernels.device, tail=2)
     sinks = level + torch.randn(batch.query.shape[1], generator=torch.Generator().manual_seed(3))
-    for form in forms:
-        check(form(batch, sinks=sinks.to(kernels.device)), batch, sinks=sinks)
+    check_all(batch, {"sinks": sinks}, sinks=sinks.to(kernels.device))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attention import Chunk, Tree, launch, make_batch
 from vllm_specblock.triton_kernels.attention import attention_schedule as cut
 from vllm_specblock.triton_kernels.warm_up import compile_attention, shapes_to_compile
 
@@ -56,28 +57,15 @@ def test_it_runs_and_writes_nothing(window):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles for the GPU")
-def test_nothing_is_left_to_compile():
+def test_nothing_is_left_to_compile(kernels):
     from vllm_specblock.triton_kernels.attention.attention_kernel import _tree_attention_kernel
-    from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
-    heads, kv_heads, size, block = 8, 2, 64, 16
-    cache = torch.randn(64, block, kv_heads, 2 * size, device="cuda").bfloat16().transpose(1, 2)
+    dtype = torch.bfloat16
+    cache = torch.randn(64, 16, 2, 2 * 64, device="cuda", dtype=dtype).transpose(1, 2)
     table = torch.zeros(32, 64, dtype=torch.int32, device="cuda")
-    query = torch.empty(1, heads, size, device="cuda", dtype=torch.bfloat16)
+    query = torch.empty(1, 8, 64, device="cuda", dtype=dtype)
     compile_attention(query, cache, table, 1, 512, 1024)
     ready = sum(len(each[0]) for each in _tree_attention_kernel.device_caches.values())
-    for length, requests, entries in ((1, 1, 9), (61, 1, 700), (61, 30, 900), (300, 2, 600)):
-        rows = length * requests
-        one = torch.ones(rows, dtype=torch.int32, device="cuda")
-        start = [length * request for request in range(requests + 1)]
-        TreeAttentionBatch(
-            table[:requests],
-            torch.tensor(start, dtype=torch.int32, device="cuda"),
-            start,
-            one[:requests],
-            entries,
-            one,
-            torch.zeros(rows, 1, dtype=torch.int64, device="cuda"),
-            one[:requests],
-        ).attend(query.new_zeros(rows, heads, size), cache, 0.1)
+    for requests in ([Chunk(8, 1)], [Tree(640, 60)], [Tree(840, 60)] * 30, [Chunk(300, 300)] * 2):
+        launch(kernels, make_batch(requests, group=4, head_size=64, dtype=dtype, device="cuda"))
     assert sum(len(each[0]) for each in _tree_attention_kernel.device_caches.values()) == ready

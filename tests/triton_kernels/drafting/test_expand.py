@@ -7,11 +7,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.drafted_blocks import coarse_block, few_examples, random_block
+from support.tensors import assert_equal, on, wide
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
 
 from vllm_specblock import candidates
-from vllm_specblock.candidates import NEVER, extend_hash, rank_key, select
+from vllm_specblock.candidates import NEVER, extend_hash, keep, rank_key, select
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.tree import DraftTree
 
@@ -42,10 +43,7 @@ def certain_block(*args):
 
 
 def assert_same_tree(got, wanted: DraftTree) -> None:
-    for name in DraftTree.TENSORS:
-        mine, theirs = getattr(got, name), getattr(wanted, name)
-        assert mine.dtype == theirs.dtype, name
-        assert torch.equal(mine.cpu(), theirs), name
+    assert_equal(*({name: getattr(x, name) for name in DraftTree.TENSORS} for x in (got, wanted)))
 
 
 @few_examples(8)
@@ -56,19 +54,19 @@ def test_select_equals_torch(kernels, count, vocab, budget, seed):
     for joins in (True, False):
         chosen = fields if joins else (*fields[:-1], None)
         wanted = select.reference(*chosen, budget, max(1, depth))
-        moved = [x if x is None else x.to(kernels.device) for x in chosen]
-        got = launch(*moved, budget, max(1, depth))
-        assert_same_tree(got, wanted.tree)
-        live = fields[3] < CLOSED
-        assert torch.equal(got.node.cpu()[live], wanted.node[live])
+        got = launch(*on(kernels.device, chosen), budget, max(1, depth))
+        assert_same_tree(got, wanted)
+        *_, key, path_hash = fields
+        live, node = key < CLOSED, keep(key, path_hash if joins else None, budget)[1]
+        assert torch.equal(got.node.cpu()[live], node[live])
 
 
 def test_select_at_serving_size(kernels):
     fields, depth = scattered(1, 577, 3, 1)
-    wanted = select.reference(*fields, 60, depth).tree
+    wanted = select.reference(*fields, 60, depth)
     assert wanted.size[0] == 60 and wanted.depth.max() > 2
     launch = kernels.load("select_tree").select_triton
-    assert_same_tree(launch(*(x.to(kernels.device) for x in fields), 60, depth), wanted)
+    assert_same_tree(launch(*on(kernels.device, fields), 60, depth), wanted)
 
 
 def test_select_tells_siblings_apart_by_their_low_bits(kernels):
@@ -81,17 +79,16 @@ def test_select_tells_siblings_apart_by_their_low_bits(kernels):
     path_hash = extend_hash(torch.tensor(ROOT_HASH), token)
     fields = (token, torch.zeros_like(token), score, key, path_hash)
     launch = kernels.load("select_tree").select_triton
-    got = launch(*(x.to(kernels.device) for x in fields), 256, 1)
-    assert got.size.tolist() == [count - 1]
+    assert launch(*on(kernels.device, fields), 256, 1).size.tolist() == [count - 1]
 
 
 def test_select_takes_views_of_wider_rows_and_no_requests(kernels):
     fields, depth = scattered(3, 40, 2, 3)
-    wanted = select.reference(*fields, 12, depth).tree
-    wide = [torch.nn.functional.pad(x, (0, 9), value=1).to(kernels.device) for x in fields]
+    wanted = select.reference(*fields, 12, depth)
+    views = on(kernels.device, [wide(x, other=1) for x in fields])
     launch = kernels.load("select_tree").select_triton
-    assert_same_tree(launch(*(x[:, :40] for x in wide), 12, depth), wanted)
-    assert launch(*(x[:0, :40] for x in wide), 12, depth).token.shape == (0, 12)
+    assert_same_tree(launch(*views, 12, depth), wanted)
+    assert launch(*(x[:0] for x in views), 12, depth).token.shape == (0, 12)
 
 
 SHAPES = st.builds(
@@ -104,18 +101,30 @@ SHAPES = st.builds(
 )
 
 
-@few_examples(8)
-@given(SHAPES, st.sampled_from([random_block, certain_block]), st.integers(0, 10**6))
-@example(TreeShape(3, 3, 5, (2, 4, 6, 4), 60), random_block, 2)  # twins that are both open
-@example(TreeShape(3, 3, 5, (2, 4, 6, 0), 60), random_block, 3)
-def test_growth_equals_torch(kernels, shape, make, seed):
-    draw = torch.Generator().manual_seed(seed)
-    device, requests = kernels.device, 2
+LEVELS = st.tuples(st.integers(1, 8), st.integers(1, 10), st.integers(1, 10), st.integers(1, 70))
+LEVELS = LEVELS.map(lambda d: TreeShape.levels(d[0], d[1], min(d[1], d[2]), d[3]))
+
+
+@few_examples(16)
+@given(
+    st.one_of(SHAPES, LEVELS),
+    st.sampled_from([random_block, certain_block]),
+    st.integers(0, 3),
+    st.integers(0, 10**6),
+)
+@example(TreeShape(3, 3, 5, (2, 4, 6, 4), 60), random_block, 2, 2)  # twins that are both open
+@example(TreeShape(3, 3, 5, (2, 4, 6, 0), 60), random_block, 2, 3)
+@example(TreeShape.levels(1, 1, 1, 5), random_block, 2, 0)
+@example(TreeShape.levels(8, 1, 1, 8), random_block, 3, 1)
+@example(TreeShape.levels(3, 10, 2, 60), certain_block, 3, 2)  # fewer rows than children
+def test_growth_equals_torch(kernels, shape, make, requests, seed):
+    draw, device = torch.Generator().manual_seed(seed), kernels.device
+    given = 2 if shape.by_level else 3  # levels have no buckets
     kernel = kernels.load("expand")
     branching = torch.tensor(shape.branching)
     plain = Expansion(shape, branching, requests)
     fused = kernel.Growing(shape, branching.to(device), requests)
-    block = make(draw, shape, 11, requests, 1)
+    block = make(draw, shape, 11, requests, 1)[:given]
     wanted = plain.attach(None, *block)
     got = fused.attach(None, *(x.to(device) for x in block))
     for m in range(2, shape.num_blocks + 1):
@@ -124,12 +133,13 @@ def test_growth_equals_torch(kernels, shape, make, seed):
             mine, theirs = getattr(got, name).cpu(), getattr(wanted, name)
             assert torch.equal(mine[wanted.valid], theirs[wanted.valid]), name
         # A caller reads hidden states at all of them, valid or not.
-        assert (got.row >= 0).all() and (got.row < 1 + (m - 2) * shape.num_starts).all()
+        first = shape.rows(m - 2) if shape.by_level else 0
+        assert (got.row >= first).all() and (got.row < shape.rows(m - 1)).all()
         assert (got.position >= 0).all() and (got.position < shape.block_size).all()
         no_room = torch.rand(wanted.valid.shape, generator=draw) < 0.2
         wanted.valid[no_room] = False
         got.valid[no_room.to(device)] = False
-        block = make(draw, shape, 11, requests, shape.num_starts)
+        block = make(draw, shape, 11, requests, shape.num_starts)[:given]
         wanted = plain.attach(wanted, *block)
         got = fused.attach(got, *(x.to(device) for x in block))
     assert_same_tree(got, wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.strides import column
+from support.tensors import column, on
 from support.verification import to_be_counted
 from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
@@ -20,13 +20,12 @@ def counted_twice(kernels, drafters: int):
 
     def count(verified, drafted):
         theirs.count(to_be_counted(*verified), drafted)
-        origin, *rest = (x.to(kernels.device) for x in verified)
-        *columns, path = rest
-        columns = [column(x, other=1) for x in columns]
+        origin, *columns, path = verified
+        spread = origin, *(column(x, other=1) for x in columns), path
         if drafted is not None:
-            there = (None if x is None else x.to(kernels.device) for x in drafted)
-            drafted = Drafted._make(None if x is None else column(x, other=1) for x in there)
-        launch(mine.total, to_be_counted(origin, *columns, path), drafted)
+            drafted = Drafted._make(None if x is None else column(x, other=1) for x in drafted)
+        there, drafted = on(kernels.device, (spread, drafted))
+        launch(mine.total, to_be_counted(*there), drafted)
         assert mine.total.tolist() == theirs.total.tolist()
 
     return mine, theirs, count
@@ -59,9 +58,9 @@ def test_as_torch_counts(kernels, count, nodes, drafters):
     assert count < 300 or int(nothing.sum()) == (2 if drafters == 1 else 0)
 
 
-def test_integers_as_batches_have_them(kernels):
-    for dtype in (torch.int32, torch.int64):
-        mine, _, into = counted_twice(kernels, 1)
-        origin, run = torch.ones(1, 4, dtype=torch.uint8), torch.full((1,), 3, dtype=dtype)
-        into((origin, run * 0, run, torch.tensor([[0, 2, 0, 0, 0, 0]])), None)
-        assert mine.total[:3].tolist() == [3, 1, 1]
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_integers_as_batches_have_them(kernels, dtype):
+    mine, _, into = counted_twice(kernels, 1)
+    origin, run = torch.ones(1, 4, dtype=torch.uint8), torch.full((1,), 3, dtype=dtype)
+    into((origin, run * 0, run, torch.tensor([[0, 2, 0, 0, 0, 0]])), None)
+    assert mine.total[:3].tolist() == [3, 1, 1]

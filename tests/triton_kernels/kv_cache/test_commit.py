@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.strides import column, wide
+from support.tensors import assert_equal, column, on, wide
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 
 from vllm_specblock.commit.move import move_path
@@ -26,13 +26,9 @@ def make_caches(layers=3, width=10, layout="heads first", dtype=torch.float32, d
 
 
 def some_paths(count: int, depth: int, seed: int, nodes: int = 5) -> tuple:
-    """Requests with a verdict each, their rows anywhere in the cache and some of them nowhere.
+    """(slot_mapping, accepted rows, rows of the batch), rows anywhere in the cache or nowhere.
 
-    The last request is padding: it has an old verdict, and no rows. What may not be looked at is
-    far outside.
-
-    Returns:
-        slot_mapping, accepted rows, rows of the batch.
+    The last request is padding: it has an old verdict, and no rows.
     """
     draw = torch.Generator().manual_seed(seed)
     base = torch.randint(1, 3, (count,), generator=draw)
@@ -73,12 +69,11 @@ def mover(request, kernels):
     def move(caches, slots, rows, num_rows):
         expected = moved(caches, slots, rows, num_rows)
         launch = move_path.reference if request.param == "torch" else module.move_path_triton
-        rows = AcceptedRows(*(x.to(kernels.device) for x in rows))
         if request.param.endswith("columns"):
             rows = AcceptedRows(
                 column(rows.query_start), column(rows.base), wide(rows.path), column(rows.accepted)
             )
-        launch(module.KVCacheSet(caches), slots.to(kernels.device), rows, num_rows)
+        launch(module.KVCacheSet(caches), *on(kernels.device, (slots, rows)), num_rows)
         return expected
 
     return kernels.device, move
@@ -93,9 +88,8 @@ def test_paths(mover, count, depth, layout):
         caches = make_caches(layout=layout, device=device)
         before = [cache.clone() for cache in caches]
         expected = move(caches, *some_paths(count, depth, seed))
-        for cache, wanted, old in zip(caches, expected, before):
-            assert torch.equal(cache, wanted)
-            changed += not torch.equal(cache, old)
+        assert_equal(caches, expected)
+        changed += sum(not torch.equal(*each) for each in zip(caches, before))
     assert changed or count == 1, "nothing moved"
 
 
@@ -106,7 +100,7 @@ def test_a_path_that_shifts_down(mover):
     start, accepted = torch.zeros(1, dtype=torch.int64), torch.tensor([4], dtype=torch.int32)
     caches = make_caches(device=device)
     expected = move(caches, slots, AcceptedRows(start, start + 1, path, accepted), 6)
-    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected))
+    assert_equal(caches, expected)
     assert (caches[0] != make_caches(device=device)[0]).any()
 
 
@@ -114,9 +108,7 @@ def test_a_path_that_shifts_down(mover):
 def test_any_dtype_and_width(mover, dtype, width):
     device, move = mover
     caches = make_caches(width=width, dtype=dtype, device=device)
-    expected = move(caches, *some_paths(4, 5, 1))
-    for cache, wanted in zip(caches, expected):
-        assert torch.equal(cache, wanted)
+    assert_equal(caches, move(caches, *some_paths(4, 5, 1)))
 
 
 def test_strides_that_are_no_whole_rows(mover):
@@ -125,8 +117,7 @@ def test_strides_that_are_no_whole_rows(mover):
     packed = torch.zeros(8, dense[0].numel() + 3, device=device)
     view = packed[:, :-3].unflatten(1, dense.shape[1:])
     view.copy_(dense)
-    expected = move([view], *some_paths(4, 5, 1))
-    torch.testing.assert_close(view, expected[0], atol=0, rtol=0)
+    assert_equal([view], move([view], *some_paths(4, 5, 1)))
     assert (packed[:, -3:] == 0).all()
 
 
@@ -135,5 +126,5 @@ def test_no_paths(mover, count, depth):
     device, move = mover
     caches, none = make_caches(device=device), torch.zeros(count, dtype=torch.int64)
     path = torch.zeros(count, depth + 1, dtype=torch.int64)
-    expected = move(caches, torch.arange(4), AcceptedRows(none, none + 1, path, none.int()), 4)
-    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected))
+    rows = AcceptedRows(none, none + 1, path, none.int())
+    assert_equal(caches, move(caches, torch.arange(4), rows, 4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.strides import column
+from support.tensors import column
 
 from vllm_specblock.commit.store import store_kv
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm_specblock.triton_kernels.layers.fp8_linear import (
-    fp8_linear,
-    quantize,
-)
+from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -1,13 +1,11 @@
-"""Top tokens, rank features and rank MLP: the two launches against torch."""
+"""Top tokens, rank features and rank MLP: the two launches, or the loop, against torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from vllm_specblock.triton_kernels.layers.lm_and_rank_head import (
-    lm_and_rank_head,
-)
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
 
 HIDDEN, CLASSES, SIZE = 40, 7, 24
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of log-probabilities and rank logits
@@ -57,11 +55,11 @@ def chosen_is_best(bucket, normed, logits, head, scope, tolerance):
 )
 @pytest.mark.parametrize("sharp", [False, True], ids=["as drafted", "sharpened"])
 @torch.no_grad()
-def test_as_torch_does(kernels, rows, vocab, width, scope, dtype, sharp):
-    normed, logits, offset = inputs(rows, vocab, dtype, kernels.device)
-    head = rank_head(dtype, kernels.device)
-    launch = kernels.load("lm_and_rank_head").lm_and_rank_head_triton
-    beta = torch.linspace(2.5, 0.4, len(logits), device=kernels.device) if sharp else None
+def test_as_torch_does(forms, rows, vocab, width, scope, dtype, sharp):
+    normed, logits, offset = inputs(rows, vocab, dtype, forms.device)
+    head = rank_head(dtype, forms.device)
+    launch = forms.load("lm_and_rank_head").lm_and_rank_head_triton
+    beta = torch.linspace(2.5, 0.4, len(logits), device=forms.device) if sharp else None
     logprob, token, bucket = launch(normed, logits, offset, head, width, scope, beta)
     tolerance = TOLERANCE[dtype]
     every = logits.float() if beta is None else logits.float() * beta[:, None, None]
@@ -81,9 +79,9 @@ def test_as_torch_does(kernels, rows, vocab, width, scope, dtype, sharp):
     ids=["scope", "full, two chunks"],
 )
 @torch.no_grad()
-def test_each_rank_feature_to_a_thousandth(kernels, numbers, vocab, width, scope):
+def test_each_rank_feature_to_a_thousandth(forms, numbers, vocab, width, scope):
     """Two rows per feature: its value against a threshold just below it and just above."""
-    device, apart, count = kernels.device, 1e-3, len(numbers)
+    device, apart, count = forms.device, 1e-3, len(numbers)
     _, logits, offset = inputs(2 * count, vocab, torch.float32, device, spread=2.0)
     head = rank_head(torch.float32, device)
     seen = []
@@ -104,7 +102,7 @@ def test_each_rank_feature_to_a_thousandth(kernels, numbers, vocab, width, scope
     first[number, SIZE + number] = 1
     first[15, 15] = first[15, 16] = 1
     second[0, :15] = second[1, 15] = 1
-    launch = kernels.load("lm_and_rank_head").lm_and_rank_head_triton
+    launch = forms.load("lm_and_rank_head").lm_and_rank_head_triton
     bucket = launch(normed, logits, offset, head, width, scope)[2]
     assert bucket.tolist() == [[0, 1]] * count
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support.trees import texts
 from vllm_specblock.triton_kernels.ngram.occurrences import Texts
 
-from vllm_specblock.config import NGramConfig
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
+from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.tree import DraftTree
 
 SLOTS = 5
@@ -33,7 +31,7 @@ def table_of(lengths: list[int], vocab: int, width: int, device) -> Texts:
 
 def head_on(known: Texts, options: NGramConfig, nodes: int) -> NGramDrafter:
     head = NGramDrafter(options, nodes, known.width)
-    head.texts = Texts(*(x.cpu() for x in vars(known).values()))
+    head.texts = Texts(*(x.cpu() for x in known))
     return head
 
 
@@ -91,11 +89,11 @@ def test_many_stretches(kernels, length):
 @pytest.mark.parametrize("position", [-9, -2, -1, 400, 1 << 40])
 def test_padding_texts_are_safe(kernels, position):
     known = table_of([40], 2, 40, kernels.device)
-    known = replace(known, position=torch.full_like(known.position, position))
+    known = known._replace(position=torch.full_like(known.position, position))
     head = head_on(known, NGramConfig(depth=4), 20)
     made = launched(kernels, known, head)
     size = int(made.size[0])
     assert position > 0 or size == 0
     assert ((made.token >= 0) & (made.token < 2)).all() and (made.parent[0, size:] == -1).all()
-    none = replace(known, row=known.row[:0], last=known.last[:0])
+    none = known._replace(row=known.row[:0], last=known.last[:0])
     assert launched(kernels, none, head).token.shape == (0, 20)

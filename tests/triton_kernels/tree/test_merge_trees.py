@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.tensors import assert_equal, on, wide
 
 from vllm_specblock.combine.merge import merge
 from vllm_specblock.tree import DraftTree
@@ -34,40 +35,32 @@ def trees(count: int, slots: int, vocab: int, seed: int) -> DraftTree:
     return replace(tree, depth=torch.where(used, tree.depth, 99))
 
 
-def on(tree: DraftTree, device: torch.device) -> dict[str, torch.Tensor]:
+def slices(tree: DraftTree, device: torch.device) -> dict[str, torch.Tensor]:
     """The tree's tensors, as slices of larger ones."""
-    out = {}
-    for name in FIELDS:
-        x = getattr(tree, name)
-        wide = torch.nn.functional.pad(x, (0, 3), value=7).to(device) if x.dim() > 1 else x
-        out[name] = wide[..., : x.shape[-1]].to(device) if x.dim() > 1 else x.to(device)
-    return out
-
-
-SHAPES = [(5, 1, 1), (3, 60, 60), (3, 7, 40), (2, 256, 256)]
+    tensors = {name: getattr(tree, name) for name in FIELDS}
+    return on(device, {name: wide(x, 7) if x.dim() > 1 else x for name, x in tensors.items()})
 
 
 @pytest.mark.parametrize("how", ["disjoint", "trie"])
-@pytest.mark.parametrize(("count", "ours", "theirs"), SHAPES)
+@pytest.mark.parametrize(
+    ("count", "ours", "theirs"), [(5, 1, 1), (3, 60, 60), (3, 7, 40), (2, 256, 256)]
+)
 def test_merges_as_the_loop(kernels, count, ours, theirs, how):
     launch = kernels.load("merge_trees").merge_trees_triton
     first, second = trees(count, ours, 2, ours), trees(count, theirs, 2, theirs + 1)
     depth = max(int(torch.where(x.parent >= 0, x.depth, 0).max()) for x in (first, second))
     for budget in sorted({min(ours + 3, 256), min(ours + theirs, 256)}):
         wanted, agreed = merge(first, second, how, budget, depth)
-        made, origin, same = launch(
-            on(first, kernels.device), on(second, kernels.device), how == "trie", budget, depth
-        )
-        for name in FIELDS:
-            mine, theirs_ = getattr(made, name).cpu(), getattr(wanted, name)
-            assert mine.dtype == theirs_.dtype and torch.equal(mine, theirs_), name
-        assert torch.equal(origin.cpu(), wanted.origin) and torch.equal(same.cpu(), agreed)
+        both = (slices(tree, kernels.device) for tree in (first, second))
+        made, origin, same = launch(*both, how == "trie", budget, depth)
+        assert_equal(*([getattr(x, name) for name in FIELDS] for x in (made, wanted)))
+        assert_equal((origin, same), (wanted.origin, agreed))
     if count > 2 and ours > 7:
         assert set(wanted.origin.flatten().tolist()) >= {0, 1, 2}
         assert how == "disjoint" or (wanted.origin == 3).any(), "nothing was joined"
 
 
 def test_no_requests(kernels):
-    none = {name: x[:0] for name, x in on(trees(2, 5, 3, 0), kernels.device).items()}
+    none = {name: x[:0] for name, x in slices(trees(2, 5, 3, 0), kernels.device).items()}
     merged = kernels.load("merge_trees").merge_trees_triton(none, none, True, 7, 3)
     assert merged[0].token.shape == merged[1].shape == (0, 7)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.tensors import assert_equal, column, on
 from support.trees import to_tree
 from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
 
@@ -51,58 +52,34 @@ def random_trees(num_requests: int, num_nodes: int) -> DraftTree:
     return grown(parents, num_nodes, fall=12 / (num_nodes + 8), seed=num_nodes)
 
 
-def in_a_table(x: torch.Tensor) -> torch.Tensor:
-    """The same values as a column, or a slice, of something larger that is full of garbage."""
-    inner = x.shape[1:] or (1,)
-    table = x.new_full((len(x), *(count + 3 for count in inner)), GARBAGE[x.dtype])
-    for axis, count in enumerate(inner, 1):
-        table = table.narrow(axis, 1, count)
-    return (table if x.dim() > 1 else table[:, 0]).copy_(x)
-
-
-def stored(states, tree: DraftTree, *flags, slots, store) -> dict[str, torch.Tensor]:
-    """What is kept in slots that held garbage, by name, with the tokens."""
-    for name in KEPT:
-        getattr(states, name).fill_(7)
-    states.depth[:, 0] = 0
-    tokens = store(states, slots, tree, *flags)
-    return {name: getattr(states, name).cpu() for name in KEPT} | {"token": tokens.cpu()}
-
-
-def by_kernel(kernels):
-    launch = kernels.load("store_tree").store_trees_triton
-
-    def store(states, slots, tree, chain, paused, tokens):
-        on, fields = kernels.device, vars(tree).items()
-        there = DraftTree(**{name: x if x is None else x.to(on) for name, x in fields})
-        kept = KeptTrees._make(getattr(states, name) for name in KeptTrees._fields)
-        chain, paused = (x if x is None else x.to(on) for x in (chain, paused))
-        chain = chain if chain is None else in_a_table(chain)
-        return launch(in_a_table(slots.to(on)), there, kept, chain, paused, tokens)
-
-    return store
-
-
-def assert_same(
-    kernels, tree: DraftTree, chain=None, paused=None, given=None
-) -> dict[str, torch.Tensor]:
-    """By the kernel, of `given`, and by torch; `paused` is of requests."""
+def assert_same(kernels, tree: DraftTree, chain=None, paused=None, given=None) -> torch.Tensor:
+    """Store by the kernel, of `given`, and by torch -> tokens; `paused` is of requests."""
     count, nodes = tree.token.shape
     slots = torch.randperm(count + 3, generator=torch.Generator().manual_seed(nodes))[:count]
     by_slot = None if paused is None else torch.ones(count + 3, dtype=torch.bool)
     if paused is not None:
         by_slot[slots] = paused
+
+    def by_kernel(states, slots, *rest):
+        tree, chain, paused, tokens = on(kernels.device, rest)
+        kept = KeptTrees._make(getattr(states, name) for name in KeptTrees._fields)
+        chain = chain if chain is None else column(chain)
+        launch = kernels.load("store_tree").store_trees_triton
+        return launch(column(slots.to(kernels.device)), tree, kept, chain, paused, tokens)
+
     found = []
-    for device, how, trees in (
-        ("cpu", TreeStates.store, tree),
-        (kernels.device, by_kernel(kernels), given or tree),
+    for store, device, of in (
+        (TreeStates.store, "cpu", tree),
+        (by_kernel, kernels.device, given or tree),
     ):
         states = TreeStates(count + 3, nodes, 5, device)
-        tokens = torch.full((count, nodes), -5, device=device)
-        found.append(stored(states, trees, chain, by_slot, tokens, slots=slots, store=how))
-    for name, theirs in found[0].items():
-        assert torch.equal(found[1][name], theirs), name
-    return found[1]
+        for name in KEPT:  # slots hold garbage
+            getattr(states, name).fill_(7)
+        states.depth[:, 0] = 0
+        tokens = store(states, slots, of, chain, by_slot, torch.full((count, nodes), -5))
+        found.append([tokens, *(getattr(states, name) for name in KEPT)])
+    assert_equal(*found)
+    return tokens
 
 
 @pytest.mark.parametrize(
@@ -140,8 +117,8 @@ def test_words_at_their_edges(kernels, num_nodes):
 def test_the_first_of_equals(kernels):
     """Two leaves of depth 3, 6 and 7, and everything certain: the first of them is the end."""
     tree = grown([[0, 0, 1, 2, 1, 3, 4]], 9, fall=0.0)
-    made = assert_same(kernels, tree, torch.tensor([True]))
-    assert made["token"][0, :3].tolist() == tree.token[0, [0, 2, 5]].tolist()
+    tokens = assert_same(kernels, tree, torch.tensor([True]))
+    assert tokens[0, :3].tolist() == tree.token[0, [0, 2, 5]].tolist()
 
 
 def test_no_nodes(kernels):

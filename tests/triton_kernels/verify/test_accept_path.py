@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.strides import column
+from support.tensors import assert_equal, column
 
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
@@ -61,16 +61,10 @@ class Case:
         return [x.cpu() for x in (output, num_sampled, path, accepted)]
 
 
-def assert_same(made: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    for name, mine, theirs in zip(("output", "sampled", "path", "accepted"), made, wanted):
-        assert mine.dtype == theirs.dtype, name
-        assert torch.equal(mine, theirs), name
-
-
-SHAPES = [(1, 12, 8), (5, 1, 1), (9, 7, 3), (3, 63, 63), (3, 64, 9), (3, 256, 90)]
-
-
-@pytest.mark.parametrize(("count", "num_nodes", "max_depth"), SHAPES)
+@pytest.mark.parametrize(
+    ("count", "num_nodes", "max_depth"),
+    [(1, 12, 8), (5, 1, 1), (9, 7, 3), (3, 63, 63), (3, 64, 9), (3, 256, 90)],
+)
 @pytest.mark.parametrize("vocab", [1, 2, 4])
 def test_as_torch(kernels, count, num_nodes, max_depth, vocab):
     launch = kernels.load("accept_path").accept_path_triton
@@ -78,7 +72,7 @@ def test_as_torch(kernels, count, num_nodes, max_depth, vocab):
     for seed in range(3):
         case = Case(count, num_nodes, vocab, max_depth, seed)
         wanted = case.run(accept_path_rows, "cpu")
-        assert_same(case.run(launch, kernels.device), wanted)
+        assert_equal(case.run(launch, kernels.device), wanted)
         lengths |= set(wanted[1].tolist())
     assert len(lengths) > (num_nodes > 1), "nothing was ever accepted, or everything always"
 
@@ -93,5 +87,5 @@ def test_a_chain_longer_than_paths_may_be(kernels):
     depth = torch.nn.functional.pad(chain.depth.long(), (1, 0))
     case.trees = parent, depth, chain.ancestors
     made = case.run(launch, kernels.device)
-    assert_same(made, case.run(accept_path_rows, "cpu"))
+    assert_equal(made, case.run(accept_path_rows, "cpu"))
     assert made[1].tolist()[0] == 5 and made[2][0].tolist() == [0, 1, 2, 3, 4]

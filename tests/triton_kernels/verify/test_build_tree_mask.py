@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.tensors import assert_equal, column, on
 from vllm_specblock.triton_kernels.verify.build_tree_mask import MaskTensors
 
-from vllm_specblock.tree import ancestor_words, depths
+from vllm_specblock.tree import climb
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
 
 WRITTEN = MaskTensors._fields
@@ -16,7 +17,8 @@ def trees_of(slots: int, num_nodes: int, draw) -> tuple[torch.Tensor, torch.Tens
     """Depths and ancestors by slot."""
     below = torch.rand(slots, num_nodes, generator=draw) * torch.arange(1, num_nodes + 1)
     parent = below.int()
-    return torch.nn.functional.pad(depths(parent).long(), (1, 0)), ancestor_words(parent)
+    ancestors, depth = climb(parent)
+    return torch.nn.functional.pad(depth.long(), (1, 0)), ancestors
 
 
 def ragged(counts: list[tuple[int, int]], fillers: int, slots: int, draw) -> BatchRows:
@@ -42,43 +44,36 @@ def ragged(counts: list[tuple[int, int]], fillers: int, slots: int, draw) -> Bat
     )
 
 
-def assert_as_torch(kernels, rows: BatchRows, depth, ancestors, column: bool = False) -> None:
-    """Both write into a Visibility that is larger, and full of something else."""
+def assert_as_torch(kernels, rows: BatchRows, depth, ancestors) -> None:
+    """Both write into a TreeMask that is larger, and full of something else."""
     launch = kernels.load("build_tree_mask").build_tree_mask_triton
     made, wanted = (
         TreeMask(len(rows.position) + 5, len(rows.req_idx) + 2, depth.shape[1] - 1, device)
         for device in (kernels.device, torch.device("cpu"))
     )
-    for name in WRITTEN:
-        getattr(made, name).fill_(-7)
-        getattr(wanted, name).fill_(-7)
+    mine, theirs = (
+        MaskTensors(*(getattr(x, name).fill_(-7) for name in WRITTEN)) for x in (made, wanted)
+    )
     wanted.fill(rows, depth, ancestors)
     # The kernel is to do without the indices of every node.
-    there = BatchRows(*(x.to(kernels.device) for x in rows[:5]), None, None, None)
-    if column:  # of a table that holds other things besides
-        table = torch.full((len(rows.req_idx), 3), 1 << 40, device=kernels.device)
-        table[:, 1] = there.req_idx
-        there = there._replace(req_idx=table[:, 1])
-    out = MaskTensors(*(getattr(made, name) for name in WRITTEN))
-    launch(there, depth.to(kernels.device), ancestors.to(kernels.device), out)
-    for name in WRITTEN:
-        assert torch.equal(getattr(made, name).cpu(), getattr(wanted, name)), name
+    there = BatchRows(*rows[:5], None, None, None)._replace(req_idx=column(rows.req_idx, 1 << 40))
+    launch(*on(kernels.device, (there, depth, ancestors)), mine)
+    assert_equal(tuple(mine), tuple(theirs))
 
 
-def assert_ragged_as_torch(kernels, counts, fillers: int, num_nodes: int, column=False) -> None:
+def assert_ragged_as_torch(kernels, counts, fillers: int, num_nodes: int) -> None:
     draw = torch.Generator().manual_seed(num_nodes)
     slots = len(counts) + 3
     trees = trees_of(slots, num_nodes, draw)
-    assert_as_torch(kernels, ragged(counts, fillers, slots, draw), *trees, column)
+    assert_as_torch(kernels, ragged(counts, fillers, slots, draw), *trees)
 
 
-@pytest.mark.parametrize("column", [False, True])
 @pytest.mark.parametrize("num_nodes", [1, 63, 64, 256])
-def test_decodes_chunks_and_fillers(kernels, num_nodes, column):
+def test_decodes_chunks_and_fillers(kernels, num_nodes):
     """Full trees, cut trees, roots alone, a prompt of several tiles, and one with placeholders."""
     half = num_nodes // 2
     counts = [(0, num_nodes), (0, 0), (1300, 0), (0, half), (30, half), (0, num_nodes), (511, 0)]
-    assert_ragged_as_torch(kernels, counts, 9, num_nodes, column)
+    assert_ragged_as_torch(kernels, counts, 9, num_nodes)
 
 
 @pytest.mark.parametrize("fillers", [0, 1, 700])

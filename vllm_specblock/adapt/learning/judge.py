@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean, variance
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev, variance
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +20,7 @@ from vllm_specblock.adapt.book import Book, Record
 from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
 from vllm_specblock.adapt.policy.actions import put
+from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.eval.chain import chain_along
 from vllm_specblock.train.learner import EvalSequence
@@ -35,10 +37,7 @@ _SIBLING = 1
 @torch.no_grad()
 def depth_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> float:
     """Return the mean depth over the rows of a text's answer, tokens; NaN: the text is too short.
-
-    Args:
-        blocks: M of the chain.
-    """
+    blocks: M of the chain."""
     if len(sequence.tokens) <= sequence.prompt + 1:
         return math.nan
     chain = chain_along(drafter, sequence, blocks)
@@ -50,9 +49,7 @@ def depth_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) ->
 class Judge:
     """Depths of versions on records; each pair is computed once.
 
-    Args:
-        blocks: M of the chains.
-        most: newest records of each part of the book to judge by.
+    blocks: M of the chains; most: newest records of each part of the book to judge by.
     """
 
     def __init__(
@@ -74,10 +71,6 @@ class Judge:
             text = self.teacher.sequence(record)
             known[version.number] = depth_along(self.drafter, text, self.blocks)
         return known[version.number]
-
-    def depths(self, versions: Iterable[Version], record: Record) -> dict[int, float]:
-        """Depths by version number."""
-        return {version.number: self.depth(version, record) for version in versions}
 
     def steps(self, version: Version, record: Record) -> float:
         """Steps per token: 1 / (1 + depth)."""
@@ -108,6 +101,45 @@ class Judge:
             newest = part[-self.most :]
             found.append([each for each in map(measure, newest) if not math.isnan(each)])
         return [each for each in found if each]
+
+
+@dataclass
+class Weighed:
+    """Gain of an update on later requests, both versions on the same texts.
+
+    Attributes:
+        action: the arm.
+        before, after: θ_train; the same if nothing was learned.
+        serves: the version that served then, maybe `after` itself.
+        seconds: serving time lost.
+        steps: steps per token of both, on each hard text since.
+        saved: steps per token that `after` saves over `serves`, on each text.
+    """
+
+    action: Action
+    before: Version
+    after: Version
+    serves: Version
+    seconds: float
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    saved: list[float] = field(default_factory=list)
+
+    @property
+    def gain(self) -> float:
+        """Δτ / τ over all texts; NaN: there was none."""
+        if not self.steps:
+            return math.nan
+        before, after = (fmean(each) for each in zip(*self.steps))
+        return before / after - 1
+
+    @property
+    def error(self) -> float:
+        """Standard error of the gain over texts; NaN below two texts."""
+        if len(self.steps) < 2:
+            return math.nan
+        ratio = 1 + self.gain
+        spread = stdev(before - ratio * after for before, after in self.steps)
+        return spread / math.sqrt(len(self.steps)) / fmean(after for _, after in self.steps)
 
 
 def steps_of(depth: float) -> float:

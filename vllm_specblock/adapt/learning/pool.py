@@ -12,27 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm_specblock.adapt.policy.actions import Tensors
-from vllm_specblock.adapt.policy.evidence import GOOD, SWITCH, BettingEvidence
+from vllm_specblock.adapt.policy.evidence import GOOD, SWITCH, BettingEvidence, SlowMean
 from vllm_specblock.adapt.policy.interface import Action
 
 USUAL = 1 / 64
 """Weight of a text in the mean steps, by which differences are divided."""
-
-
-class SlowMean:
-    """Plain mean of the first 1 / `weight` values, then an EWMA.
-
-    Attributes:
-        value: 0 before the first.
-        count: number of values.
-    """
-
-    def __init__(self, weight: float) -> None:
-        self.weight, self.value, self.count = weight, 0.0, 0
-
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.value += max(self.weight, 1 / self.count) * (value - self.value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +41,6 @@ class Pool:
 
     Evidence compares the current version with each kept one. It outlives offers, which come more
     often than decisions.
-
-    Args:
-        switch, good: see `SWITCH, GOOD`.
 
     Attributes:
         origin, good, current: versions, which may be the same.
@@ -89,13 +70,9 @@ class Pool:
         self._forget_others()
 
     def judge(self, steps: Mapping[int, float]) -> Version | None:
-        """Learn from one fresh text.
+        """Learn from one fresh text; return the version to serve from now on, None: no change.
 
-        Args:
-            steps: steps per token of each kept version, by number; NaN: unknown.
-
-        Returns:
-            The version to serve from now on; None: no change.
+        steps: steps per token of each kept version, by number; NaN: unknown.
         """
         mine = steps[self.current.number]
         if math.isnan(mine):

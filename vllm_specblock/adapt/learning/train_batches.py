@@ -44,12 +44,7 @@ class RecordTeacher:
 
     @torch.no_grad()
     def train_batch(self, records: Sequence[Record], step: int, seed: int) -> TrainBatch:
-        """Return a batch with a window per record, at least one.
-
-        Args:
-            step: see `TrainBatch`; the rank loss is on from `Recipe.rank_from` on.
-            seed: seeds the batch's choices of where later blocks start.
-        """
+        """Return a batch with a window per record, at least one; step, seed: see `TrainBatch`."""
         columns = 1 + max(len(record.tokens) for record in records)
         tokens = torch.full((len(records), columns), NO_TOKEN)
         loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
@@ -83,8 +78,7 @@ def batches(
         count: maximum of new records.
         size: records of a batch, half of them new and half from the reservoir, if available.
         rehearsal: False: only the new half.
-        by_weight: sample records by `weight`, so that hard ones come more often. False: each new
-            one once, old ones uniformly.
+        by_weight: sample by `Record.weight`. False: each new one once, old ones uniformly.
     """
     book.pass_over(count)
     half = -(-size // 2)
@@ -101,11 +95,9 @@ def batches(
 
 
 def spread(records: Sequence[Record], offset: float) -> list[Record]:
-    """Resample records by weight, in order, by systematic sampling.
+    """Resample one or more records by weight, in order, by systematic sampling.
 
-    Args:
-        records: one or more.
-        offset: uniform in [0, 1), position of the first draw.
+    offset: uniform in [0, 1), position of the first draw.
     """
     ends = list(accumulate(each.weight for each in records))
     draws = ((number + offset) * ends[-1] / len(records) for number in range(len(records)))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from vllm_specblock.adapt.learning.anchor import anchor
 from vllm_specblock.adapt.policy.actions import parameters
 from vllm_specblock.adapt.policy.interface import EVERY, Action
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.attention import FirstBlock
 from vllm_specblock.train.learner import TrainBatch
 from vllm_specblock.train.optimizers import BETAS
 from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
@@ -34,17 +33,9 @@ CLIP = 0.5
 
 
 def recipe(num_blocks: int = 2) -> Recipe:
-    """Return the objective of updates for a drafter that serves with M = `num_blocks`.
-
-    In a new domain few rows reach later positions, and their mean is noisy: `loss_floor` limits its
-    weight.
-    """
+    """Return the objective of updates for a drafter that serves with M = `num_blocks`."""
+    # In a new domain few rows reach later positions, and their mean is noisy.
     return Recipe(num_blocks, rank_from=0, loss_floor=1.0)
-
-
-def rate_for(drafter: SpecBlockModel) -> float:
-    """Return the default rate of a full update."""
-    return RATE / drafter.config.hidden_size
 
 
 @dataclass(frozen=True)
@@ -52,15 +43,13 @@ class AdaptationConfig:
     """Settings of updates.
 
     Attributes:
-        lr: constant rate of a full update; None: `rate_for` the drafter.
+        lr: constant rate of a full update; None: by the drafter's width.
         anchor: λ of the KL to θ_0 (the paper: 0.01; rehearsal replaces it by default).
         recipe: the objective; the rank loss is on from the first update. Versions are judged by
             its M.
         memory: size of the book, MiB.
-        batch: records of a batch, half of them new.
-        rehearsal: take the other half from the reservoir.
+        batch: records of a batch, half of them new; rehearsal: the others are from the reservoir.
         every: new records of an update.
-        seed: seeds the book's samples and the batches' choices.
     """
 
     lr: float | None = None
@@ -71,17 +60,6 @@ class AdaptationConfig:
     rehearsal: bool = True
     every: int = EVERY
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class UpdateReport:
-    """Losses [nats] of the batches before their steps, and the update's time [seconds].
-
-    Batches with a loss or gradient that is not finite are skipped.
-    """
-
-    losses: tuple[float, ...]
-    seconds: float
 
 
 class Updater:
@@ -97,7 +75,8 @@ class Updater:
 
     def __init__(self, drafter: SpecBlockModel, config: AdaptationConfig | None = None) -> None:
         self.drafter, self.config = drafter, config or AdaptationConfig()
-        self.rate = rate_for(drafter) if self.config.lr is None else self.config.lr
+        default = RATE / drafter.config.hidden_size
+        self.rate = default if self.config.lr is None else self.config.lr
         self.learner = SpecBlockLearner(drafter, self.config.recipe)
         self.origin = copy.deepcopy(drafter).requires_grad_(False) if self.config.anchor else None
         self.steps = 0
@@ -109,9 +88,11 @@ class Updater:
             self.drafter.parameters(), lr=self.rate, betas=BETAS, weight_decay=0.0
         )
 
-    def update(self, action: Action, train_batches: Sequence[TrainBatch]) -> UpdateReport:
-        """Train on each batch once."""
-        began = time.perf_counter()
+    def update(self, action: Action, train_batches: Sequence[TrainBatch]) -> list[float]:
+        """Train on each batch once; return their losses before it, nats.
+
+        Batches with a loss or gradient that is not finite are skipped.
+        """
         learning = list(parameters(self.drafter, action).values())
         self.drafter.requires_grad_(False)  # heads need no backward pass of the trunk
         for value in learning:
@@ -120,9 +101,9 @@ class Updater:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         losses = [self._learn(train_batch, learning) for train_batch in train_batches]
-        learned = tuple(loss for loss in losses if loss is not None)
+        learned = [loss for loss in losses if loss is not None]
         self.steps += len(learned)
-        return UpdateReport(learned, time.perf_counter() - began)
+        return learned
 
     def _learn(self, train_batch: TrainBatch, learning: list[nn.Parameter]) -> float | None:
         """Return the batch's loss; None: skipped, since it or its gradient was not finite."""
@@ -137,3 +118,31 @@ class Updater:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return float(loss.detach()) if torch.isfinite(norm) else None
+
+
+def anchor(drafter: SpecBlockModel, origin: SpecBlockModel, train_batch: TrainBatch) -> Tensor:
+    """KL(p_θ ‖ p_θ0) of block 1's K positions, the paper's guard against drift (SpecBlock §3.4).
+
+    A mean over rows whose root the target drew itself: [] fp32, nats; 0 without such a row.
+    """
+    batch = train_batch.batch
+    row = torch.arange(batch.tokens.shape[1] - 1, device=batch.tokens.device)
+    row = row.expand(len(batch.tokens), -1)
+    live = batch.at(batch.loss_mask, row, row + 1, False).flatten()
+    if not live.any():
+        return torch.zeros((), device=live.device)
+
+    def log_probs(model: SpecBlockModel) -> Tensor:
+        """[live rows, K, Vd] fp32."""
+        hidden = model(
+            model.condition(train_batch.target_outputs.hidden[:, :-1].flatten(0, 1)),
+            train_batch.embed(batch.tokens[:, 1:].clamp(min=0).flatten()),
+            (batch.position[:, :-1] + 1).flatten(),
+            FirstBlock(batch, model.config.block_size),
+        )
+        return model.lm_head(model.norm(hidden[live])).float().log_softmax(-1)
+
+    own = log_probs(drafter)
+    with torch.no_grad():
+        before = log_probs(origin)
+    return (own.exp() * (own - before)).sum(-1).mean()

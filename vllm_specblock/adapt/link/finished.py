@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -15,14 +16,9 @@ from vllm_specblock.adapt.policy.interface import FinishedRequest
 _TENSORS = ("states", "last", "tokens", "labels")
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A finished request, or a part of one.
-
-    Attributes:
-        record: None: the request was not recorded.
-        request: None: the request continues in another record.
-    """
+class Finished(NamedTuple):
+    """A finished request, or a part of one. record None: it was not recorded; request None: it
+    continues in another record."""
 
     record: Record | None
     request: FinishedRequest | None

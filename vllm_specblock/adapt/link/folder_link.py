@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import secrets
 import shutil
 import threading
 import time
@@ -27,9 +26,8 @@ from safetensors import SafetensorError
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.files import lock_folder, private_folder, read_json, write_json
 from vllm_specblock.adapt.link.finished import Finished
-from vllm_specblock.adapt.link.staged import DELIVERED, StagedVersion, current_version
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
-from vllm_specblock.adapt.versions import VersionFolder
+from vllm_specblock.adapt.versions import DELIVERED, StagedVersion, VersionFolder
 from vllm_specblock.train.config import TrainError
 
 logger = logging.getLogger("vllm.specblock")
@@ -51,24 +49,14 @@ _COUNTS, _SWAPS = "counts.json", "swap_seconds.json"
 
 
 def shared_folder(token: int) -> Path:
+    """Return the folder in shared memory that an engine calls by a random number."""
     return SHARED_MEMORY / f"{_OURS}{token:016x}"
 
 
-def new_token() -> int:
-    return secrets.randbits(62)
-
-
 def make_shared_folder(token: int, size: int) -> int:
-    """Create an engine's folder in shared memory, and remove those of dead engines.
+    """Create an engine's `shared_folder` for `size` bytes, and remove those of dead engines.
 
-    Args:
-        size: bytes that it must hold.
-
-    Returns:
-        The descriptor of the folder's lock.
-
-    Raises:
-        TrainError: there is not enough shared memory.
+    Returns the descriptor of the folder's lock; raises TrainError without enough shared memory.
     """
     for left in SHARED_MEMORY.glob(f"{_OURS}*"):
         with suppress(OSError, TrainError):  # in use, or removed meanwhile
@@ -129,7 +117,7 @@ class FolderVersions:
         self.tally["swap_microseconds"] += round(1e6 * seconds)
 
     def refuse(self, version: StagedVersion) -> None:
-        """Record that a version's weights are not finite."""
+        """Record that a version's weights cannot serve."""
         self.tally["versions_refused_not_finite"] += 1
 
     @property
@@ -150,7 +138,7 @@ class FolderVersions:
             if stamp == self._seen:
                 return
             try:
-                found = current_version(self.versions, self._trunk)
+                found = self.versions.staged(self._trunk)
             except TrainError as error:
                 if self.versions.stamp() == stamp:  # else it was replaced: the next check reads it
                     self._seen = stamp
@@ -208,11 +196,7 @@ class FolderLink(FolderVersions):
         super().__init__(versions)
 
     def offer(self, record: Record | None, finished: FinishedRequest | None) -> bool:
-        """Queue a finished request, or a part of one, for the trainer.
-
-        Returns:
-            Whether there was room; never waits.
-        """
+        """Queue a finished request, or a part of one; return whether there was room."""
         if self._full or (record is None and finished is None):
             return False
         try:
@@ -285,11 +269,7 @@ class FolderLink(FolderVersions):
 
 
 class FolderSource:
-    """Trainer side of requests and counts.
-
-    Raises:
-        TrainError: there is no such folder.
-    """
+    """Trainer side of requests and counts; raises TrainError if there is no such folder."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():

@@ -21,14 +21,6 @@ def trains(action: Action, name: str) -> bool:
     return action is Action.FULL or (action is Action.HEADS and name.startswith(_HEADS))
 
 
-def action_between(before: Tensors, after: Tensors) -> Action:
-    """Return the smallest action that turns `before` into `after`; tensors compare by identity."""
-    same_trunk = all(
-        tensor is before.get(name) or trains(Action.HEADS, name) for name, tensor in after.items()
-    )
-    return Action.HEADS if same_trunk else Action.FULL
-
-
 def parameters(drafter: SpecBlockModel, action: Action) -> dict[str, nn.Parameter]:
     """Return the parameters that an update changes, by name."""
     return {name: value for name, value in drafter.named_parameters() if trains(action, name)}

@@ -1,4 +1,7 @@
-"""Sequential tests, valid after every request: another version is better, or τ fell."""
+"""Statistics of a stream of requests: the usual τ, and sequential tests of versions and of τ.
+
+The tests are valid after every request.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,42 @@ SWITCH, GOOD = 1000.0, 20.0
 STAKES = ((0.15, 0.5), (0.075, 0.9))
 """(difference of a full bet, as a share of the usual steps; share of the wealth staked then): the
 careful bettor finds small losses in noisy texts, the bold one consistent differences."""
+
+SLOW = 1 / 256
+"""Weight of a request in the usual τ, after a plain mean of the first 256: slow, so that texts of a
+new domain stay hard until most of it is learned."""
+
+
+class SlowMean:
+    """Plain mean of the first 1 / `weight` values, then an EWMA.
+
+    Attributes:
+        value: 0 before the first.
+        count: number of values.
+    """
+
+    def __init__(self, weight: float) -> None:
+        self.weight, self.value, self.count = weight, 0.0, 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.value += max(self.weight, 1 / self.count) * (value - self.value)
+
+
+class Usual(SlowMean):
+    """The usual τ of a stream, and whether a request is hard in comparison.
+
+    In one domain half of the texts are hard; in a mix, those that the drafter knows less.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(SLOW)
+
+    def is_hard(self, tau: float) -> bool:
+        """Return whether a request's τ is at most the usual one, then update that."""
+        hard = not self.count or tau <= self.value
+        self.add(tau)
+        return hard
 
 
 class BettingEvidence:

@@ -25,8 +25,7 @@ class FinishedRequest:
     Attributes:
         misses: s, the drafter's missing probability of the target's tokens, summed over rejected
             positions [SpecBlock, eq. 8].
-        steps: target steps with a tree.
-        tokens: committed in these steps.
+        steps: target steps with a tree; tokens: committed in these steps.
         seconds: time from its first to its last step, including training.
     """
 

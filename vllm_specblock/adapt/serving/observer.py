@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,10 @@ from vllm_specblock.adapt.link.folder_link import (
     FolderLink,
     FolderVersions,
     make_shared_folder,
-    new_token,
     shared_folder,
 )
 from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.adapt.serving.recorder import Recorder
-from vllm_specblock.adapt.serving.refresh import Refresh
 from vllm_specblock.adapt.serving.slabs import Slabs
 from vllm_specblock.adapt.serving.swaps import FollowingRank, Swaps
 from vllm_specblock.adapt.trainer.process import TrainerProcess
@@ -30,8 +29,8 @@ from vllm_specblock.adapt.trainer.trainer import TrainerConfig
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.common.checkpoint_files import WEIGHTS
 from vllm_specblock.drafters.interface import Drafter
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
-from vllm_specblock.drafters.specblock.options import SpecBlockConfig
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
 from vllm_specblock.engine.ranks import Ranks, tensor_parallel_ranks
 from vllm_specblock.engine.step_observer import StepObserver
@@ -86,11 +85,8 @@ def link_up(
 ) -> tuple[Swaps, FolderLink | None]:
     """Connect a drafter to its trainer, start the trainer if local, and load the current version.
 
-    Returns:
-        Swaps of the drafter, and the sink of records; None: another rank records.
-
-    Raises:
-        TrainError: as `make_observer`.
+    Returns the drafter's swaps, and the sink of records (None: another rank records); raises as
+    `make_observer`.
     """
     assert resolved.folder is not None
     assert isinstance(resolved.options, SpecBlockConfig)  # only this kind adapts
@@ -98,7 +94,7 @@ def link_up(
     folder, memory, lock = options.folder, round(options.memory * (1 << 20)), None
     first = ranks is None or ranks.first
     if folder is None:
-        token = new_token()
+        token = secrets.randbits(62)
         if ranks is not None:
             (token,) = ranks.from_first([token])
         folder = shared_folder(token)
@@ -110,11 +106,11 @@ def link_up(
     link = sink or FolderVersions(versions)
     trainer = None
     if sink is not None and options.folder is None:
-        config = trainer_config(options, resolved.folder, model.model, resolved.options.num_blocks)
+        config = trainer_config(options, *paths, resolved.options.num_blocks)
         shares_gpu = options.trainer == str(drafter.model.norm.weight.device)
         trainer = TrainerProcess(replace(config, shares_gpu=shares_gpu), sink)
     atexit.register(link.close if trainer is None else trainer.stop)
-    swaps = Swaps(link, Refresh(drafter.model), ranks, trainer)
+    swaps = Swaps(link, drafter.model, ranks, trainer)
     swaps.start()
     if trainer is not None:
         trainer.start()
@@ -122,23 +118,15 @@ def link_up(
 
 
 def trainer_config(
-    options: AdaptConfig, drafter: str, target: str, num_blocks: int
+    options: AdaptConfig, drafter: Path, target: Path, num_blocks: int
 ) -> TrainerConfig:
-    """Return the config of a trainer that an engine starts.
-
-    Args:
-        drafter, target: folders.
-        num_blocks: M that the drafter serves with.
-    """
+    """Return the config of a trainer that an engine starts; num_blocks: M that it drafts with."""
     return TrainerConfig(
-        drafter=drafter,
-        target=target,
+        str(drafter),
+        str(target),
         policy=options.rule if options.policy == "bandit" else options.policy,
         actions=options.largest,
         num_blocks=num_blocks,
-        lr=options.lr,
-        every=options.every,
-        memory=options.memory,
-        out=options.out,
         device=options.trainer,
+        **options.model_dump(include={"lr", "every", "memory", "out"}),
     )

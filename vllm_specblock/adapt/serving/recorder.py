@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ from vllm_specblock.adapt.serving.slabs import Slabs
 from vllm_specblock.adapt.serving.swaps import Swaps
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.metrics.counters import Counts
+from vllm_specblock.engine.request_drafts import wants_drafts
 from vllm_specblock.engine.step_observer import StepObserver
-from vllm_specblock.engine.undrafted import wants_drafts
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.feedback.slab_tensors import StepToRecord
@@ -34,23 +34,21 @@ RECORDED_TOKENS, RECORDED = "adapt_recorded_tokens", "adapt_recorded_requests"
 UNRECORDED, OPTED_OUT = "adapt_unrecorded_requests", "adapt_opted_out_requests"
 
 
-def wanted(params: SamplingParams) -> bool | None:
-    """Return whether a request wants recording; None: unset. An invalid value means no."""
-    said: Any = (params.extra_args or {}).get(SAYS)
-    return None if said is None else str(said) in ("1", "1.0", "True")
+def wanted(params: SamplingParams, requests: Requests) -> bool:
+    """Return whether a request wants recording. An invalid value means no."""
+    said = (params.extra_args or {}).get(SAYS, requests == "all")
+    return str(said) in ("1", "1.0", "True")
 
 
 class Recorder(StepObserver):
     """Records the requests of an engine, step by step.
 
     Args:
-        slabs: slabs for the engine's request slots.
         columns: indices of the drafter's low, mid and high hidden state.
         parent: [S, N] int32, of the trees under verification.
         reach: maximum rows that a decode step may commit for a request.
         requests: which requests to record, see `AdaptConfig`.
         sink: receives the records; None: they are dropped.
-        swaps: swaps of the drafter's weights; None: none.
     """
 
     def __init__(
@@ -69,19 +67,12 @@ class Recorder(StepObserver):
         self._total: Counter[str] = Counter()
         self._now = time.perf_counter()
 
-    # ---- once per request ----
-
     def begin(self, slot: int, request: NewRequestData) -> None:
         """Start recording a new request, or one resumed after a preemption."""
         params = request.sampling_params
         if params is None or request.prompt_embeds is not None:
             return  # no text to learn from
-        says = wanted(params)
-        if (
-            says is False
-            or not wants_drafts(params)
-            or (self.requests == "marked" and says is None)
-        ):
+        if not (wanted(params, self.requests) and wants_drafts(params)):
             self._total[OPTED_OUT] += 1
             return
         stops = {*(params.stop_token_ids or ()), params.eos_token_id} - {None}
@@ -98,8 +89,6 @@ class Recorder(StepObserver):
         slot = self._slots.pop(request, None)
         if slot is not None:
             self._leave(slot)
-
-    # ---- once per step ----
 
     def between_steps(self, slots: np.ndarray) -> None:
         """Swap in a waiting version, and continue full slabs in new ones."""

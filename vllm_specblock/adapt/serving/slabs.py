@@ -1,4 +1,4 @@
-"""Slabs of recorded rows, and their requests.
+"""Slabs of recorded rows, their copies in host memory, and their requests.
 
 Steps write rows on the device (`triton_kernels/feedback/record_step.py`). Between steps the host
 assigns and frees slabs without waiting for the device.
@@ -12,22 +12,115 @@ from dataclasses import dataclass, replace
 
 import torch
 
+# By name: tests put a device in their place that does everything late.
+from torch.cuda import Event, Stream, stream
+
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS, ROWS
 from vllm_specblock.adapt.policy.interface import FinishedRequest
-from vllm_specblock.adapt.serving.slab_copies import HostSlabs, PinnedSlabs
 from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors
 
 SLABS = 16
 """Maximum requests recorded at a time; 8 MiB each for an 8B target in 16 bits."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Rows of a request in a slab: an answer, or a part of it.
+class HostSlabs:
+    """Slabs in host memory, read in place or from the copies `rows`.
 
     Attributes:
-        request: id.
+        sums: three of [G], `missed`, `steps` and `committed` of the last request in each slab.
+    """
+
+    def __init__(self, tensors: SlabTensors, rows: SlabTensors | None = None) -> None:
+        self.tensors, self.rows = tensors, tensors if rows is None else rows
+        self._totals = (tensors.missed, tensors.steps, tensors.committed)
+        pinned, slabs = self.rows.token.is_pinned(), len(tensors.begin)
+        self.sums = tuple(
+            torch.zeros(slabs, dtype=total.dtype, device="cpu", pin_memory=pinned)
+            for total in self._totals
+        )
+
+    def before_step(self) -> None:
+        """Called before a step."""
+
+    def give(self, slab: int) -> None:
+        """Record that a slab belongs to another request from the next step on."""
+
+    def most_rows(self, slab: int, reach: int) -> int:
+        """Return the maximum rows in a slab now; `reach`: rows that a decode step may add."""
+        return int(self.rows.end[slab] - self.rows.begin[slab])  # a host number
+
+    def send(self, slab: int, slot: int) -> None:
+        """Copy a slab, and the sums of the request in `slot` that left it, to the host."""
+        for sent, total in zip(self.sums, self._totals):
+            sent[slab].copy_(total[slot], non_blocking=True)
+
+    def is_here(self, slab: int) -> bool:
+        """Return whether a sent slab and its sums can be read."""
+        return True
+
+
+class PinnedSlabs(HostSlabs):
+    """Slabs on a GPU, copied to pinned memory on a side stream.
+
+    A slab's row count arrives some steps late; the rows that these may add are counted in.
+    """
+
+    def __init__(self, tensors: SlabTensors) -> None:
+        slabs, width, hidden = tensors.last.shape
+        dtype = tensors.last.dtype
+        super().__init__(
+            tensors, SlabTensors.empty(slabs, width, hidden, 0, dtype, "cpu", pin_memory=True)
+        )
+        self._beside = Stream()
+        # Steps are numbered; a copy requested before a step covers the steps before it.
+        self._step = self._asked_at = self._known = 0
+        self._asked = Event()
+        self._asked.record()
+        self._given, self._here = [0] * slabs, [Event() for _ in range(slabs)]
+
+    def before_step(self) -> None:
+        self._step += 1
+        if self._asked.query():
+            self._known, self._asked_at = self._asked_at, self._step
+            self._copy_extents()
+            self._asked.record()
+
+    def give(self, slab: int) -> None:
+        self._given[slab] = self._step
+
+    def most_rows(self, slab: int, reach: int) -> int:
+        given = self._given[slab]
+        rows = super().most_rows(slab, reach) if self._known > given else 0
+        since = self._step - max(self._known, given)
+        # Maximum recorded rows of a prompt.
+        return max(rows, PROMPT_ROWS) + since * reach
+
+    def send(self, slab: int, slot: int) -> None:
+        super().send(slab, slot)
+        self._copy_extents()
+        left = Event()
+        left.record()
+        self._beside.wait_event(left)
+        with stream(self._beside):
+            for name in ("states", "last", "token"):
+                here, there = getattr(self.rows, name), getattr(self.tensors, name)
+                here[slab].copy_(there[slab], non_blocking=True)
+            self._here[slab].record()
+
+    def is_here(self, slab: int) -> bool:
+        return self._here[slab].query()
+
+    def _copy_extents(self) -> None:
+        self.rows.begin.copy_(self.tensors.begin, non_blocking=True)
+        self.rows.end.copy_(self.tensors.end, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a request (an id) in a slab: an answer, or a part of it.
+
+    Attributes:
         prompt: tokens of the prompt; the target generated later ones.
         stops: stop tokens; accepted drafts beyond are not part of the answer.
         began: start time of the request, seconds.
@@ -82,16 +175,12 @@ class Slabs:
         now: float,
         stops: Iterable[int] = (),
     ) -> bool:
-        """Record a new request in a slot, from near its prompt's end on.
+        """Record a new request in a slot, from near its prompt's end on, if a slab is free.
 
         Args:
             prompt: its tokens; after a preemption with those of its answer.
             computed: cached tokens of these, which no step runs.
             now: seconds.
-            stops: stop tokens.
-
-        Returns:
-            Whether a slab was free.
         """
         if not self.free:
             return False
@@ -105,14 +194,9 @@ class Slabs:
 
     def crowded(self, slots: Iterable[int], reach: int) -> list[int]:
         """Return the slots whose slabs may have fewer than `reach` free rows."""
-        found = []
-        for slot in slots:
-            part = self.parts.get(slot)
-            if part is not None:
-                used = self.copies.most_rows(part.slab, reach)
-                if used > 0 and used + reach > self.rows:
-                    found.append(slot)
-        return found
+        recorded = (slot for slot in slots if slot in self.parts)
+        used = {slot: self.copies.most_rows(self.parts[slot].slab, reach) for slot in recorded}
+        return [slot for slot, rows in used.items() if 0 < rows > self.rows - reach]
 
     def move_on(self, slot: int) -> bool:
         """Continue a request in another slab; return whether one was free."""
@@ -129,11 +213,8 @@ class Slabs:
         return True
 
     def end(self, slot: int, now: float) -> bool:
-        """Stop recording the request in a slot; return whether it was recorded.
-
-        Args:
-            now: time of its last step, seconds.
-        """
+        """Stop recording the request in a slot, whose last step was `now`; return whether it was
+        recorded."""
         part = self.parts.pop(slot, None)
         if part is None:
             return False
@@ -144,9 +225,8 @@ class Slabs:
     def arrived(self) -> Iterator[tuple[Record | None, FinishedRequest | None, bool]]:
         """Yield the parts of requests that reached host memory, in order; each frees its slab.
 
-        Yields:
-            Copied rows of a part (None: no row to learn from); with the last part the request
-            (None: nothing was drafted for it); whether it is the last part.
+        Copied rows of a part (None: no row to learn from); with the last part the request (None:
+        nothing was drafted for it); whether it is the last part.
         """
         while self._leaving and self.copies.is_here(self._leaving[0][0].slab):
             part, ended = self._leaving.popleft()

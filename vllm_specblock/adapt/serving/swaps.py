@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from vllm_specblock.adapt.link.folder_link import FolderVersions
-from vllm_specblock.adapt.link.staged import StagedVersion
 from vllm_specblock.adapt.policy.interface import Action
-from vllm_specblock.adapt.serving.refresh import Refresh
 from vllm_specblock.adapt.trainer.process import TrainerProcess
-from vllm_specblock.drafters.specblock.refresh import RefreshError
+from vllm_specblock.adapt.versions import StagedVersion
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.drafters.specblock.refresh import RefreshError, prepare, swap_in
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.metrics.exporter import LEARNING
 from vllm_specblock.engine.ranks import Ranks
@@ -32,7 +36,7 @@ READS = 3
 
 
 class Swaps:
-    """Loads the weights that a trainer offers into a drafter.
+    """Loads the weights that a trainer offers into a drafter; on a GPU a thread prepares them.
 
     Args:
         ranks: ranks with equal drafters, each with its own `Swaps`; None: one rank.
@@ -42,19 +46,24 @@ class Swaps:
     def __init__(
         self,
         link: FolderVersions,
-        refresh: Refresh,
+        drafter: SpecBlockModel,
         ranks: Ranks | None = None,
         trainer: TrainerProcess | None = None,
     ) -> None:
-        self.link, self.refresh, self.ranks, self.trainer = link, refresh, ranks, trainer
+        self.link, self.drafter, self.ranks, self.trainer = link, drafter, ranks, trainer
+        on_gpu = drafter.norm.weight.is_cuda
+        self._pool = ThreadPoolExecutor(1, "specblock-swaps") if on_gpu else None
         self._coming: StagedVersion | None = None
+        self._prepared: Future[nn.Module | None]
+        self._held: nn.Module | None = None  # prepared weights of the coming version
+        self._seconds = 0.0
         self._turns = 0
 
     def start(self) -> None:
         """Load the current version before the first step, on all ranks."""
         for _ in range(READS):
             self._begin(self.link.current())
-            while self._coming is not None and not self.refresh.ready:
+            while self._coming is not None and self._held is None:
                 self._advance()
                 time.sleep(1e-3)
             if self.ranks is None or self._agree(self.ranks):
@@ -63,7 +72,7 @@ class Swaps:
     def turn(self) -> None:
         """Continue between two steps, on their stream, without waiting."""
         # A newer version may replace a held one, but not one in preparation.
-        if self._coming is None or self.refresh.ready:
+        if self._coming is None or self._held is not None:
             self._begin(self.link.staged())
         self._advance()
         self._turns += 1
@@ -76,23 +85,34 @@ class Swaps:
         return {(name, 0): counts.get(name.removeprefix("adapt_"), 0) for name in LEARNING}
 
     def _begin(self, version: StagedVersion | None) -> None:
-        if version is not None:
-            self._coming = version
-            self.refresh.start(version.tensors, hold=self.ranks is not None)
-
-    def _advance(self) -> None:
-        version = self._coming
         if version is None:
             return
-        try:
-            seconds = self.refresh.turn()
-        except RefreshError:
+        began = time.perf_counter()
+        self._coming, self._held = version, None
+        if self._pool is not None:
+            self._prepared = self._pool.submit(_prepare_pinned, self.drafter, version.tensors)
+        else:
+            self._prepared = Future()
+            self._prepared.set_result(_prepare(self.drafter, version.tensors))
+        self._seconds = time.perf_counter() - began
+
+    def _advance(self) -> None:
+        """Hold prepared weights, and let them serve if there is one rank."""
+        version = self._coming
+        if version is None or self._held is not None or not self._prepared.done():
+            return
+        self._held = self._prepared.result()
+        if self._held is None:
             self._coming = None
             self.link.refuse(version)
-            return
-        if seconds is None:
-            return
-        self._coming = None
+        elif self.ranks is None:
+            self._swap(version, self._held)
+
+    def _swap(self, version: StagedVersion, fresh: nn.Module) -> None:
+        began = time.perf_counter()
+        swap_in(self.drafter, fresh)
+        self._coming = self._held = None
+        seconds = self._seconds + time.perf_counter() - began
         self.link.took(version, seconds)
         logger.info(
             "SpecBlock adaptation: version %d (%s, from %d) swapped in in %.1f ms.",
@@ -104,12 +124,34 @@ class Swaps:
 
     def _agree(self, ranks: Ranks) -> bool:
         """Swap if all ranks hold the same version; return whether all hold the same, or none."""
-        held = self._coming if self.refresh.ready else None
-        alike = ranks.alike(0 if held is None else held.key)  # 0 is no version's key
-        if alike and held is not None:
-            self.refresh.release()
-            self._advance()
+        version, held = self._coming, self._held
+        if version is None or held is None:
+            return ranks.alike(0)  # no version's key
+        alike = ranks.alike(version.key)
+        if alike:
+            self._swap(version, held)
         return alike
+
+
+def _prepare(
+    drafter: SpecBlockModel, tensors: Mapping[str, Tensor], device: torch.device | None = None
+) -> nn.Module | None:
+    """Call `prepare`; None: the weights cannot serve."""
+    try:
+        return prepare(drafter, tensors, device)
+    except RefreshError as error:
+        logger.debug("A version is refused: %s", error)
+        return None
+
+
+def _prepare_pinned(drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> nn.Module | None:
+    """Prepare weights for a GPU in pinned host memory, beside the steps."""
+    try:
+        fresh = _prepare(drafter, tensors, torch.device("cpu"))
+        return None if fresh is None else fresh._apply(Tensor.pin_memory)
+    except Exception:  # a failed update must not stop the engine
+        logger.debug("A version could not be prepared.", exc_info=True)
+        return None
 
 
 class FollowingRank(StepObserver):

@@ -16,6 +16,8 @@ from vllm_specblock.adapt.trainer.trainer import CANNOT_START, TrainerConfig
 
 logger = logging.getLogger("vllm.specblock")
 
+MODULE = "vllm_specblock.adapt.trainer.trainer"
+
 WAITS = (1.0, 10.0, 100.0)
 """Seconds before each restart; there is none after the last."""
 
@@ -23,12 +25,8 @@ WAITS = (1.0, 10.0, 100.0)
 class TrainerProcess:
     """A trainer process, monitored by a thread; serving never waits for either.
 
-    Args:
-        config: config of the trainer; its link is set here.
-        link: the engine's side, in shared memory.
-
-    Attributes:
-        gave_up: the trainer is not started again.
+    config: its link is set here. link: the engine's side, in shared memory. gave_up: the trainer
+    is not started again.
     """
 
     def __init__(
@@ -94,12 +92,11 @@ class TrainerProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         if self.config.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        config = json.dumps(asdict(self.config))
+        arguments = json.dumps(asdict(self.config)), str(os.getpid())
         # -P: import nothing from the working directory.
-        command = [sys.executable, "-P", "-m", "vllm_specblock.adapt", config]
-        self._process = subprocess.Popen(
-            [*command, str(os.getpid())], env=environment, stdin=subprocess.DEVNULL
-        )
+        command = [sys.executable, "-P", "-m", MODULE, *arguments]
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)  # the lowest
         if self._ends.is_set():  # stopped meanwhile
             self._process.terminate()
         return self._process.wait()

@@ -5,27 +5,43 @@ It never imports vLLM.
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
+import os
+import shutil
 import signal
 import sys
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.book import Record
+from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
 from vllm_specblock.adapt.learning.update import AdaptationConfig, recipe
 from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
-from vllm_specblock.adapt.policy.interface import EVERY, Action
-from vllm_specblock.adapt.policy.registry import make_policy
-from vllm_specblock.adapt.trainer.version_writer import VersionWriter
-from vllm_specblock.adapt.versions import KEPT, VersionFolder
+from vllm_specblock.adapt.policy.actions import put
+from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
+from vllm_specblock.adapt.policy.gain_bandit import GainBandit
+from vllm_specblock.adapt.policy.interface import EVERY, Action, Always, Policy
+from vllm_specblock.adapt.versions import (
+    DELIVERED,
+    KEPT,
+    VersionFolder,
+    name_of,
+    number_of,
+    trunk_of,
+)
+from vllm_specblock.drafters.common.checkpoint_files import WEIGHTS, opened
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target import target_rows
 
@@ -42,13 +58,11 @@ LARGEST = {"heads": Action.HEADS, "all": Action.FULL}
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Options of a trainer.
+    """Options of a trainer; `actions`, `lr`, `every` and `memory` as in `AdaptConfig`.
 
     Attributes:
         drafter, target: their folders.
-        policy: see `policy.registry.make_policy`.
-        actions: the largest update: `heads`, or `all`.
-        lr, every, memory: see `AdaptConfig`.
+        policy: `gain`, `paper` or `always`.
         num_blocks: M of serving.
         out: folder for versions; None: the link's folder, which keeps only the last one.
         seconds: minimum time between two versions in `out`.
@@ -74,6 +88,22 @@ class TrainerConfig:
     link: str | None = None
 
 
+def policy_of(config: TrainerConfig) -> Policy:
+    """Return the policy of a config; raises TrainError if there is none of that name."""
+    if config.actions not in LARGEST:
+        raise TrainError(f"actions is {config.actions!r}, but must be heads or all.")
+    largest = LARGEST[config.actions]
+    schedule = Schedule(buffer=config.every, largest=largest)
+    match config.policy:
+        case "gain":
+            return GainBandit(schedule)
+        case "paper":
+            return PaperBandit(schedule, config.seed)
+        case "always":
+            return Always(largest, config.every)
+    raise TrainError(f"There is no policy {config.policy!r}: choose one of gain, paper, always.")
+
+
 class Trainer:
     """Learns from the requests of a source, and writes the version to serve to a folder.
 
@@ -83,14 +113,12 @@ class Trainer:
     """
 
     def __init__(self, config: TrainerConfig, source: FolderSource) -> None:
-        self.source, self._shares_gpu = source, config.shares_gpu
-        if config.actions not in LARGEST:
-            raise TrainError(f"actions is {config.actions!r}, but must be heads or all.")
-        policy = make_policy(config.policy, config.seed, LARGEST[config.actions], config.every)
+        self.source, self.config = source, config
+        policy = policy_of(config)
         paths = Path(config.drafter), Path(config.target)
-        folder = VersionFolder(Path(config.out or f"{config.link}/{VERSIONS}"), *paths)
+        self.folder = VersionFolder(Path(config.out or f"{config.link}/{VERSIONS}"), *paths)
         if config.link is None:  # else the engine holds the lock
-            folder.lock()
+            self.folder.lock()
         drafter = checkpoint.load(config.drafter, torch.float32, config.device)
         self._columns = drafter.config.target_hidden_size
         ids = torch.arange(drafter.config.draft_vocab_size, device=config.device)
@@ -113,9 +141,16 @@ class Trainer:
             source.count,
             self._seconds_lost,
         )
-        keep = KEPT if config.out is not None else 1
-        self.writer = VersionWriter(folder, drafter, self.adaptation, config.seconds, keep)
-        self.writer.exchange()
+        self.adaptation.number = max(map(number_of, self.folder.names()), default=0)
+        with opened(paths[0] / WEIGHTS) as file:
+            dtype = file.get_tensor("lm_head.weight").dtype
+        self._drafter = copy.deepcopy(drafter).to("cpu", dtype)  # holds what is written
+        self._delivered = trunk_of(self._drafter)
+        # The current version of the folder; None: unknown.
+        self._written: Version | None = self.adaptation.pool.origin
+        self._wrote = float("-inf")
+        self._known = 0  # stamp of the last choice, here or elsewhere
+        self._exchange()
         source.tell()
 
     def step(self) -> bool:
@@ -126,30 +161,87 @@ class Trainer:
                 self.adaptation.finish(message.record, message.request)
             else:
                 self.source.count("dropped_records", 1)
-        self.writer.exchange()
+        self._exchange()
         if message is not None:
             self.source.tell()
         return message is not None
 
     def close(self) -> None:
         """Write the last version."""
-        self.writer.write(now=True)
-        self.writer.folder.unlock()
+        self._write()
+        self.folder.unlock()
 
     def _seconds_lost(self, action: Action, seconds: float) -> float:
-        return self.source.swap_seconds(action) + seconds * self._shares_gpu
+        return self.source.swap_seconds(action) + seconds * self.config.shares_gpu
 
     def _fits(self, record: Record) -> bool:
         columns = (record.states.shape[1], record.last.shape[1])
         return columns == (3 * self._columns, self._columns)
 
+    def _exchange(self) -> None:
+        """Adopt a version that another process chose, and write the one to serve."""
+        stamp = self.folder.stamp()
+        if stamp != self._known:
+            self._known = stamp
+            self._adopt_chosen()
+        if time.monotonic() - self._wrote >= self.config.seconds:
+            self._write()
+
+    def _adopt_chosen(self) -> None:
+        try:
+            name = self.folder.current()
+            tensors = {} if name is None else self.folder.read(name)
+        except TrainError as error:
+            if self.folder.stamp() == self._known:  # else the next call adopts another one
+                self._written = None
+                logger.warning(
+                    "SpecBlock adaptation: the current version in %s cannot be used, and what "
+                    "serves stays: %s",
+                    self.folder.out,
+                    error,
+                )
+            return
+        self._written = self.adaptation.pool.origin
+        if name is not None:
+            weights = {name: each.float() for name, each in tensors.items()}
+            self._written = Version(number_of(name), weights, Action.FULL)
+        self.adaptation.adopt(self._written)
+
+    def _write(self) -> None:
+        """Write and select the version to serve, if it changed."""
+        version = self.adaptation.pool.current
+        if version is self._written:
+            return
+        self._written, self._wrote = version, time.monotonic()
+        try:
+            name = name_of(version.number)
+            if name is not None and name not in self.folder.names():
+                put(self._drafter, version.tensors)
+                self.folder.write(self._drafter, self._facts(version), version.number)
+            self.folder.use(name)
+            self._known = self.folder.stamp()
+            self.folder.prune(KEPT if self.config.out is not None else 1)
+        except (OSError, SafetensorError, TrainError) as error:
+            logger.warning(
+                "SpecBlock adaptation: %s cannot be written to (%s): what is learned is not kept.",
+                self.folder.out,
+                error,
+            )
+
+    def _facts(self, version: Version) -> dict[str, Any]:
+        """What is known of the version that `self._drafter` holds."""
+        gain, trunk = self.adaptation.gain_over_origin(version), trunk_of(self._drafter)
+        return {
+            "parent": name_of(version.parent or 0),
+            "action": str(version.action),
+            "rows": self.adaptation.rows,
+            "gain": None if gain != gain else round(gain, 4),
+            "trunk": DELIVERED if trunk == self._delivered else trunk,
+        }
+
 
 def serve(config: TrainerConfig) -> int:
-    """Learn until the engine stops the process; return the exit status.
-
-    Args:
-        config: must have a link.
-    """
+    """Learn until the engine stops the process; return the exit status."""
     assert config.link is not None
     torch.set_num_threads(config.threads)
     told = threading.Event()
@@ -165,3 +257,22 @@ def serve(config: TrainerConfig) -> int:
             time.sleep(POLL)
     trainer.close()
     return 0
+
+
+def _end_with(engine: int, link: str) -> None:
+    """Exit with the engine, also after `kill -9`, and remove the shared folder."""
+    while os.getppid() == engine:
+        time.sleep(0.2)
+    shutil.rmtree(link, ignore_errors=True)
+    os._exit(0)
+
+
+def main() -> int:
+    """Process of an engine's trainer; arguments: its config as JSON, and the engine's id."""
+    config, engine = TrainerConfig(**json.loads(sys.argv[1])), int(sys.argv[2])
+    threading.Thread(target=_end_with, args=(engine, config.link), daemon=True).start()
+    return serve(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

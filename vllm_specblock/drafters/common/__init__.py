@@ -1,1 +1,1 @@
-"""What all drafters share: layers, RoPE, chunked advance."""
+"""What drafters share: configs and checkpoints, layers, attention, missed rows."""

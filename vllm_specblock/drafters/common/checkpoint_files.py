@@ -16,32 +16,28 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.specblock.config import CheckpointError
-from vllm_specblock.drafters.specblock.config_json import read_json
+from vllm_specblock.drafters.common.config import CheckpointError, read_json
 
 CONFIG, WEIGHTS, MAPPING = "config.json", "model.safetensors", "vocab_mapping.pt"
 MAPPING_NAMES = ("d2t", "t2d")
 _INDEX = "model.safetensors.index.json"
 
 PathLike = str | os.PathLike[str]
-Shapes = dict[str, tuple[int, ...]]
 Shape = TypeVar("Shape")
 Network = TypeVar("Network", bound=nn.Module)
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: its shape, and how to read it."""
+    """The shape of a tensor in a file, and its reader."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
 
     @classmethod
     def of(cls, tensor: Tensor) -> Stored:
-        """A tensor in memory."""
         return cls(tuple(tensor.shape), tensor.detach)
 
     def rows(self, first: int, count: int) -> Stored:
-        """Some of its rows."""
         return Stored((count, *self.shape[1:]), lambda: self.read()[first : first + count])
 
 
@@ -50,50 +46,36 @@ Tensors = dict[str, Stored]
 
 @dataclass(frozen=True)
 class CheckpointReader(Generic[Shape, Network]):
-    """Reads the checkpoints of one kind of drafter.
+    """Reader of one kind of checkpoint."""
 
-    Attributes:
-        from_json: (config.json, its path for messages) -> config.
-        make: (config, names of the stored tensors) -> network.
-        named: (stored tensors, config, folder) -> the same by the network's names.
-        rewritten: (tensors by the network's names, config) -> what the network loads.
-        weights: pattern of its safetensors files, where no index names them.
-    """
-
+    # (config.json, its path for messages) -> config
     from_json: Callable[[dict[str, Any], str], Shape]
+    # (config, names of the stored tensors) -> network
     make: Callable[[Shape, Collection[str]], Network]
+    # (stored tensors, config, folder) -> the same by the network's names
     named: Callable[[Tensors, Shape, Path], Tensors]
+    # (tensors by the network's names, config) -> what the network loads
     rewritten: Callable[[dict[str, Tensor], Shape], dict[str, Tensor]] = lambda tensors, _: tensors
-    weights: str = "*.safetensors"
+    weights: str = "*.safetensors"  # where no index names them
 
     def read_config(self, directory: PathLike) -> Shape:
-        """Parse the checkpoint's config.json.
-
-        Raises:
-            CheckpointError: there is no config.json, or no JSON in it; another kind of drafter, or
-                a variant that is not supported.
-        """
+        """Parse the config.json; raises CheckpointError for an absent or an unsupported one."""
         return self.from_json(*read_json(Path(directory) / CONFIG))
 
     def check_tensors(self, directory: PathLike, config: Shape) -> Tensors:
-        """Compare the tensors' names and shapes with `config` without reading the weights.
-
-        Returns:
-            the tensors by the network's names.
+        """Return the tensors by the network's names; weights are not read.
 
         Raises:
             CheckpointError: a file is missing or unreadable, tensors are missing, left over or of
-                another shape, or the vocabulary mapping is not one.
+                another shape than in `config`, or the vocabulary mapping is not one.
         """
         directory = Path(directory)
         stored = self.named(stored_in(directory, self.weights), config, directory)
         wanted = wanted_shapes(partial(self.make, config, stored.keys()))
-        if missing := sorted(wanted.keys() - stored.keys()):
-            what = listed(missing)
-            raise CheckpointError(f"{directory} lacks {what}, which its {CONFIG} asks for.")
-        if extra := sorted(stored.keys() - wanted.keys()):
-            what = listed(extra)
-            raise CheckpointError(f"{directory} holds {what}, which its {CONFIG} does not use.")
+        if missing := listed(wanted.keys() - stored.keys()):
+            raise CheckpointError(f"{directory} lacks {missing}, which its {CONFIG} asks for.")
+        if extra := listed(stored.keys() - wanted.keys()):
+            raise CheckpointError(f"{directory} holds {extra}, which its {CONFIG} does not use.")
         for name, shape in wanted.items():
             if stored[name].shape != shape:
                 raise CheckpointError(
@@ -103,7 +85,7 @@ class CheckpointReader(Generic[Shape, Network]):
         return stored
 
     def read_tensors(self, directory: PathLike, config: Shape) -> dict[str, Tensor]:
-        """Read the tensors as they are stored, by the network's names; see `check_tensors`."""
+        """Read the tensors in their stored dtypes; see `check_tensors`."""
         return {name: entry.read() for name, entry in self.check_tensors(directory, config).items()}
 
     def load(
@@ -112,11 +94,7 @@ class CheckpointReader(Generic[Shape, Network]):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Network:
-        """Return the network with its weights cast to `dtype`, on `device`.
-
-        Raises:
-            CheckpointError: as `read_config` and `check_tensors`.
-        """
+        """Return the network; raises CheckpointError as `read_config` and `check_tensors`."""
         config = self.read_config(directory)
         tensors = self.read_tensors(directory, config)
         with torch.device("meta"):
@@ -126,21 +104,14 @@ class CheckpointReader(Generic[Shape, Network]):
         return network
 
 
-def wanted_shapes(make: Callable[[], nn.Module]) -> Shapes:
+def wanted_shapes(make: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:
     """Return the shapes, by name, of all tensors that a network loads."""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
 
 
 def stored_in(directory: Path, weights: str = "*.safetensors") -> Tensors:
-    """Return every tensor of the checkpoint in `directory`, by its name there.
-
-    Args:
-        weights: pattern of its safetensors files, where no index names them.
-
-    Raises:
-        CheckpointError: a file is missing or unreadable.
-    """
+    """Return a checkpoint's tensors by their names there; CheckpointError: a file is unreadable."""
     if files := _safetensors_files(directory, weights):
         return {name: entry for path in files for name, entry in _safetensors(path).items()}
     pickles = sorted(directory.glob("pytorch_model*.bin"))
@@ -193,8 +164,8 @@ def opened(path: Path) -> safe_open:
 
 def unpickled(path: Path, names: tuple[str, ...] = (), mmap: bool = False) -> dict[str, Tensor]:
     """Read a plain dict of tensors; raises CheckpointError for others, or without `names`."""
-    what = f"the tensors {' and '.join(names)}" if names else "tensors"
-    refusal = f"{path} is not a plain dict of {what}"
+    refusal = f"{path} is not a plain dict of "
+    refusal += f"the tensors {' and '.join(names)}" if names else "tensors"
     try:
         tensors: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # on foreign bytes torch's unpickler fails with anything
@@ -202,11 +173,13 @@ def unpickled(path: Path, names: tuple[str, ...] = (), mmap: bool = False) -> di
             f"{refusal} (torch.load with weights_only=True: {type(error).__name__}); save it anew, "
             "best as safetensors."
         ) from None
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise CheckpointError(f"{refusal}.")
-    if not tensors.keys() >= set(names):
-        raise CheckpointError(f"{refusal}.")
-    return tensors
+    if (
+        isinstance(tensors, dict)
+        and tensors.keys() >= set(names)
+        and all(isinstance(tensor, Tensor) for tensor in tensors.values())
+    ):
+        return tensors
+    raise CheckpointError(f"{refusal}.")
 
 
 def with_mapping(
@@ -242,7 +215,7 @@ def check_mapping(d2t: Tensor, vocab_size: int, directory: Path, t2d: Tensor | N
         )
 
 
-def listed(names: list[str]) -> str:
-    """Return a list's first names for a sentence, and how many more there are."""
-    shown = ", ".join(names[:5])
+def listed(names: Collection[str]) -> str:
+    """Return the first five names for a sentence, and how many more there are."""
+    shown = ", ".join(sorted(names)[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -6,47 +6,34 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.drafters.common.config import CheckpointError
 
-DRAFTER_FILES = [
-    "config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "vocab_mapping.pt",
-    "pytorch_model*.bin*",
-]
+DRAFTER_FILES = ["config.json", "*.safetensors*", "vocab_mapping.pt", "pytorch_model*.bin*"]
 TARGET_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _OTHER_COPIES = ["original/*", "consolidated*"]  # of weights, which transformers does not read
 
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
-class NotDownloadedError(Exception):
-    """A failed download; the message names the hub client's error."""
-
-
 def snapshot(model: str, files: list[str], **hub: Any) -> Path:
     """Download a repository's `files` unless they are cached; returns their folder.
 
     Raises:
-        NotDownloadedError: no hub id, no such repository, no network.
+        CheckpointError: no hub id, no such repository, no network. The end of a sentence.
     """
-    # Here and not above: it takes half a second.
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # takes half a second
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, allow_patterns=files, **hub))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise NotDownloadedError(type(error).__name__) from None
+        raise CheckpointError(
+            f"neither a folder here nor a hub id that could be downloaded ({type(error).__name__})."
+        ) from None
 
 
 def drafter_folder(model: str | Path) -> Path:
-    """Return a drafter's folder; a hub id (organisation/name) is downloaded.
-
-    Raises:
-        CheckpointError: it looks like a hub id, but cannot be downloaded.
-    """
+    """Return a drafter's folder; a hub id is downloaded, or CheckpointError is raised."""
     return _folder(model, "drafter", DRAFTER_FILES)
 
 
@@ -61,8 +48,5 @@ def _folder(model: str | Path, what: str, files: list[str], **hub: Any) -> Path:
         return Path(model)
     try:
         return snapshot(str(model), files, **hub)
-    except NotDownloadedError as error:
-        raise CheckpointError(
-            f"The {what} {str(model)!r} is neither a folder here nor a hub id that could be "
-            f"downloaded ({error})."
-        ) from None
+    except CheckpointError as error:
+        raise CheckpointError(f"The {what} {str(model)!r} is {error}") from None

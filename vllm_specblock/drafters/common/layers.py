@@ -1,4 +1,4 @@
-"""Decoder layers of drafters: RMS norm, attention projections, MLP; and an LM head.
+"""Decoder layers of drafters, and an LM head.
 
 Shapes: ... any leading dimensions, I input size, H hidden size, D head size. `fold` joins the
 weights that read the same input.
@@ -7,18 +7,18 @@ weights that read the same input.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm_specblock.drafters.common.config import NetworkShape
 from vllm_specblock.drafters.common.linear import Joined, add_linear, silu_mul
-from vllm_specblock.drafters.specblock.config import NetworkShape
 from vllm_specblock.triton_kernels.layers.norms import add_norm
-from vllm_specblock.triton_kernels.layers.rms_norm_numba import rms_norm_numba, runs_loop
 from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair
 from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
+from vllm_specblock.triton_kernels.optional_numba import takes
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, query [Q..., nh, D], key [T..., nkv, D], value [T..., nkv, D]) -> [Q..., nh, D].
@@ -29,13 +29,19 @@ callable owns the cache, the mask and the scaling by 1/sqrt(D).
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMS norm with float32 arithmetic inside; gives the dtype of its input."""
+    """RMS norm with float32 arithmetic inside; gives the dtype of its input.
+
+    Attributes:
+        loop: f(x, weight, eps) for CPUs, registered in `cpu/install.py`; None: torch's own.
+    """
 
     eps: float
+    loop: ClassVar[Callable[[Tensor, Tensor, float], Tensor] | None] = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if runs_loop(x, self.weight):
-            return rms_norm_numba(x, self.weight, self.eps)
+        loop, alike = RMSNorm.loop, x.dtype == self.weight.dtype
+        if loop is not None and alike and takes(x) and not torch.is_grad_enabled():
+            return loop(x, self.weight, self.eps)
         # Autocast would make float32 of the result on a GPU.
         with torch.autocast(x.device.type, enabled=False):
             return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -62,7 +68,6 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(sizes.head_dim, sizes.rms_norm_eps)
 
     def fold(self) -> None:
-        """Make one product of queries, keys and values."""
         self.qkv = Joined(self.q_proj, self.k_proj, self.v_proj)
         del self.q_proj, self.k_proj, self.v_proj
 
@@ -106,15 +111,11 @@ class MLP(nn.Module):
         self.gate_up: nn.Module | None = None
 
     def fold(self) -> None:
-        """Make one product of gate and up."""
         self.gate_up = Joined(self.gate_proj, self.up_proj)
         del self.gate_proj, self.up_proj
 
     def forward(self, normed: Tensor, residual: Tensor) -> Tensor:
-        """Return residual + layer output, [..., H].
-
-        When folded on CUDA, this overwrites `residual`.
-        """
+        """Return residual + layer output, [..., H]; folded on CUDA, it overwrites `residual`."""
         if self.gate_up is not None:
             return add_linear(residual, silu_mul(self.gate_up(normed)), self.down_proj)
         return residual + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
@@ -142,8 +143,7 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """hidden [T..., H], keep [Q] -> [T... or Q..., H].
 
-        index: number of the layer.
-        normed: [T..., I], what attention reads, if the caller has it.
+        normed: [T..., I], what attention reads; default: the normed `hidden`.
         """
         if normed is None:
             normed = self.input_layernorm(hidden)
@@ -153,21 +153,13 @@ class DecoderLayer(nn.Module):
 
 
 class DraftLM(nn.Module):
-    """A network that names draft tokens by an LM head, its own or the target's.
+    """A network that names draft tokens by an LM head, its own or the target's."""
 
-    Attributes:
-        norm: what the LM head reads has been through it.
-        lm_head: [Vd, H].
-        d2t: [Vd] int64, target id − draft id.
-        logit_scale: factor on the logits.
-        wants_head: whether it still lacks an LM head, see `share_head`.
-    """
-
-    norm: Any
-    lm_head: nn.Linear
-    d2t: Tensor
+    norm: Any  # before the LM head
+    lm_head: nn.Linear  # [Vd, H]
+    d2t: Tensor  # [Vd] int64, target id − draft id
     logit_scale = 1.0
-    wants_head = False
+    wants_head = False  # it lacks an LM head, see `share_head`
 
     def share_head(self, weight: Tensor) -> None:
         """Take the target's LM head: weight [V, H], which is read and never written."""
@@ -185,7 +177,7 @@ class DraftLM(nn.Module):
         return self.lm_head(self.norm(state))
 
     def best(self, state: Tensor, width: int, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The `width` likeliest tokens at each state.
+        """Return the `width` likeliest tokens at each state.
 
         state [R, ..., H], beta [R] float32 (None: 1, see `feedback/calibration.py`) ->
         log-probabilities over the draft vocabulary [R, ..., width] float32, best first, and

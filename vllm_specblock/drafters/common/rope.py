@@ -1,7 +1,6 @@
 """RoPE of the drafter: half-split over the whole head, position k of a row at base + k.
 
-YaRN's factor on cos and sin, and RoPE over a part of the head, cost a step nothing: a checkpoint is
-rewritten for them on loading (`rewritten`).
+Checkpoints with YaRN's factor, or RoPE over a part of the head, are rewritten on loading.
 """
 
 from __future__ import annotations
@@ -14,27 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.specblock.config import NetworkShape, rope_type
+from vllm_specblock.drafters.common.config import NetworkShape, rope_type
 from vllm_specblock.triton_kernels.layers.rope import Rope
 
 if TYPE_CHECKING:
-    from vllm_specblock.drafters.common.decoder_config import DecoderShape
+    from vllm_specblock.drafters.common.config import DecoderShape
 
 
 class Rotary(nn.Module):
-    """The angles of one forward, for all its layers.
+    """The angles of one forward, for all its layers; K = `block_size` positions of a row.
 
-    Attributes:
-        offset: [K] int64.
-        turn: [D] float32, see `Rope`.
-
-    Args:
-        rotary_dim: dimensions of a head that turn, as pairs of its halves' first ones; default: D.
-        block_size: K, positions of a row.
+    rotary_dim: dimensions of a head that turn, as pairs of its halves' first ones; default: D.
     """
 
-    turn: Tensor
-    offset: Tensor
+    turn: Tensor  # [D] float32, see `Rope`
+    offset: Tensor  # [K] int64
 
     def __init__(
         self, config: NetworkShape, rotary_dim: int | None = None, block_size: int = 1
@@ -62,34 +55,28 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, base: Tensor, dtype: torch.dtype) -> Rope:
-        """base [T] int64, the position of each row's first draft position; k is at base + k.
-
-        dtype: of the states that will be turned.
-        """
+        """base [T] int64, of each row's first draft position; dtype: of the states to turn."""
         fused = base.is_cuda and not torch.is_grad_enabled()
         return Rope(base, self.turn, None if fused else self.table(base, dtype))
 
     def table(self, base: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """base [T] int64 -> cos and signed sin, each [T, K, 1, D]."""
         angle = (base[:, None] + self.offset)[..., None, None] * self.turn
-        # Rounded on the way out, not by a launch of their own.
         cos, sin = (torch.empty_like(angle, dtype=dtype) for _ in range(2))
-        return torch.cos(angle, out=cos), torch.sin(angle, out=sin)
+        return torch.cos(angle, out=cos), torch.sin(angle, out=sin)  # no launch to round
 
 
 def inverse_frequencies(
     config: NetworkShape, rotary_dim: int | None = None
 ) -> tuple[Tensor, float]:
-    """RoPE of `rotary_dim` dimensions (default: D), scaled as `rope_scaling` says.
+    """Return radians per position [rotary_dim/2] float32, and YaRN's factor on cos and sin (or 1).
 
-    Returns:
-        radians per position [rotary_dim/2] float32, and YaRN's factor on cos and sin (else 1).
+    rotary_dim: dimensions that turn; default: D.
     """
     dim, scaling = rotary_dim or config.head_dim, config.rope_scaling
     if scaling is None or rope_type(scaling) == "default":
         return 1.0 / config.rope_theta ** (torch.arange(0, dim, 2).float() / dim), 1.0
-    # Here: it takes a second.
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # takes a second
 
     kind = rope_type(scaling)
     # `dim` is the part of a head that turns, so it is whole here.
@@ -107,12 +94,12 @@ def inverse_frequencies(
 
 
 def rewritten(tensors: dict[str, Tensor], config: DecoderShape) -> dict[str, Tensor]:
-    """Tensors by the network's names, for RoPE that turns whole heads by halves, without a factor.
+    """Rewrite tensors for RoPE that turns whole heads by halves, without a factor.
 
-    A score is the same if query and key change places among their dimensions together. So where
-    RoPE turns the first R of D dimensions, in pairs (i, i + R/2), the rows of both projections are
-    laid out for pairs (i, i + D/2), of which those behind R/2 have no frequency (`Rotary`). YaRN's
-    factor on cos and sin goes into the rows that they turn.
+    Scores do not change if the dimensions of query and key are permuted together. Where RoPE turns
+    the first R of D dimensions, in pairs (i, i + R/2), both projections' rows are laid out for
+    pairs (i, i + D/2), of which those behind R/2 have no frequency. YaRN's factor on cos and sin
+    goes into the rows that they turn.
     """
     dim = config.head_dim
     turned = config.rotary_dim or dim

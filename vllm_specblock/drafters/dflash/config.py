@@ -6,32 +6,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from vllm_specblock.drafters.common.decoder_config import DecoderShape, refuse, shape_of
-from vllm_specblock.drafters.specblock.config import Ascending, CheckpointError, Count
+from vllm_specblock.drafters.common.config import (
+    Ascending,
+    CheckpointError,
+    Count,
+    DecoderShape,
+    refuse,
+    shape_of,
+)
 
 ARCHITECTURE = "DFlashDraftModel"
-_SPECULATORS = "jetspec"
-"""What the speculators library, whose layouts are refused, calls a drafter with causal blocks."""
+_SPECULATORS = "jetspec"  # a drafter with causal blocks in the speculators library
 
 
 class DFlashShape(DecoderShape):
-    """Qwen3 layers over a block of masks, whose context is keys and values of the target's states.
-
-    It is as wide as the target, and embeds and names tokens as the target does.
-
-    Attributes:
-        masks: of a block in training; a block is the root's token and so many masks.
-        mask_token_id: the target's token whose embedding stands for a mask.
-        layer_ids: config.json names the last of the layers that were run, from 0 on.
-        causal: whether no row of a block sees a later one, as in JetSpec drafters.
-    """
+    """Qwen3 layers over a block of masks, with the target's width, embedding and LM head."""
 
     rope_theta: Annotated[float, Field(gt=0)] = 1e6
     qk_norm: Literal[True] = True
-    masks: Count
-    mask_token_id: Annotated[int, Field(ge=0)]
+    masks: Count  # of a block in training, after the root's token
+    mask_token_id: Annotated[int, Field(ge=0)]  # of the target
+    # config.json names the last of the layers that were run, from 0 on.
     layer_ids: Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
-    causal: bool = False
+    causal: bool = False  # no row of a block sees a later one, as in JetSpec drafters
 
     @property
     def target_hidden_size(self) -> int:
@@ -43,27 +40,19 @@ class DFlashShape(DecoderShape):
 
 
 def is_dflash(raw: dict[str, Any]) -> bool:
-    """Whether the config.json `raw` is a DFlash or JetSpec drafter's, be it one that `from_json`
-    refuses."""
+    """Return whether `raw` is a DFlash or JetSpec config, supported or not."""
     named = [*(raw.get("architectures") or []), raw.get("speculators_model_type")]
     names = " ".join(map(str, named)).lower()
     return "dflash_config" in raw or "dflash" in names or _SPECULATORS in names
 
 
 def is_causal(raw: dict[str, Any]) -> bool:
-    """Whether no row of a block sees a later one, as in JetSpec drafters.
-
-    Their authors write `causal_head`; what trains them for vLLM writes a key that it reads.
-    """
+    """Return whether blocks are causal: JetSpec writes `causal_head`, others vLLM's key."""
     return any(_causal_keys(raw).values()) or raw.get("speculators_model_type") == _SPECULATORS
 
 
 def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
-    """The shape in `raw`; `where` names its file in errors.
-
-    Raises:
-        CheckpointError: a variant that is not supported, a key missing or out of range.
-    """
+    """Parse `raw`, a config.json; raises CheckpointError, in which `where` names it."""
     own = _own(raw)
     _refuse_variants(raw, own, where)
     layers, block = own.get("target_layer_ids"), own.get("block_size", raw.get("block_size"))

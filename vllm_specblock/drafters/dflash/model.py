@@ -1,7 +1,7 @@
-"""The DFlash drafter: Qwen3 layers over blocks of masks (arXiv 2602.06036).
+"""The DFlash network: Qwen3 layers over blocks of masks (arXiv 2602.06036).
 
-The target's states enter nowhere but in the keys and values of every layer, made by the projections
-that also serve the block. Parameter names are those of the authors' checkpoints.
+The target's states enter only as keys and values of every layer, by the block's own projections.
+Parameter names are those of the authors' checkpoints.
 """
 
 from __future__ import annotations
@@ -39,28 +39,19 @@ class DFlashModel(DraftLM):
         self.d2t = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
 
     def context(self, features: Tensor, position: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of committed tokens, layer by layer.
+        """Yield each layer's keys, with their RoPE, and values of committed tokens.
 
-        Args:
-            features: [T, n·H], the target's states side by side, low layers first.
-            position: [T] int64.
-
-        Yields:
-            key, with its RoPE, and value, [T, kv heads, D] each.
+        features [T, n·H], the target's states side by side, low layers first; position [T] int64
+        -> [T, kv heads, D] each.
         """
         fused = self.hidden_norm(self.fc(features.to(self.dtype)))
         rope = self.rotary(position, self.dtype)
         for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)  # which a ModuleList does not say
+            assert isinstance(layer, DecoderLayer)
             yield layer.self_attn.key_value(fused, rope)
 
     def forward(self, embedding: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """Blocks, which see their context, and of themselves what `attend` lets them.
-
-        Args:
-            embedding: [n, H], of roots and masks.
-            position: [n] int64.
-            attend: see `Attend`.
+        """Run the layers over blocks: embedding [n, H] of roots and masks, position [n] int64.
 
         Returns:
             [n, H], after the last layer.

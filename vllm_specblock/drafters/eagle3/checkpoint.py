@@ -1,8 +1,4 @@
-"""EAGLE-3 checkpoints: detect, check and load.
-
-The first layer is called `midlayer` or `layers.0`, with or without `model.` before it, and
-projections may be fused. Embedding, LM head and vocabulary mapping are there or are not.
-"""
+"""EAGLE-3 checkpoints, whose tensors have several names and may be fused or absent."""
 
 from __future__ import annotations
 
@@ -22,12 +18,10 @@ from vllm_specblock.drafters.eagle3.config import Eagle3Shape, from_json
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 
 _UNUSED = ("t2d", "mask_hidden", "rotary_emb.inv_freq")
-"""Tensors that say nothing to a plain EAGLE-3 drafter: the mapping's other direction, what
-parallel drafting reads, and RoPE, which is computed."""
+"""The mapping's other direction, an input of parallel drafting, and RoPE, which is computed."""
 
 
 def _model(config: Eagle3Shape, names: Collection[str]) -> Eagle3Model:
-    """The model that a checkpoint with tensors of these names is for."""
     # The target's embedding will do only where it is as wide, and its LM head where it also names
     # the same tokens.
     narrow = config.hidden_size != config.target_hidden_size
@@ -56,7 +50,7 @@ def _named(found: Tensors, config: Eagle3Shape, directory: Path) -> Tensors:
 
 
 def _unfused(stored: Tensors, config: Eagle3Shape) -> Tensors:
-    """By the network's names, unused ones left out and fused ones taken apart."""
+    """Return the used tensors by the network's names, fused ones taken apart."""
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
     inner = config.intermediate_size

@@ -1,8 +1,4 @@
-"""EAGLE-3 model configuration, and its `config.json` as vLLM reads it.
-
-Two layouts: that of the EAGLE authors, flat like a Llama's, and that of the speculators library,
-which keeps the layer's keys under `transformer_layer_config`.
-"""
+"""EAGLE-3 model configuration, and its `config.json` in the authors' and speculators' layouts."""
 
 from __future__ import annotations
 
@@ -10,8 +6,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from vllm_specblock.drafters.common.decoder_config import DecoderShape, refuse, shape_of
-from vllm_specblock.drafters.specblock.config import CheckpointError, Count
+from vllm_specblock.drafters.common.config import (
+    CheckpointError,
+    Count,
+    DecoderShape,
+    refuse,
+    shape_of,
+)
 
 _KINDS = {
     "LlamaForCausalLMEagle3": "llama",
@@ -22,12 +23,6 @@ _KINDS = {
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
 }
-_HEAD_DIM_OF_QWEN3 = 128
-"""Qwen3's default `head_dim`."""
-_THETA_OF_QWEN3 = 1e6
-"""What vLLM takes for a Qwen3 layer in the speculators layout that says nothing of RoPE; in the
-flat layout transformers has filled in its 10000 by then."""
-
 _SPECULATORS_KEYS = {
     "draft_vocab_size": None,
     "norm_before_residual": True,
@@ -39,27 +34,16 @@ _SPECULATORS_KEYS = {
 
 
 class Eagle3Shape(DecoderShape):
-    """Decoder layers over embedding and feature. Only the first layer reads the embedding.
+    """Decoder layers over embedding and feature. Only the first layer reads the embedding."""
 
-    Attributes:
-        target_hidden_size: Ht, width of the target's hidden states.
-        draft_vocab_size: Vd, width of the LM head; equal to `vocab_size` means no mapping.
-        num_features: hidden states of the target that are fused.
-        norm_before_residual: whether the first layer's residual is the feature after its norm.
-        norm_before_fc: whether the fused features are normed together before `fc`.
-        fc_norm: whether each of them is normed by itself before `fc`.
-        norm_output: whether a later step's feature is the state after the final norm.
-        logit_scale: factor on the logits.
-    """
-
-    target_hidden_size: Count
+    target_hidden_size: Count  # Ht
     num_hidden_layers: Count = 1
-    draft_vocab_size: Count
-    num_features: Count = 3
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
+    draft_vocab_size: Count  # Vd; equal to `vocab_size`: no mapping
+    num_features: Count = 3  # hidden states of the target that are fused
+    norm_before_residual: bool = False  # the first layer's residual is the normed feature
+    norm_before_fc: bool = False  # the features are normed together
+    fc_norm: bool = False  # each feature is normed
+    norm_output: bool = False  # a later step's feature is the state after the final norm
     logit_scale: Annotated[float, Field(gt=0)] = 1.0
 
     @model_validator(mode="after")
@@ -84,12 +68,7 @@ def is_eagle3(raw: dict[str, Any]) -> bool:
 
 
 def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
-    """Parse `raw`, a config.json of either layout; `where` names it in errors.
-
-    Raises:
-        CheckpointError: an architecture or a variant that is not supported, a key missing or
-            out of range.
-    """
+    """Parse `raw`, a config.json; raises CheckpointError, in which `where` names it."""
     raw = _flat(raw, where)
     named, eagle = raw.get("architectures") or [], raw.get("eagle_config")
     eagle = eagle if isinstance(eagle, dict) else {}
@@ -101,10 +80,11 @@ def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
             f"{', '.join(_KINDS)}."
         )
     if kind == "qwen3":
-        raw = {"head_dim": _HEAD_DIM_OF_QWEN3} | raw
+        raw = {"head_dim": 128} | raw  # Qwen3's default
         says_rope = any(map(raw.get, ("rope_theta", "rope_scaling", "rope_parameters")))
+        # As vLLM does. In the flat layout transformers has filled in its 10000 by then.
         if "speculators_model_type" in raw and not says_rope:
-            raw["rope_theta"] = _THETA_OF_QWEN3
+            raw["rope_theta"] = 1e6
     # As Model Runner V2 does. `eagle_config.eagle_aux_hidden_state_layer_ids` is not read there:
     # other engines write it, too, and count its layers from another end of the layer.
     layer_ids = raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("layer_ids") or None

@@ -1,8 +1,8 @@
-"""The EAGLE-3 drafter: decoder layers, mostly one, run once per drafted level (arXiv 2503.01840).
+"""The EAGLE-3 network: decoder layers, mostly one, run once per drafted level (arXiv 2503.01840).
 
-A row is (embedding of a token, feature of the token before it, RoPE position). Its feature is
-the target's for committed tokens, and the state that the drafter itself left for drafted ones.
-Parameter names are those of the authors' checkpoints. Any number of leading dimensions will do.
+A row is (embedding of a token, feature of the token before it, RoPE position). The feature is the
+target's for committed tokens, the drafter's own state for drafted ones. Parameter names are those
+of the authors' checkpoints.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.triton_kernels.layers.norms import norm_pair
 
-_SHARED_AT_ONCE = 8192
-"""Tokens whose embeddings are compared at a time."""
-
 
 class FirstLayer(DecoderLayer):
     """Its attention reads embedding and feature side by side."""
@@ -33,9 +30,9 @@ class Eagle3Model(DraftLM):
     """Feature fusion, the layers, and an embedding and an LM head only if the checkpoint has them.
 
     Args:
-        own_embedding: whether it embeds tokens itself. If not, the target's embedding is used.
-        own_head: whether it has an LM head. If not, it wants the target's, by `share_head`.
-        fc_bias: whether `fc` has a bias, of which no config says anything.
+        own_embedding: whether it embeds tokens itself; otherwise the target's embedding is used.
+        own_head: whether it has an LM head; otherwise it wants the target's, by `share_head`.
+        fc_bias: whether `fc` has a bias, which no config says.
     """
 
     def __init__(
@@ -74,11 +71,11 @@ class Eagle3Model(DraftLM):
         own = self.embed_tokens
         if own is not None:
             ids = torch.arange(own.num_embeddings, device=own.weight.device)
-            if all(torch.equal(own(part), embed(part)) for part in ids.split(_SHARED_AT_ONCE)):
+            if all(torch.equal(own(part), embed(part)) for part in ids.split(8192)):
                 self.embed_tokens = None
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """The target's hidden states side by side, low layers first [..., n·Ht] -> [..., H]."""
+        """Fuse the target's hidden states [..., n·Ht], low layers first, into [..., H]."""
         hidden = hidden.to(self.dtype)
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)
@@ -95,15 +92,14 @@ class Eagle3Model(DraftLM):
         attend: Attend,
         keep: Tensor | None = None,
     ) -> Tensor:
-        """One step over any rows.
+        """Run the layers over any rows.
 
         Args:
             embedding: [..., H], of each row's token.
             feature: [..., H], of the token before it: from `fuse`, or from `carry`.
             position: [...] int64.
-            attend: see `Attend`.
-            keep: [Q] int64, rows whose states are wanted (default all; rows then have one
-                leading dimension). The others give the last layer keys and values only.
+            keep: [Q] int64, rows whose states are wanted; default: all. With it, rows have one
+                leading dimension.
 
         Returns:
             [..., H] or [Q, H], the state before the final norm, for `logits` and `carry`.
@@ -121,5 +117,5 @@ class Eagle3Model(DraftLM):
         return state
 
     def carry(self, state: Tensor) -> Tensor:
-        """What a row after this one takes as its feature: [..., H] -> [..., H]."""
+        """Return the feature of the next row: [..., H] -> [..., H]."""
         return self.norm(state) if self.config.norm_output else state

@@ -1,18 +1,16 @@
 """N-gram drafter: continuations of the request's own text, as a tree.
 
-Every earlier place whose last tokens are those of the text's end is an occurrence. The best ones
-are followed, and weighed as in prediction by partial matching: longer matches and agreement count.
+Earlier occurrences of the text's last tokens are followed, and weighed as in prediction by partial
+matching: longer matches and agreement count.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from vllm_specblock.candidates import tree_of
-from vllm_specblock.config import NGramConfig
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.ngram import continuations_numba
 from vllm_specblock.triton_kernels.ngram.continuations import Following, follow_triton
@@ -36,11 +34,6 @@ class NGramDrafter(Drafter):
 
     A continuation branches off the one before it that has the longest prefix in common. Beyond
     the text's end it repeats itself.
-
-    Args:
-        options: what counts as a match, and how far it is followed.
-        num_nodes: N.
-        max_model_len: tokens of the longest request.
     """
 
     kind = "ngram"
@@ -60,6 +53,6 @@ class NGramDrafter(Drafter):
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
         texts = self.texts
         if requests is not None:
-            texts = replace(texts, row=texts.row[requests], last=texts.last[requests])
+            texts = texts._replace(row=texts.row[requests], last=texts.last[requests])
         follow = follow_triton if texts.table.is_cuda else continuations_numba.follow_numba
         return tree_of(follow(texts, self.following))

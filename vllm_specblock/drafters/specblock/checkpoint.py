@@ -24,12 +24,13 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     Tensors,
     with_mapping,
 )
-from vllm_specblock.drafters.specblock.config import CheckpointError, DrafterConfig, TargetInfo
-from vllm_specblock.drafters.specblock.config_json import (
+from vllm_specblock.drafters.common.config import CheckpointError, read_json
+from vllm_specblock.drafters.specblock.config import (
+    DrafterConfig,
     Layout,
+    TargetInfo,
     from_json,
     layout_of,
-    read_json,
     to_json,
 )
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -48,11 +49,7 @@ read_tensors, load = _FILES.read_tensors, _FILES.load
 
 
 def save(drafter: SpecBlockModel, directory: PathLike, layout: Layout = "ours") -> None:
-    """Write a drafter directory; files that are there already are replaced whole.
-
-    Raises:
-        CheckpointError: the published layout has no place for this drafter.
-    """
+    """Write a drafter directory, file by file; raises as `to_json`."""
     _write(drafter.config, drafter.state_dict(), Path(directory), layout)
 
 
@@ -61,12 +58,8 @@ def convert(
 ) -> None:
     """Rewrite a drafter directory in the layout `to`; weights keep their bits.
 
-    Args:
-        source, destination: two different directories.
-        target: what the config says of the target from now on; None: as before.
-
-    Raises:
-        CheckpointError: as `read_config`, `check_tensors` and `save`.
+    target: what the new config says of the target; None: as before. Raises CheckpointError as
+    `read_config`, `check_tensors` and `save`.
     """
     if Path(source).resolve() == Path(destination).resolve():
         raise CheckpointError(f"{source} cannot be converted into itself: give another --out.")

@@ -1,143 +1,99 @@
-"""SpecBlock model configuration; imports pydantic alone, so that the command line starts fast."""
+"""SpecBlock model configuration, and its `config.json` in two layouts.
+
+"published" is the SpecBlock authors'. "ours" also names what theirs leaves to the code: RoPE base
+of later blocks, rank features, q/k norm, target layers.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vllm_specblock.config import DEFAULT_NODES, METHOD
+from vllm_specblock.drafters.common.config import (
+    Ascending,
+    CheckpointError,
+    Count,
+    NetworkShape,
+    checked,
+    default_layer_ids,
+    layers_of,
+)
+
+Layout = Literal["ours", "published"]
 
 TOP_LOGPROBS = 10
 """Log-probabilities among the rank features ψ (appendix B)."""
 
-PUBLISHED_RANK_TOPK = 20
-"""`rank_topk` of the published rank heads; their config does not say."""
+PUBLISHED_RANK_TOPK = 20  # of the published rank heads; their config does not say
 
-_ROPE_PARAMETERS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    "yarn": ("factor", "original_max_position_embeddings"),
+MODEL_TYPE = "specblock"
+ARCHITECTURE = "SpecBlockDrafter"
+PUBLISHED_ARCHITECTURES = ("LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift")
+
+_NO_LIMIT = 1 << 24
+"""vLLM limits requests by the smaller of the drafter's and the target's longest position."""
+
+_OF_VLLM = {
+    "model_type",
+    "architectures",
+    "max_position_embeddings",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+    "speculators_config",
+    "speculators_model_type",
+    "transformer_layer_config",
 }
-_YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+"""Keys of our config.json that only vLLM or transformers read."""
 
-Count = Annotated[int, Field(ge=1)]
-
-
-def _ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
-    # The target's states come in layer order: another one would swap columns of what reads them.
-    if list(ids) != sorted({*ids}) or ids[0] < 0:
-        raise ValueError(
-            f"the target's layers {list(ids)} are read, but they must be different ones in "
-            "ascending order"
-        )
-    return ids
-
-
-Ascending = AfterValidator(_ascending)
-
-
-class CheckpointError(ValueError):
-    """A drafter or target directory that cannot be used; the message is one sentence."""
+# Our key → (published key, value when it is missing; None: it must be there).
+_PUBLISHED_KEYS: dict[str, tuple[str, Any]] = {
+    "hidden_size": ("hidden_size", None),
+    "num_attention_heads": ("num_attention_heads", None),
+    "intermediate_size": ("intermediate_size", None),
+    "num_hidden_layers": ("num_hidden_layers", None),
+    "vocab_size": ("vocab_size", None),
+    "draft_vocab_size": ("draft_vocab_size", 32000),
+    "block_size": ("diffspec_draft_token_num", 4),
+    "rank_classes": ("rank_classes", 4),
+    "rms_norm_eps": ("rms_norm_eps", 1e-5),
+}
 
 
 class TargetInfo(BaseModel):
-    """The model that the drafter drafts for.
-
-    Attributes:
-        name: folder or hub id that vLLM loads as the target, if known.
-        architectures: of the target's own config.json; for information only.
-        hidden_size: Ht, width of the target's hidden states.
-        vocab_size: V.
-        layer_ids: the three hidden states of the context feature (eq. 1): i is the residual
-            stream after i layers. None: `default_layer_ids` of the target.
-    """
+    """The model that the drafter drafts for."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str | None = None
-    architectures: tuple[str, ...] = ()
-    hidden_size: Count
-    vocab_size: Count
+    name: str | None = None  # folder or hub id that vLLM loads as the target, if known
+    architectures: tuple[str, ...] = ()  # of its config.json; for information only
+    hidden_size: Count  # Ht
+    vocab_size: Count  # V
+    # The three hidden states of the context feature (eq. 1): i is the residual stream after i
+    # layers. None: `default_layer_ids`.
     layer_ids: Annotated[tuple[int, int, int], Ascending] | None = None
 
 
-class NetworkShape(BaseModel):
-    """Decoder layers and vocabulary of a drafter.
-
-    Attributes:
-        vocab_size: V of the target.
-        qk_norm: whether queries and keys are RMS-normed per head, as in Qwen3.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    computes_yarn: ClassVar[bool] = False
-
-    hidden_size: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
-    intermediate_size: Count
-    num_hidden_layers: Count
-    vocab_size: Count
-    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
-    rope_scaling: dict[str, Any] | None = None
-    qk_norm: bool = False
-
-    @property
-    def biases(self) -> tuple[bool, bool, bool]:
-        """Whether q, k and v, the attention's output, and the MLP have a bias."""
-        return False, False, False
-
-    @model_validator(mode="after")
-    def _check_layers(self) -> Self:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, but must be a multiple of "
-                f"num_key_value_heads, {self.num_key_value_heads}"
-            )
-        draft_vocab_size = getattr(self, "draft_vocab_size", self.vocab_size)
-        if draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {draft_vocab_size}, but must not exceed vocab_size, "
-                f"{self.vocab_size}"
-            )
-        check_rope_scaling(self.rope_scaling, self.computes_yarn)
-        return self
-
-
 class DrafterConfig(NetworkShape):
-    """A SpecBlock drafter's tensors and numbers (paper, sections 3.1 and 3.2).
-
-    Attributes:
-        block_size: K, draft positions per forward; fixed by training.
-        draft_vocab_size: Vd, width of the LM head; equal to `vocab_size` means no mapping.
-        rank_topk: logits over which the rank features are taken, or "full" for all of them.
-        block_rope: RoPE base of block 2 and later: block 1's ("base"), or moved on by the
-            depth of the node that it starts from ("path").
-        prefix_broadcast: all K positions get the condition and the token (eq. 2); otherwise the
-            first alone (ablation of Table 2).
-        layer_shift: eq. 3 stands between the layers (ablation).
-    """
+    """A SpecBlock drafter's tensors and numbers (paper, sections 3.1 and 3.2)."""
 
     target_hidden_size: Count
-    block_size: Count
-    draft_vocab_size: Annotated[int, Field(ge=TOP_LOGPROBS)]
+    block_size: Count  # K, draft positions per forward
+    draft_vocab_size: Annotated[int, Field(ge=TOP_LOGPROBS)]  # Vd; `vocab_size`: no mapping
     rank_classes: Count = 4
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    # Logits over which the rank features are taken.
     rank_topk: Annotated[int, Field(ge=TOP_LOGPROBS)] | Literal["full"] = PUBLISHED_RANK_TOPK
+    # RoPE base of later blocks: block 1's, or moved on by the depth of the node before.
     block_rope: Literal["base", "path"] = "base"
-    prefix_broadcast: bool = True
-    layer_shift: bool = True
+    prefix_broadcast: bool = True  # condition and token go to all K positions, or to the first
+    layer_shift: bool = True  # eq. 3 stands between the layers
     target: TargetInfo
 
     def target_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the target's states that it reads; i is the residual stream after i layers."""
+        """Return the states that it reads of a target with so many layers."""
         return self.target.layer_ids or default_layer_ids(num_layers)
 
     @model_validator(mode="after")
@@ -151,40 +107,102 @@ class DrafterConfig(NetworkShape):
         return self
 
 
-def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """Return (2, N//2, N−3) of a target with N layers, as EAGLE-3 does.
+def layout_of(raw: dict[str, Any], where: str) -> Layout:
+    """Return the layout of `raw`; raises CheckpointError if it is no SpecBlock drafter's."""
+    architectures = raw.get("architectures") or []
+    if raw.get("model_type") == MODEL_TYPE or ARCHITECTURE in architectures:
+        return "ours"
+    if any(name in PUBLISHED_ARCHITECTURES for name in architectures):
+        return "published"
+    raise CheckpointError(
+        f"{where} is of architecture {architectures or None}, but a SpecBlock drafter is one of "
+        f"{', '.join((ARCHITECTURE, *PUBLISHED_ARCHITECTURES))}."
+    )
 
-    Raises:
-        CheckpointError: these are not three different layers.
-    """
-    low, mid, high = ids = (2, num_layers // 2, num_layers - 3)
-    if not low < mid < high:
+
+def from_json(raw: dict[str, Any], where: str) -> DrafterConfig:
+    """Parse `raw`, a config.json; raises CheckpointError, in which `where` names it."""
+    if layout_of(raw, where) == "ours":
+        ours = {k: v for k, v in raw.items() if k not in _OF_VLLM and not k.startswith("_")}
+        return checked(where, ours, DrafterConfig)
+    ours = {}
+    for key, (published, default) in _PUBLISHED_KEYS.items():
+        ours[key] = raw.get(published, default)
+        if ours[key] is None:
+            raise CheckpointError(f"{where} lacks the key {published!r}.")
+    # A `head_dim` key is ignored, as the authors' code does.
+    layers = layers_of(raw | {"head_dim": None})
+    hidden, heads = ours["hidden_size"], ours["num_attention_heads"]
+    if layers["head_dim"] is None or hidden % heads:
         raise CheckpointError(
-            f"A target of {num_layers} layers has no three different default feature layers "
-            f"(2, N//2, N-3 gives {list(ids)}): choose three ascending ones below {num_layers} "
-            "with --layer-ids."
+            f"{where}: hidden_size is {hidden!r} and num_attention_heads {heads!r}, but the first "
+            "must be a whole multiple of the second."
         )
-    return ids
+    size = raw.get("target_hidden_size") or hidden
+    layer_ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    target = {"hidden_size": size, "vocab_size": ours["vocab_size"], "layer_ids": layer_ids}
+    ours |= layers | {"target_hidden_size": size, "target": target}
+    return checked(where, ours, DrafterConfig)
 
 
-def rope_type(scaling: dict[str, Any]) -> str | None:
-    """The kind of a `rope_scaling` entry; older configs call the key "type"."""
-    return scaling.get("rope_type", scaling.get("type"))
+def to_json(config: DrafterConfig, layout: Layout, torch_dtype: str) -> dict[str, Any]:
+    """Return a config.json; raises CheckpointError if the published layout cannot hold it."""
+    if layout == "published":
+        return _published(config, torch_dtype)
+    raw = {
+        "model_type": MODEL_TYPE,
+        "architectures": [ARCHITECTURE],
+        **config.model_dump(mode="json"),
+        "max_position_embeddings": _NO_LIMIT,
+        "torch_dtype": torch_dtype,
+    }
+    if config.target.name is None:
+        return raw
+    # With these, `vllm serve <drafter>` finds the target by itself. vLLM insists on all three.
+    return raw | {
+        "speculators_model_type": METHOD,
+        "transformer_layer_config": {},
+        "speculators_config": {
+            "algorithm": METHOD,
+            "default_proposal_method": "tree",
+            "proposal_methods": [{"proposal_type": "tree", "speculative_tokens": DEFAULT_NODES}],
+            "verifier": {
+                "name_or_path": config.target.name,
+                "architectures": list(config.target.architectures),
+            },
+        },
+    }
 
 
-def check_rope_scaling(scaling: dict[str, Any] | None, yarn: bool = False) -> None:
-    """Raise ValueError for a `rope_scaling` entry that is not computed; yarn: whether YaRN is."""
-    if scaling is None:
-        return
-    kind = rope_type(scaling)
-    known = {key: names for key, names in _ROPE_PARAMETERS.items() if yarn or key != "yarn"}
-    if kind not in known:
-        raise ValueError(f"rope_scaling is of type {kind!r}, but must be one of {', '.join(known)}")
-    optional = [key for key in _YARN_OPTIONAL if kind == "yarn" and scaling.get(key) is not None]
-    for key in (*known[kind], *optional):
-        value = scaling.get(key)
-        if not isinstance(value, (int, float)) or value <= 0:
-            raise ValueError(
-                f"rope_scaling of type {kind!r} has {key} = {value!r}, but it must be a number "
-                "above 0"
+def _published(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
+    for what, held in (
+        ("head_dim", config.hidden_size / config.num_attention_heads),
+        ("qk_norm", False),
+        ("rank_topk", PUBLISHED_RANK_TOPK),
+        ("block_rope", "base"),
+        ("prefix_broadcast", True),
+        ("layer_shift", True),
+    ):
+        given = getattr(config, what)
+        if given != held:
+            raise CheckpointError(
+                f"The published layout cannot hold a drafter whose {what} is {given!r}: "
+                f"there it is always {held!r}."
             )
+    raw = {
+        "model_type": "llama",
+        "architectures": [PUBLISHED_ARCHITECTURES[0]],
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 2048,  # sized a table in the authors' code, limits nothing
+        "torch_dtype": torch_dtype,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "target_hidden_size": config.target_hidden_size,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+    }
+    raw |= {published: getattr(config, key) for key, (published, _) in _PUBLISHED_KEYS.items()}
+    if config.target.layer_ids is not None:
+        raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.target.layer_ids)}
+    return raw

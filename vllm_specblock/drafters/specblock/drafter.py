@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from vllm_specblock.candidates import tree_of
-from vllm_specblock.config import SpecBlockConfig
+from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.drafters.specblock.draft_attention import DraftAttentionBuilder
-from vllm_specblock.drafters.specblock.growth import expansion
+from vllm_specblock.drafters.options import SpecBlockConfig
+from vllm_specblock.drafters.specblock.growth import Expansion, expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
+from vllm_specblock.triton_kernels.drafting.expand import Growing, NextStarts, TreeShape
 
 
 class SpecBlockDrafter(NetworkDrafter):
@@ -20,6 +22,7 @@ class SpecBlockDrafter(NetworkDrafter):
 
     kind = "specblock"
     model: SpecBlockModel
+    expand: Callable[[TreeShape, torch.Tensor, int], Expansion | Growing] = staticmethod(expansion)
 
     def set_shape(self, options: SpecBlockConfig, lookahead: int) -> None:
         num_nodes, config = self.num_nodes, self.model.config
@@ -52,7 +55,7 @@ class SpecBlockDrafter(NetworkDrafter):
         model, shape = self.model, self.shape
         state, beta = of_requests(requests, self.state, self.beta)
         drafted = state[:, None]  # [R, rows so far, K, H]; row 0 is the drafting row
-        growth = expansion(shape, self.width, len(drafted))
+        growth = self.expand(shape, self.width, len(drafted))
         grown = growth.attach(None, *model.candidates(drafted, shape.width, beta))
 
         self.attention_builder.begin(requests)

@@ -1,21 +1,14 @@
-"""Rank-guided tree growth (SpecBlock paper, §3.2).
+"""Rank-guided tree growth (SpecBlock paper, §3.2), and by levels EAGLE-2's (arXiv 2406.16858).
 
-All shapes are fixed by the configuration, and no value is read on the host: M blocks of candidates
-lie side by side, most of them unwanted; one pass at the end joins equal ones and keeps the best N.
+Shapes are fixed, and no value is read on the host: M blocks of candidates lie side by side, most of
+them unwanted; one pass at the end joins equal ones and keeps the best N.
 """
 
 from __future__ import annotations
 
 import torch
 
-from vllm_specblock.candidates import (
-    NEVER,
-    Selection,
-    extend_hash,
-    join,
-    rank_key,
-    select,
-)
+from vllm_specblock.candidates import NEVER, extend_hash, join, keep, rank_key, select
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.expand import Growing, NextStarts, TreeShape
 from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
@@ -67,18 +60,18 @@ class Expansion:
         starts: NextStarts | None,
         logprob: torch.Tensor,
         token: torch.Tensor,
-        bucket: torch.Tensor,
+        bucket: torch.Tensor | None = None,
     ) -> NextStarts | DraftTree:
         """Hang a block under its starts; return the next starts, or at last the trees.
 
-        A row is a caterpillar: a chain of top-1 tokens, each with its siblings. Position k hangs
-        its tokens under the chain's node of position k − 1.
+        Position k of a row hangs its tokens under the best one of position k − 1.
 
         Args:
             starts: what the last call returned; None: block 1, of one row under the root.
             logprob: [R, rows, K, B] fp32, best first, normalised over the draft vocabulary.
             token: [R, rows, K, B] int64, target vocabulary.
-            bucket: [R, rows, K] int64, the rank bucket 0 … 3 of each position.
+            bucket: [R, rows, K] int64, the rank bucket 0 … 3 of each position; None: every
+                position has B children.
         """
         self.block += 1
         if starts is None:
@@ -97,7 +90,8 @@ class Expansion:
         scores = self.score[:, cells].view(R, rows, K, B)
         # Rounding may leave a certain token's log-probability above 0; a child's score must
         # not pass its parent's.
-        gain = (logprob.detach() + self.unwanted[bucket]).clamp_(max=0)
+        unwanted = 0.0 if bucket is None else self.unwanted[bucket]
+        gain = (logprob.detach() + unwanted).clamp_(max=0)
         tokens.copy_(token)
         score, path_hash = score[..., None], path_hash[..., None]
         for k in range(K):
@@ -111,22 +105,26 @@ class Expansion:
         self.rows += rows
 
         if self.block == self.shape.num_blocks:
-            return self.select().tree
-        may_start = keys | self.closed[bucket[..., None]]
+            return self.select()
+        may_start = keys.clone() if bucket is None else keys | self.closed[bucket[..., None]]
+        if self.shape.by_level:
+            return self._starts(may_start.flatten(1), cells.start)
         # The main chain goes on from row 0 of every block, which starts at its last end.
         may_start[:, 0, -1, :1].bitwise_or_(FIRST)
         self.open.append(may_start.flatten(1))
-        return self._starts()
+        return self._starts(torch.cat(self.open, 1))
 
-    def _starts(self) -> NextStarts:
-        """Choose the S best nodes so far for the next block; the chain's end is the first.
+    def _starts(self, key: torch.Tensor, first: int = 1) -> NextStarts:
+        """Choose the S best nodes for the next block; the chain's end is the first.
 
         Candidates of equal text are one node, the best of them. A node starts one block only; its
         duplicates in other blocks are excluded.
+
+        Args:
+            key: [R, n] int64, keys as starts of the candidates from number `first` on.
         """
         K, B, S = self.shape.block_size, self.shape.width, self.shape.num_starts
-        key = torch.cat(self.open, 1)
-        if self.started:
+        if self.started and not self.shape.by_level:
             order, winner = join(self.key[:, : self.count], self.path_hash[:, : self.count])
             place = torch.arange(order.shape[1], device=order.device)
             best = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, winner == place)
@@ -139,7 +137,8 @@ class Expansion:
         key, index = key.topk(S, dim=1, largest=False)
         if count < S:
             index = index.clamp(max=count - 1)
-        node, drafted = index + 1, index // B
+        node = index + first
+        drafted = (node - 1) // B
         return NextStarts(
             node, self.token.gather(1, node), drafted // K, drafted % K, valid=key < CLOSED
         )
@@ -149,23 +148,24 @@ class Expansion:
         """Candidates so far, the root included."""
         return 1 + self.index[: self.rows].numel()
 
-    def select(self) -> Selection:
+    def select(self) -> DraftTree:
         """Join nodes of equal text, keep the best N, put them in order."""
         token, path_hash, key, parent = (field[:, : self.count] for field in self.fields)
         score = self.score[:, : self.count]
-        shape = self.shape
-        return select(token, parent, score, key, path_hash, shape.budget, shape.max_depth)
+        shape, texts = self.shape, None if self.shape.by_level else path_hash
+        return select(token, parent, score, key, texts, shape.budget, shape.max_depth)
 
-    def blocks(self, selection: Selection) -> torch.Tensor:
-        """Return the block, 1 … M, that each kept node comes from: [R, N] int64, 0 if unused."""
-        candidate = selection.kept(self.key[:, : self.count])
-        row = (candidate - 1) // (self.shape.block_size * self.shape.width)
-        starts = self.shape.num_starts
-        return torch.where(candidate > 0, 1 + (row + starts - 1) // starts, 0)
+    def blocks(self) -> torch.Tensor:
+        """Return the block, 1 … M, of each node of the trees: [R, N] int64, 0 if unused."""
+        shape, made = self.shape, slice(self.count)
+        candidate, _ = keep(self.key[:, made], self.path_hash[:, made], shape.budget)
+        row = (candidate - 1) // (shape.block_size * shape.width)
+        block = 1 + (row + shape.num_starts - 1) // shape.num_starts
+        return torch.where(candidate > 0, block, 0)
 
 
 def expansion(shape: TreeShape, width: torch.Tensor, num_requests: int) -> Expansion | Growing:
-    """Make an expansion on the device of `width`: one launch per block unless C is too large."""
+    """Make an expansion for the device of `width`: one launch per block unless C is too large."""
     kind: type[Expansion | Growing] = Expansion
     if takes(width):
         kind = CompiledGrowing

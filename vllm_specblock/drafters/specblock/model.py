@@ -1,8 +1,8 @@
-"""The SpecBlock drafter: one forward pass gives K dependent draft positions (paper, section 3.1).
+"""The SpecBlock network: one forward pass gives K dependent draft positions (paper, §3.1).
 
-Shapes: T rows of one forward, K positions per row, H hidden size, D head size, Vd draft
-vocabulary, C rank buckets. A row is (condition, token, RoPE base); its K positions come out of
-one pass. Parameter names are those of the published checkpoints.
+Shapes: T rows (condition, token, RoPE base) of one forward, K positions per row, H hidden size,
+D head size, Vd draft vocabulary, C rank buckets. Parameter names are those of the published
+checkpoints.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from vllm_specblock.drafters.common.linear import PackedLinear
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.specblock.config import TOP_LOGPROBS, DrafterConfig
 from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
-from vllm_specblock.triton_kernels.layers.lm_and_rank_head import (
-    lm_and_rank_head,
-    top_and_features,
-)
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head, top_and_features
 from vllm_specblock.triton_kernels.layers.norms import add_norm, norm_pair
 
 RANK_FEATURES = TOP_LOGPROBS + 5
@@ -58,7 +55,7 @@ class SpecBlockModel(nn.Module):
 
     @property
     def rank_scope(self) -> int | None:
-        """Logits that rank features are taken over; None: all."""
+        """Logits over which rank features are taken; None: all."""
         return None if self.config.rank_topk == "full" else self.config.rank_topk
 
     def condition(self, features: Tensor) -> Tensor:
@@ -74,16 +71,15 @@ class SpecBlockModel(nn.Module):
         keep: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """All decoder layers over T rows (eqs. 2 and 3).
+        """Run all decoder layers over T rows (eqs. 2 and 3).
 
         Args:
             condition: [T, H], from `condition`; in a later block this function's output at the
                 position where the block starts.
             embedding: [T, H], the target's embedding of each row's token.
             base: [T] int64, RoPE position of each row's first draft position.
-            keep: [Q] int64, rows whose outputs are wanted (default all). In the last layer the
-                others give keys and values only.
-            rows: [T] int64, the rows of `condition` to take (default all).
+            keep: [Q] int64, rows whose outputs are wanted; default: all.
+            rows: [T] int64, the rows of `condition` to take; default: all.
 
         Returns:
             [T or Q, K, H], the state before the final norm.
@@ -106,55 +102,52 @@ class SpecBlockModel(nn.Module):
         return hidden
 
     def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Draft and rank logits (section 3.2, eq. 4).
+        """Return draft and rank logits (§3.2): hidden [..., H] -> ([..., Vd], [..., C]).
 
-        hidden [..., H], as `forward` returns it -> ([..., Vd], [..., C]). No gradient of the
-        rank logits reaches the trunk or the LM head.
-
-        Eq. 4 gives the rank head h^(L), the state that later blocks take as their condition. Here
-        it is given that state's final norm, what the LM head reads: the published weights were
-        trained so, and their buckets are noise otherwise.
+        The rank head reads what the LM head reads, as the published weights want; in eq. 4 it reads
+        the state before the final norm. No gradient of the rank logits goes further.
         """
         normed, logits = self._read(hidden)
         return logits, self.rank(normed, self.rank_features(logits))
 
     @torch.no_grad()
     def rank_features(self, logits: Tensor) -> Tensor:
-        """ψ of eq. 4. logits [..., Vd] -> [..., 15] float32, no gradient."""
+        """Return ψ of eq. 4: logits [..., Vd] -> [..., 15] float32, no gradient."""
         return top_and_features(logits, 0, self.rank_scope)[1]
 
     def rank(self, normed: Tensor, features: Tensor) -> Tensor:
-        """Rank logits [..., C] of normed [..., H] and features [..., 15]; see `heads`."""
+        """Return rank logits [..., C] of normed [..., H] and features [..., 15]."""
         features = features.to(normed.dtype)
         return self.rank_head(torch.cat([normed.detach(), features], dim=-1))
 
+    @torch.no_grad()
     def candidates(
         self, hidden: Tensor, width: int, beta: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The best `width` tokens and the rank bucket of each position; no gradient.
+        """Return the best `width` tokens and the rank bucket of each position; no gradient.
 
         hidden [R, ..., H], beta [R] float32 (None: 1, see `feedback/calibration.py`) ->
         log-probabilities over the whole draft vocabulary [R, ..., width] float32, descending,
         target ids [R, ..., width] int64, and rank buckets [R, ...] int64.
         """
-        with torch.no_grad():
-            normed, logits = self._read(hidden)
-            return lm_and_rank_head(
-                normed, logits, self.d2t, self.rank_head, width, self.rank_scope, beta
-            )
+        normed, logits = self._read(hidden)
+        return lm_and_rank_head(
+            normed, logits, self.d2t, self.rank_head, width, self.rank_scope, beta
+        )
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Target ids [...] int64 of draft ids [...] int64: d2t holds offsets."""
         return draft_ids + self.d2t[draft_ids]
 
     def _read(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(final norm, draft logits) of hidden [..., H]."""
         normed = self.norm(hidden)
         return normed, self.lm_head(normed)
 
 
 class InputLayer(nn.Module):
     """Condition, token and position query, normed and fused (eq. 2)."""
+
+    folded: Tensor | None
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -165,11 +158,11 @@ class InputLayer(nn.Module):
         self.query_norm = RMSNorm(size, eps)
         self.position_queries = nn.Embedding(config.block_size, size)
         self.fuse = nn.Linear(3 * size, size, bias=False)
-        self.folded: Tensor | None = None  # [K, H], see `fold`
+        self.register_buffer("folded", None, persistent=False)  # [K, H], see `fold`
         self.prefix_broadcast = config.prefix_broadcast
 
     def fold(self) -> None:
-        """Compute the queries' part once; then `fuse` is of a row only."""
+        """Compute the queries' part once; `fuse` then takes a row only."""
         self.folded = self._queries()
         size = self.folded.shape[-1]
         of_row = nn.Linear(2 * size, size, bias=False, device="meta")
@@ -181,10 +174,8 @@ class InputLayer(nn.Module):
     def forward(
         self, condition: Tensor, embedding: Tensor, norm: RMSNorm, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """condition [T, H], or `rows` of it, embedding [T, H] -> [T, K, H], and its `norm`.
-
-        W_fuse is linear, and only the query varies over the K positions.
-        """
+        """condition [T, H], or `rows` of it, embedding [T, H] -> [T, K, H], and its `norm`."""
+        # W_fuse is linear, and only the query varies over the K positions.
         row = norm_pair(condition, embedding, self.condition_norm, self.token_norm, rows)
         if self.folded is not None:
             row, query = self.fuse(row), self.folded
@@ -196,7 +187,6 @@ class InputLayer(nn.Module):
         hidden = torch.cat([first, rest], dim=1)
         return hidden, norm(hidden)
 
-    def _queries(self) -> Tensor:
-        """[K, H], what the K position queries add."""
+    def _queries(self) -> Tensor:  # [K, H]
         query = self.query_norm(self.position_queries.weight)
         return F.linear(query, self.fuse.weight[:, 2 * query.shape[-1] :])

@@ -7,18 +7,13 @@ addresses of the served weights, which are folded: new ones are folded beside th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from vllm_specblock.drafters.common.checkpoint_files import listed
-from vllm_specblock.drafters.common.linear import (
-    Fp8Linear,
-    Int8Linear,
-    PackedLinear,
-    Quantization,
-    process_after_loading,
-)
+from vllm_specblock.drafters.common.linear import Fp8Linear, PackedLinear, process_after_loading
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 
 HEADS = ("lm_head", "rank_head")
@@ -47,31 +42,27 @@ def prepare(
     """
     if drafter.input_layer.folded is None:
         raise RefreshError("Only a drafter that was made ready to serve can be refreshed.")
-    serves, kinds = drafter.norm.weight, {type(module) for module in drafter.modules()}
-    quantization: Quantization | None = None
-    if Fp8Linear in kinds or Int8Linear in kinds:
-        quantization = "fp8" if Fp8Linear in kinds else "int8"
+    serves = drafter.norm.weight
+    fp8 = any(isinstance(module, Fp8Linear) for module in drafter.modules())
     fresh = _blank(drafter, tensors)
     # Cast first: a finite number may overflow in the serving dtype.
     fresh = fresh.to(serves.dtype).to_empty(device=device or serves.device)
     fresh.load_state_dict(tensors, strict=False)  # the mapping is missing
     for name, weight in fresh.named_parameters():
         _check_finite(f"The new {name}", weight)
-    process_after_loading(fresh, quantization, serves.device)
+    process_after_loading(fresh, "fp8" if fp8 else None, serves.device)
     if isinstance(fresh, SpecBlockModel):
-        assert fresh.input_layer.folded is not None  # by `process_after_loading`
-        what = "What input_layer.fuse makes of the new queries"
-        _check_finite(what, fresh.input_layer.folded)
+        folded = fresh.get_buffer("input_layer.folded")
+        _check_finite("What input_layer.fuse makes of the new queries", folded)
         del fresh.d2t, fresh.t2d
     return fresh
 
 
 @torch.inference_mode()
 def swap_in(drafter: SpecBlockModel, fresh: nn.Module) -> None:
-    """Let prepared weights serve, at the addresses of before; between two steps, on their stream.
+    """Copy prepared weights to the served ones' addresses; between two steps, on their stream.
 
-    Packed layers of a CPU are replaced: no graph reads them. Keys and values in the cache stay
-    those of the old weights.
+    Packed layers of a CPU are replaced: no graph reads them. The cache keeps its old entries.
     """
     for name, module in fresh.named_modules():
         if isinstance(module, PackedLinear):
@@ -91,15 +82,15 @@ def _blank(drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> nn.Module:
         fresh: nn.Module = SpecBlockModel(drafter.config)
     heads = nn.ModuleDict({name: getattr(fresh, name) for name in HEADS})
     known = dict(fresh.named_parameters())
-    if extra := sorted(tensors.keys() - known.keys()):
-        raise RefreshError(f"The new weights hold {listed(extra)}, which the drafter has not.")
+    if extra := listed(tensors.keys() - known.keys()):
+        raise RefreshError(f"The new weights hold {extra}, which the drafter has not.")
     if tensors.keys() <= dict(heads.named_parameters()).keys():
         fresh = heads
     wanted = {name: weight.shape for name, weight in fresh.named_parameters()}
-    if missing := sorted(wanted.keys() - tensors.keys()):
+    if missing := listed(wanted.keys() - tensors.keys()):
         raise RefreshError(
-            f"The new weights lack {listed(missing)}: they must be all of a drafter's, or all of "
-            f"its {' and '.join(HEADS)}."
+            f"The new weights lack {missing}: they must be all of a drafter's, or all of its "
+            f"{' and '.join(HEADS)}."
         )
     for name, shape in wanted.items():
         if tensors[name].shape != shape:
@@ -116,9 +107,5 @@ def _check_finite(what: str, tensor: Tensor) -> None:
 
 
 def held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a module by its name: parameters, buffers, and plain attributes."""
-    for prefix, part in module.named_modules():
-        own = part._parameters | part._buffers | vars(part)
-        for name, value in own.items():
-            if isinstance(value, Tensor):
-                yield f"{prefix}.{name}", value
+    """Every tensor of a module by its name: parameters and buffers."""
+    return chain(module.named_parameters(), module.named_buffers())

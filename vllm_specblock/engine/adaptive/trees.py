@@ -10,7 +10,7 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
+from vllm_specblock.drafters.common.missed_rows import Backlog, MissedRows
 from vllm_specblock.engine.adaptive.budget import OURS
 from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.runner.tree_states import TreeStates

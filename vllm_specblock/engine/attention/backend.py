@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -15,6 +16,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_specblock.commit.store import store_kv
@@ -25,9 +27,6 @@ from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAtt
 from vllm_specblock.verify.tree_mask import TreeMask
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
-
     from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
@@ -83,17 +82,13 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        batch, tree_mask = common_attn_metadata, self.tree_mask
-        causal = None
+        batch, tree_mask, causal = common_attn_metadata, self.tree_mask, None
         if self.by_flash and tree_mask.num_trees is not None:
             causal = flash_causal.after_trees(batch, tree_mask.num_trees)
         count = batch.num_reqs if causal is None else tree_mask.num_trees
-        return TreeAttentionMetadata(
-            batch.num_actual_tokens,
-            batch.slot_mapping[: batch.num_actual_tokens],
-            self._queries(batch, count) if count else None,
-            causal,
-        )
+        queries = self._queries(batch, count) if count else None
+        num_rows = batch.num_actual_tokens
+        return TreeAttentionMetadata(num_rows, batch.slot_mapping[:num_rows], queries, causal)
 
     def _queries(self, batch: CommonAttentionMetadata, count: int) -> TreeAttentionBatch:
         """Return the metadata of the first `count` requests."""
@@ -177,7 +172,6 @@ class TreeAttentionImpl(AttentionImpl):
         for refused, what in (
             (alibi_slopes is not None, "ALiBi"),
             (attn_type != AttentionType.DECODER, f"attention of type {attn_type}"),
-            # A checkpoint may set its own.
             (kv_cache_dtype not in CACHE_DTYPES, f"a KV cache of type {kv_cache_dtype}"),
             (others, f"attention with {', '.join(others)}"),
         ):
@@ -193,6 +187,15 @@ class TreeAttentionImpl(AttentionImpl):
     def packing(self, kv_cache: torch.Tensor) -> Packing | None:
         """Return the layout of a packed cache; None: it is not packed."""
         return None
+
+    def typed(
+        self, kv_cache: torch.Tensor, layer: AttentionLayer
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return the cache in its own dtype, where vLLM has uint8 for fp8, and its scales."""
+        if not self.fp8:
+            return kv_cache, {}
+        scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
+        return kv_cache.view(torch.float8_e4m3fn), scales
 
     def forward(
         self,
@@ -231,27 +234,15 @@ class TreeAttentionImpl(AttentionImpl):
         out: torch.Tensor,
     ) -> None:
         """Store and attend rows without padding; arguments as in `forward`."""
-        scales = {}
-        if self.fp8:  # vLLM stores it as uint8
-            kv_cache = kv_cache.view(torch.float8_e4m3fn)
-            scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
+        kv_cache, scales = self.typed(kv_cache, layer)
         if slots is not None:
             store_kv(kv_cache, slots, key, value, **scales)
         queries, causal = metadata.queries, metadata.causal
+        given: dict[str, Any] = {"window": self.window, "soft_cap": self.soft_cap}
         if causal is not None:
             flash = flash_causal.flash_attention(self.head_size)
-            attend_causal(
-                flash, causal, query, kv_cache, self.scale, out, self.window, self.soft_cap
-            )
+            attend_causal(flash, causal, query, kv_cache, self.scale, out, **given)
             query, out = query[: causal.first_row], out[: causal.first_row]
         if queries is not None:
-            queries.attend(
-                query,
-                kv_cache,
-                self.scale,
-                out,
-                window=self.window,
-                soft_cap=self.soft_cap,
-                sinks=self.sinks,
-                **scales,
-            )
+            given |= {"sinks": self.sinks, **scales}
+            queries.attend(query, kv_cache, self.scale, out, **given)

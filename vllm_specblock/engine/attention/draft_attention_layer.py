@@ -16,6 +16,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from vllm_specblock.drafters.interface import CacheLayer
+
 
 class DraftAttentionLayer(nn.Module, AttentionLayerBase):
     """One drafter layer for vLLM's cache manager, under the target's block table.
@@ -23,16 +25,12 @@ class DraftAttentionLayer(nn.Module, AttentionLayerBase):
     A token has K entries: slot · K + k holds position k of the row at `slot`.
     """
 
-    def __init__(
-        self, vllm_config: VllmConfig, name: str, num_kv_heads: int, head_dim: int, block_size: int
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, number: int, layer: CacheLayer) -> None:
         super().__init__()
-        self.num_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.entries_per_token = block_size
+        self.name, self.layer = f"specblock.layers.{number}.attn", layer
         self.dtype = vllm_config.model_config.dtype
         self.kv_cache = torch.tensor([])
-        vllm_config.compilation_config.static_forward_context[name] = self
+        vllm_config.compilation_config.static_forward_context[self.name] = self
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return DraftAttentionBackend
@@ -40,10 +38,10 @@ class DraftAttentionLayer(nn.Module, AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         return FullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
-            num_kv_heads=self.num_heads,
-            head_size=self.head_dim,
+            num_kv_heads=self.layer.num_kv_heads,
+            head_size=self.layer.head_dim,
             dtype=self.dtype,
-            tokens_per_state=Fraction(1, self.entries_per_token),
+            tokens_per_state=Fraction(1, self.layer.entries_per_token),
         )
 
 

@@ -19,20 +19,12 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 @dataclass(frozen=True)
 class CausalRequests:
-    """The last C requests of a batch.
+    """The last C requests of a batch."""
 
-    Attributes:
-        first_row: first row of the first request; the rows before belong to trees.
-        query_start: [C+1] int32, starts at 0.
-        seq_len: [C] int32, entries up to and including the last row of a request.
-        block_table: [C, max blocks] int32.
-        max_query_len, max_seq_len: bounds of both, on the host.
-    """
-
-    first_row: int
-    query_start: torch.Tensor
-    seq_len: torch.Tensor
-    block_table: torch.Tensor
+    first_row: int  # of the first request; the rows before belong to trees
+    query_start: torch.Tensor  # [C+1] int32, starts at 0
+    seq_len: torch.Tensor  # [C] int32, entries up to and including the last row of a request
+    block_table: torch.Tensor  # [C, max blocks] int32
     max_query_len: int
     max_seq_len: int
 
@@ -50,11 +42,10 @@ def takes(spec: AttentionSpec, device: torch.device) -> bool:
     if device.type != "cuda" or spec.dtype not in (torch.float16, torch.bfloat16):
         return False
     try:
-        flash = flash_attention(spec.head_size)
+        version = flash_attention(spec.head_size).keywords["fa_version"]
     except (ImportError, AssertionError):  # not in this build, or not for this head size
         return False
-    known = flash.keywords["fa_version"] is not None  # unsupported GPU if None
-    return known and spec.head_size % 8 == 0
+    return version is not None and spec.head_size % 8 == 0  # None: an unsupported GPU
 
 
 def after_trees(batch: CommonAttentionMetadata, num_trees: int) -> CausalRequests | None:

@@ -17,15 +17,11 @@ def asks_for_us(speculative_config: Mapping[str, Any] | None) -> bool:
 
 
 def is_ours(config: Any) -> bool:
-    """Return whether a vLLM SpeculativeConfig, or None, is SpecBlock's."""
-    return _marked(config, "specblock")
+    """Return whether a vLLM SpeculativeConfig, or None, has a `ResolvedConfig`."""
+    return hasattr(config, METHOD)
 
 
 def extracts_features(config: Any) -> bool:
     """Return whether a vLLM SpeculativeConfig, or None, belongs to `specblock features`."""
-    return _marked(config, "specblock_features")
-
-
-def _marked(config: Any, key: str) -> bool:
     draft = getattr(config, "draft_model_config", None)
-    return draft is not None and getattr(draft.hf_config, key, False) is True
+    return draft is not None and getattr(draft.hf_config, "specblock_features", False) is True

@@ -6,25 +6,22 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
 from vllm import ModelRegistry
 from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
 from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.configs.eagle import EAGLEConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu import spec_decode
 
 from vllm_specblock.config import METHOD, OptionError
-from vllm_specblock.drafters.specblock.config_json import ARCHITECTURE
-from vllm_specblock.engine import undrafted
-from vllm_specblock.engine.config.architecture import SpecBlockForDrafting, SpecBlockHFConfig
-from vllm_specblock.engine.config.ours import (
-    WHEN_ASKED,
-    asks_for_us,
-    extracts_features,
-    is_ours,
-)
+from vllm_specblock.drafters.specblock.config import ARCHITECTURE
+from vllm_specblock.engine import request_drafts
+from vllm_specblock.engine.config.ours import WHEN_ASKED, asks_for_us, extracts_features, is_ours
 from vllm_specblock.engine.device import DEVICES
 from vllm_specblock.engine.patches import Function, replaces
 
@@ -34,6 +31,27 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
 
 _NODES = "num_speculative_tokens"
+
+
+class SpecBlockHFConfig(EAGLEConfig):
+    """An EAGLEConfig that wraps nothing: vLLM would wrap and rename any other "eagle3" config."""
+
+    model_type = "specblock"
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.model = None
+        self.truncated_vocab_size = None
+        PreTrainedConfig.__init__(self, **kwargs)
+
+
+class SpecBlockForDrafting(VllmModelForTextGeneration[torch.Tensor], nn.Module):
+    """Satisfies vLLM's inspection of a text model; never built."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        raise NotImplementedError(
+            "A SpecBlock drafter is not a model of its own: name it in speculative_config, "
+            'e.g. {"method": "specblock", "model": DRAFTER}.'
+        )
 
 
 def register() -> None:
@@ -63,10 +81,9 @@ def create_speculative_config(
     target_model_config: ModelConfig,
     target_parallel_config: ParallelConfig,
 ) -> SpeculativeConfig | None:
-    """Translate our method to "eagle3" plus our keys; `method` is a Literal.
+    """Translate our method, since `method` is a Literal, to "eagle3".
 
-    "eagle3" gives us the target's inner hidden states, slots for draft nodes and asynchronous
-    scheduling.
+    That gives us the target's inner hidden states, slots for draft nodes, and asynchronous steps.
     """
     given = self.speculative_config
     if not asks_for_us(given):
@@ -75,7 +92,7 @@ def create_speculative_config(
         prepare(target_parallel_config)
     from vllm_specblock.engine import compat
     from vllm_specblock.engine.config import vllm_args
-    from vllm_specblock.engine.metrics import exporter, stop_strings
+    from vllm_specblock.engine.metrics import acceptance, exporter
 
     compat.warn_of_broken_hooks()
     resolved = vllm_args.translate(self, target_model_config, target_parallel_config)
@@ -85,7 +102,7 @@ def create_speculative_config(
     vllm_args.finish(config, resolved, target_model_config)
     if not self.disable_log_stats:
         exporter.announce(config)
-        stop_strings.install()
+        acceptance.subtract_after_stops()
     return config
 
 
@@ -141,7 +158,7 @@ def check_sampling_params(
 ) -> None:
     """Accept min_p and logit_bias, which are exact with trees; check `specblock_draft`."""
     if is_ours(speculative_config):
-        undrafted.check(self)
+        request_drafts.check(self)
     else:
         original(self, speculative_config)
 

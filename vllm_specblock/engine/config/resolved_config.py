@@ -3,82 +3,52 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, SerializeAsAny, ValidationInfo, field_validator
 from vllm.config import ModelConfig
 
-from vllm_specblock.combine.budget import shares
 from vllm_specblock.config import (
-    DEFAULT_NODES,
     SOURCE_KEYS,
     CombineConfig,
     OptionError,
-    SpecBlockConfig,
     check_num_nodes,
     parse_combine,
     parse_drafter,
     split_keys,
 )
-from vllm_specblock.drafters.common.hub import DRAFTER_FILES, NotDownloadedError, snapshot
+from vllm_specblock.drafters.common.config import CheckpointError
+from vllm_specblock.drafters.common.hub import DRAFTER_FILES, snapshot
 from vllm_specblock.drafters.detect import kind_of
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.registry import DrafterOptions, drafter_kind
 from vllm_specblock.engine.step_observer import ADAPT, adaptation
 from vllm_specblock.options import Options
 from vllm_specblock.tree import MAX_NODES
 
 
-class ResolvedDrafter(BaseModel):
-    """One drafter.
-
-    Attributes:
-        kind: a registered one.
-        folder: of its checkpoint; None for a drafter without weights.
-        options: how it grows its tree.
-        layers: the target's layers that it reads; i is the state after i layers, and the number
-            of layers is the input of the LM head.
-        adapt: how it learns while it serves; None: not at all.
-    """
-
-    model_config = ConfigDict(frozen=True)
+@dataclass(frozen=True)
+class ResolvedDrafter:
+    """One drafter."""
 
     kind: str
-    folder: str | None
-    options: SerializeAsAny[DrafterOptions]
+    options: DrafterOptions
+    folder: str | None = None  # of its checkpoint; None: it has no weights
+    # The target's layers that it reads; i is the state after i layers, and the number of layers is
+    # the input of the LM head.
     layers: tuple[int, ...] = ()
-    adapt: SerializeAsAny[Options] | None = None
-
-    @field_validator("options", mode="before")
-    @classmethod
-    def _of_kind(cls, given: Any, info: ValidationInfo) -> Any:
-        """Options of the drafter's kind, out of plain data."""
-        return (
-            drafter_kind(info.data["kind"]).options(**given) if isinstance(given, dict) else given
-        )
-
-    @field_validator("adapt", mode="before")
-    @classmethod
-    def _adapting(cls, given: Any) -> Any:
-        return adaptation("options").AdaptConfig(**given) if isinstance(given, dict) else given
+    adapt: Options | None = None  # how it learns while it serves; None: not at all
 
 
-class ResolvedConfig(BaseModel):
-    """The options of an engine, parsed once and sent to its workers.
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """The options of an engine, parsed once; its SpeculativeConfig carries them to its workers."""
 
-    Attributes:
-        drafters: one or two.
-        combine: how two of them go together.
-        num_speculative_tokens: N, nodes of one request's tree.
-        adaptive: verify as many nodes of the trees as pay, step by step, or always all.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    drafters: tuple[ResolvedDrafter, ...]
-    combine: CombineConfig | None = None
-    num_speculative_tokens: int = DEFAULT_NODES
-    adaptive: bool = False
+    drafters: tuple[ResolvedDrafter, ...]  # one or two
+    num_speculative_tokens: int  # N, nodes of one request's tree
+    adaptive: bool  # verify as many nodes of the trees as pay, step by step, or always all
+    combine: CombineConfig | None = None  # how two drafters go together
 
     @property
     def adapting(self) -> ResolvedDrafter | None:
@@ -96,13 +66,7 @@ def resolve_config(
 ) -> ResolvedConfig:
     """Parse a `speculative_config`, dashes in keys replaced, with `num_speculative_tokens`.
 
-    Args:
-        hub: keywords of `snapshot_download`.
-
-    Raises:
-        OptionError: a wrong key or value; a drafter of another target; drafters that do not go
-            together.
-        CheckpointError: a drafter's files do not match their config.
+    Raises as `vllm_args.resolve`; hub: keywords of `snapshot_download`.
     """
     num_speculative_tokens = check_num_nodes(given["num_speculative_tokens"])
     first, second, combining = split_keys(given)
@@ -126,12 +90,7 @@ def resolve_config(
             f"speculative_config key 'enable_adaptive_verification' is {adaptive!r}, but must be "
             "true or false."
         )
-    return ResolvedConfig(
-        drafters=tuple(drafters),
-        combine=combine,
-        num_speculative_tokens=num_speculative_tokens,
-        adaptive=adaptive,
-    )
+    return ResolvedConfig(tuple(drafters), num_speculative_tokens, adaptive, combine)
 
 
 def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
@@ -154,10 +113,9 @@ def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
         return Path(model).resolve()
     try:
         return snapshot(model, DRAFTER_FILES, **hub)
-    except NotDownloadedError as error:
+    except CheckpointError as error:
         raise OptionError(
-            f"speculative_config key '{where}model' is {model!r}, which is neither a folder here "
-            f"nor a hub id that could be downloaded ({error})."
+            f"speculative_config key '{where}model' is {model!r}, which is {error}"
         ) from None
 
 
@@ -168,40 +126,35 @@ def _resolve_drafter(
     hub: dict[str, Any],
     num_speculative_tokens: int,
 ) -> ResolvedDrafter:
-    model, kind = given.get("model"), given.get("kind")
+    kind, folder = given.get("kind"), None
+    if kind is None or drafter_kind(kind).checkpoint is not None:
+        folder = fetch_drafter(given.get("model"), where, revision=given.get("revision"), **hub)
+        found = kind_of(folder)
+        if kind not in (None, found):
+            raise OptionError(
+                f"speculative_config key '{where}kind' is {kind!r}, but {given['model']!r} holds a "
+                f"drafter of kind {found!r}: drop 'kind', or name another drafter."
+            )
+        kind = found
     keys = {key: value for key, value in given.items() if key not in SOURCE_KEYS}
     adapt = keys.pop(ADAPT, False)
-    if kind is not None and drafter_kind(kind).checkpoint is None:
-        _parse_adapt(adapt, kind, where)
+    adapt = None if adapt is False else adaptation("options").parse_adapt(adapt, kind, where)
+    options = parse_drafter(keys, kind, where, num_speculative_tokens)
+    if folder is None:
         for key in ("model", "revision"):
             if given.get(key) is not None:
                 raise OptionError(
                     f"speculative_config key '{where}{key}' is {given[key]!r}, but a drafter "
                     f"of kind {kind!r} has no weights: drop the one or the other."
                 )
-        return ResolvedDrafter(kind=kind, folder=None, options=parse_drafter(keys, kind, where))
-    folder = fetch_drafter(model, where, revision=given.get("revision"), **hub)
-    found = kind_of(folder)
-    if kind not in (None, found):
-        raise OptionError(
-            f"speculative_config key '{where}kind' is {kind!r}, but {model!r} holds a drafter of "
-            f"kind {found!r}: drop 'kind', or name another drafter."
-        )
-    options = parse_drafter(keys, found, where, num_speculative_tokens)
-    adapt = _parse_adapt(adapt, found, where)
-    files = drafter_kind(found).load_checkpoint_module()
+        return ResolvedDrafter(kind, options)
+    files = drafter_kind(kind).load_checkpoint_module()
     config = files.read_config(folder)
     layers = _check_match(config, target, where)
     files.check_tensors(folder, config)
     if isinstance(options, SpecBlockConfig):
         _check_window(options, config, where)
-    return ResolvedDrafter(
-        kind=found, folder=str(folder), options=options, layers=layers, adapt=adapt
-    )
-
-
-def _parse_adapt(given: Any, kind: str, where: str) -> Options | None:
-    return None if given is False else adaptation("options").parse_adapt(given, kind, where)
+    return ResolvedDrafter(kind, options, str(folder), layers, adapt)
 
 
 def _check_policy(combine: CombineConfig, num_speculative_tokens: int) -> None:
@@ -214,10 +167,7 @@ def _check_policy(combine: CombineConfig, num_speculative_tokens: int) -> None:
                 f"speculative_config key '{given[0]}' goes with draft_policy '{other}', but "
                 f"draft_policy is '{policy}': change the one or drop the other."
             )
-    try:
-        shares(num_speculative_tokens, policy, combine.budget)
-    except ValueError as error:
-        raise OptionError(str(error)) from None
+    combine.shares(num_speculative_tokens)
 
 
 def _check_window(options: SpecBlockConfig, config: Any, where: str) -> None:

@@ -39,52 +39,45 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
         raise OptionError(
             "SpecBlock needs vLLM's Model Runner V2, which needs Triton: pip install triton."
         )
-    if parallel.pipeline_parallel_size > 1:
-        raise OptionError(
-            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, but SpecBlock supports "
-            "1 only, since drafters read hidden states of several layers: drop it."
-        )
-    for name, size in (
-        ("decode_context_parallel_size", parallel.decode_context_parallel_size),
-        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
+    for name, why in (
+        ("pipeline_parallel_size", "drafters read hidden states of several layers"),
+        ("decode_context_parallel_size", "tree attention needs the whole cache"),
+        ("prefill_context_parallel_size", "tree attention needs the whole cache"),
     ):
-        if size > 1:
+        if (size := getattr(parallel, name)) > 1:
             raise OptionError(
-                f"{name} is {size}, but SpecBlock supports 1 only, since tree attention needs the "
-                "whole cache: drop it."
+                f"{name} is {size}, but SpecBlock supports 1 only, since {why}: drop it."
             )
-    if args.enable_lora and not current_platform.is_cpu():
-        raise OptionError(
-            "SpecBlock supports LoRA only on a CPU, since vLLM's GPU kernels are untested with "
-            "trees: drop enable_lora."
-        )
-    if parallel.use_ubatching:
-        raise OptionError(
-            "SpecBlock does not support micro-batches, since the tree mask covers a whole batch: "
-            "drop enable_dbo and ubatch_size."
-        )
-    if args.kv_transfer_config is not None or args.kv_offloading_size:
-        raise OptionError(
-            "SpecBlock does not support KV connectors, since they do not transfer the drafters' "
-            "cache: drop kv_transfer_config and kv_offloading_size."
-        )
-    if args.disable_hybrid_kv_cache_manager is False:
-        raise OptionError(
-            "disable_hybrid_kv_cache_manager is False, but drafters and target share one block "
-            "table: drop it."
-        )
-    if args.kv_sharing_fast_prefill:
-        raise OptionError("SpecBlock does not support kv_sharing_fast_prefill: drop it.")
-    if parallel.enable_batch_sharded_sampling:
-        raise OptionError("SpecBlock does not support enable_batch_sharded_sampling: drop it.")
-    if getattr(args, "watermark_config", None):
-        raise OptionError("SpecBlock does not support watermarking: drop watermark_config.")
     chosen = args.attention_backend or args.attention_config.backend
     if chosen not in (None, AttentionBackendEnum.CUSTOM):
         raise OptionError(
             f"attention_backend is {getattr(chosen, 'name', chosen)}, but draft trees need "
             "SpecBlock's own attention: leave it unset."
         )
+    if args.disable_hybrid_kv_cache_manager is False:
+        raise OptionError(
+            "disable_hybrid_kv_cache_manager is False, but drafters and target share one block "
+            "table: drop it."
+        )
+    connectors = args.kv_transfer_config is not None or args.kv_offloading_size
+    for refused, what, options in (
+        (
+            args.enable_lora and not current_platform.is_cpu(),
+            "LoRA on a GPU, where vLLM's kernels are untested with trees",
+            "enable_lora",
+        ),
+        (parallel.use_ubatching, "micro-batches", "enable_dbo and ubatch_size"),
+        (connectors, "KV connectors", "kv_transfer_config and kv_offloading_size"),
+        (args.kv_sharing_fast_prefill, "fast prefill", "kv_sharing_fast_prefill"),
+        (
+            parallel.enable_batch_sharded_sampling,
+            "sharded samples",
+            "enable_batch_sharded_sampling",
+        ),
+        (getattr(args, "watermark_config", None), "watermarking", "watermark_config"),
+    ):
+        if refused:
+            raise OptionError(f"SpecBlock does not support {what}: drop {options}.")
 
 
 def check_cache(args: EngineArgs, target: ModelConfig) -> None:
@@ -116,19 +109,14 @@ def check_target(target: ModelConfig) -> None:
             f"runner is {target.runner_type!r}, but SpecBlock drafts generated text only: set "
             "runner 'generate', or drop speculative_config."
         )
+    recurrent_on_gpu = target.is_hybrid and not current_platform.is_cpu()
     for refused, kind in (
         (target.is_encoder_decoder, "an encoder-decoder"),
         (target.use_mla, "multi-head latent attention (MLA)"),
         (target.is_attention_free, "no attention layers"),
-        (
-            target.is_hybrid and not current_platform.is_cpu(),
-            "recurrent layers, on a GPU (docs/support.md)",
-        ),
+        (recurrent_on_gpu, "recurrent layers, on a GPU (docs/support.md)"),
         # Drafters cannot embed their placeholder tokens.
-        (
-            target.supports_multimodal_inputs,
-            "multimodal inputs (--language-model-only drops them)",
-        ),
+        (target.supports_multimodal_inputs, "multimodal inputs (see --language-model-only)"),
         (target.attention_chunk_size is not None, "chunked attention"),
         (target.uses_alibi, "ALiBi positions"),
     ):
@@ -178,50 +166,43 @@ def check_combination(
     args: EngineArgs, resolved: ResolvedConfig, given: dict[str, Any], parallel: ParallelConfig
 ) -> None:
     """Refuse options that exclude each other; `given`: the user's `speculative_config`."""
-    adaptive = "speculative_config key 'enable_adaptive_verification' is true and "
+    adaptive = "'enable_adaptive_verification' is true and"
     ranks, lora = parallel.tensor_parallel_size, args.enable_lora
     method = given.get("rejection_sample_method", "standard")
-    for refused, sentence in (
+    if method != "standard":
+        raise OptionError(
+            f"speculative_config key 'rejection_sample_method' is {method!r}, but draft trees "
+            "support 'standard' only: drop the key."
+        )
+    for refused, both, why in (
         (
-            # Two ranks might decide differently.
             resolved.adaptive and current_platform.is_cpu() and ranks > 1,
-            f"{adaptive}tensor_parallel_size is {ranks}, but on a CPU each rank would measure its "
-            "own costs: drop one of them.",
+            f"{adaptive} tensor_parallel_size is {ranks}",
+            "on a CPU each rank would measure its own costs",  # and might decide differently
         ),
         (
             resolved.adaptive and lora,
-            f"{adaptive}enable_lora is set, but vLLM maps tokens to adapters before budgets are "
-            "known: drop one of them.",
+            f"{adaptive} enable_lora is set",
+            "vLLM maps tokens to adapters before budgets are known",
         ),
         (
             resolved.adapting is not None and lora,
-            "speculative_config key 'adapt' is given and enable_lora is set, but the trainer loads "
-            "the target without adapters: drop one of them.",
-        ),
-        (
-            method != "standard",
-            f"speculative_config key 'rejection_sample_method' is {method!r}, but draft trees "
-            "support 'standard' only: drop the key.",
+            "'adapt' is given and enable_lora is set",
+            "the trainer loads the target without adapters",
         ),
     ):
         if refused:
-            raise OptionError(sentence)
+            raise OptionError(f"speculative_config key {both}, but {why}: drop one of them.")
 
 
-def check_weights(resolved: ResolvedConfig, dtype: torch.dtype) -> None:
-    """Refuse 8-bit drafters on a device without the kernels; `dtype`: the target's."""
+def check_weights(resolved: ResolvedConfig) -> None:
+    """Refuse 8-bit drafters on a GPU without float8."""
     asked = {getattr(drafter.options, "quantization", None) for drafter in resolved.drafters}
     old = current_platform.is_cuda() and not current_platform.has_device_capability(89)
     if "fp8" in asked and old:
         raise OptionError(
             "speculative_config key 'quantization' is 'fp8', but this GPU has no float8 (compute "
             "capability 8.9 or later): drop the key."
-        )
-    tiles = current_platform.is_cpu() and torch.cpu._is_amx_tile_supported()
-    if "int8" in asked and not (tiles and dtype == torch.bfloat16):
-        raise OptionError(
-            "speculative_config key 'quantization' is 'int8', but that needs a CPU with AMX tiles "
-            "and dtype 'bfloat16': drop the key."
         )
 
 

@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, entry_points, metadata, requires, version
+from importlib.metadata import entry_points, metadata, requires
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -14,7 +14,12 @@ from packaging.specifiers import SpecifierSet
 
 from vllm_specblock.engine import compat
 from vllm_specblock.engine.doctor.finding import Finding, as_line, wrong
-from vllm_specblock.versions import is_supported, supported_releases, supported_sentence
+from vllm_specblock.versions import (
+    installed_version,
+    is_supported,
+    supported_releases,
+    supported_sentence,
+)
 
 OURS = "vllm-specblock"
 COMPILERS = ("gcc", "clang", "cc")
@@ -46,33 +51,22 @@ def examine(target: str | None, given: dict[str, Any] | None) -> Iterator[Findin
     yield from pair(target, given)
 
 
-def installed(package: str) -> str | None:
-    """Return the version of a distribution; None: it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def versions() -> Iterator[Finding]:
     """Judge Python, the packages we rely on, and the plugin's entry point."""
     wanted = SpecifierSet(metadata(OURS)["Requires-Python"] or "")
     yield _judged("Python", platform.python_version(), wanted)
     specifiers = {each.name: each.specifier for each in map(Requirement, requires(OURS) or ())}
     for package in ("torch", "transformers"):
-        yield _judged(package, installed(package), specifiers[package])
-    found = installed("vllm")
+        yield _judged(package, installed_version(package), specifiers[package])
+    found = installed_version("vllm")
     if found is None:
-        advice = (
-            f"Install vLLM {supported_releases()}; on a CPU tools/setup_env.py shows what that "
-            "takes."
-        )
-        yield wrong("vLLM", "not installed", advice)
+        how = "on a CPU tools/setup_env.py shows what that takes."
+        yield wrong("vLLM", "not installed", f"Install vLLM {supported_releases()}; {how}")
     elif not is_supported(found):
         yield wrong("vLLM", found, supported_sentence(found))
     else:
         yield Finding("vLLM", found)
-    triton = installed("triton")
+    triton = installed_version("triton")
     if triton is None:
         yield wrong("triton", "not installed", "vLLM's Model Runner V2 needs it: install triton.")
     else:
@@ -88,7 +82,7 @@ def _judged(package: str, found: str | None, wanted: SpecifierSet) -> Finding:
 
 def plugin() -> Finding:
     """Check that vLLM finds the plugin, and may load it."""
-    ours = installed(OURS) or "?"
+    ours = installed_version(OURS) or "?"
     points = entry_points(group="vllm.general_plugins")
     names = {each.name for each in points if each.value.startswith("vllm_spec")}
     if not names:
@@ -110,12 +104,8 @@ def hooks() -> Finding:
     if not found:
         return Finding("hooks", f"{count} of {count} are in vLLM as they have to be")
     more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-    return wrong(
-        "hooks",
-        f"{len(found)} of {count} are not: {'; '.join(found[:3])}{more}",
-        "Install vLLM and the plugin anew, in versions that go together: this one was changed, or "
-        "is of another release.",
-    )
+    advice = "Install vLLM and the plugin anew, in versions that go together."
+    return wrong("hooks", f"{len(found)} of {count} are not: {'; '.join(found[:3])}{more}", advice)
 
 
 def kernels() -> Finding:
@@ -126,29 +116,20 @@ def kernels() -> Finding:
         name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         compiler = os.environ.get("CC") or next(filter(shutil.which, COMPILERS), None)
         if compiler is None:
-            return wrong(
-                "kernels",
-                f"{name}, and no C compiler",
-                f"Triton needs one to launch kernels: install {' or '.join(COMPILERS[:2])}, or "
-                "name one in CC.",
-            )
+            advice = "Triton needs one to launch kernels: install gcc or clang, or name one in CC."
+            return wrong("kernels", f"{name}, and no C compiler", advice)
         return Finding("kernels", f"Triton compiles them for sm_{major}{minor} ({name})")
-    found = installed("vllm")
+    found = installed_version("vllm")
     if found is not None and "cpu" not in found:
-        return wrong(
-            "kernels",
-            "vLLM's CUDA build, and no GPU answers",
-            "Look at nvidia-smi and CUDA_VISIBLE_DEVICES, or install vLLM's CPU build.",
-        )
+        advice = "Look at nvidia-smi and CUDA_VISIBLE_DEVICES, or install vLLM's CPU build."
+        return wrong("kernels", "vLLM's CUDA build, and no GPU answers", advice)
     from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
 
     if not AVAILABLE:
-        return Finding(
-            "kernels",
-            "Triton's interpreter: right, and 10 to 100 times slower",
-            "note",
-            "Install numba, whose loops replace them on a CPU.",
-        )
+        slow = "Triton's interpreter: right, and 10 to 100 times slower"
+        advice = "Install numba, whose loops replace them on a CPU."
+        return Finding("kernels", slow, "note", advice)
     tiles = "with" if torch.cpu._is_amx_tile_supported() else "without"
-    numba = installed("numba")
-    return Finding("kernels", f"Numba {numba} compiles loops for this CPU, {tiles} AMX")
+    return Finding(
+        "kernels", f"Numba {installed_version('numba')} compiles loops for this CPU, {tiles} AMX"
+    )

@@ -10,19 +10,12 @@ Verdict = Literal["right", "note", "wrong"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report; "wrong": an engine would fail, or run without drafts."""
 
-    Attributes:
-        name: what was examined.
-        found: its state.
-        verdict: wrong: an engine would fail, or run without drafts; note: it is worth knowing.
-        advice: what to do, one line; may be empty.
-    """
-
-    name: str
-    found: str
+    name: str  # what was examined
+    found: str  # its state
     verdict: Verdict = "right"
-    advice: str = ""
+    advice: str = ""  # what to do, one line
 
 
 def wrong(name: str, found: str, advice: str) -> Finding:

@@ -12,11 +12,11 @@ from vllm.config import ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_specblock.config import METHOD, OptionError
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.interface import CacheLayer
 from vllm_specblock.drafters.registry import drafter_kind
-from vllm_specblock.drafters.specblock.config import CheckpointError
 from vllm_specblock.engine.config import validate
 from vllm_specblock.engine.config.resolved_config import ResolvedDrafter, fetch_drafter
 from vllm_specblock.engine.config.vllm_args import resolve
@@ -36,25 +36,24 @@ def runner() -> Finding:
 
 def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
     """Yield findings about a target, its drafters and their memory; arguments as in `examine`."""
-    model = None
-    if target is not None:
-        try:
-            args = EngineArgs(model=target)  # offline, vLLM looks for a hub id's files here
-            model = args.create_model_config()
-        except Exception as error:  # any error of vLLM or transformers
-            yield wrong("target", target, f"vLLM does not take it: {as_line(error)}")
-            return
-        try:
-            validate.check_target(model)
-            validate.check_quantization(model)
-        except OptionError as error:
-            yield wrong("target", target, as_line(error))
-            return
-        yield Finding("target", f"{target}: {model.architecture}, {_dtype(model.dtype)}")
-    if given is None:
+    if target is None:
+        if given is not None:
+            yield alone(given)
         return
-    if model is None:
-        yield alone(given)
+    try:
+        args = EngineArgs(model=target)  # offline, vLLM looks for a hub id's files here
+        model = args.create_model_config()
+    except Exception as error:  # any error of vLLM or transformers
+        yield wrong("target", target, f"vLLM does not take it: {as_line(error)}")
+        return
+    try:
+        validate.check_target(model)
+        validate.check_quantization(model)
+    except OptionError as error:
+        yield wrong("target", target, as_line(error))
+        return
+    yield Finding("target", f"{target}: {model.architecture}, {_dtype(model.dtype)}")
+    if given is None:
         return
     args.speculative_config = {"method": METHOD, **given}
     try:
@@ -66,9 +65,13 @@ def pair(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
         return
     for number, drafter in enumerate(resolved.drafters, 1):
         which = f" {number}" if resolved.combine else ""
-        yield Finding(f"drafter{which}", _described(drafter))
-        if drafter.folder is not None:
-            yield memory(drafter, model, resolved.num_speculative_tokens, f"memory{which}")
+        if drafter.folder is None:
+            yield Finding(f"drafter{which}", f"{drafter.kind}, reads the requests' own text")
+            continue
+        layers = ", ".join(map(str, drafter.layers)) or "none"
+        found = f"{drafter.folder}: {drafter.kind}, reads target layers {layers}"
+        yield Finding(f"drafter{which}", found)
+        yield memory(drafter, model, resolved.num_speculative_tokens, f"memory{which}")
 
 
 def alone(given: dict[str, Any]) -> Finding:
@@ -90,13 +93,6 @@ def _named(given: dict[str, Any]) -> str:
     return str(given.get("model") or "without a model")
 
 
-def _described(drafter: ResolvedDrafter) -> str:
-    if drafter.folder is None:
-        return f"{drafter.kind}, reads the requests' own text"
-    layers = ", ".join(map(str, drafter.layers)) or "none"
-    return f"{drafter.folder}: {drafter.kind}, reads target layers {layers}"
-
-
 def memory(
     drafter: ResolvedDrafter, target: ModelConfig, num_speculative_tokens: int, name: str
 ) -> Finding:
@@ -108,16 +104,9 @@ def memory(
     if quantization is not None:
         process_after_loading(model, quantization)
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    columns = tuple(range(len(drafter.layers)))
-    made = kind.load_class()(
-        model,
-        torch.nn.Identity(),
-        drafter.options,
-        num_speculative_tokens,
-        target.max_model_len,
-        num_speculative_tokens,
-        columns,
-    )
+    nodes, columns = num_speculative_tokens, tuple(range(len(drafter.layers)))
+    sizes = nodes, target.max_model_len, nodes, columns
+    made = kind.load_class()(model, torch.nn.Identity(), drafter.options, *sizes)
     own = sum(map(entries, made.cache_layers())) * dtype.itemsize
     one = ParallelConfig()
     heads, layers = target.get_num_kv_heads(one), target.get_num_layers(one)
@@ -126,15 +115,13 @@ def memory(
         f"weights {weights / 2**20:,.1f} MiB; cache {own / 2**10:.1f} KiB per token, beside "
         f"{beside / 2**10:.1f} of the target's (in {_dtype(dtype)})"
     )
-    if own > beside:
-        return Finding(
-            name,
-            found,
-            "note",
-            "Less than half of the texts fit that fit without drafts: a drafter of fewer layers, "
-            "heads or positions takes less.",
-        )
-    return Finding(name, found)
+    if own <= beside:
+        return Finding(name, found)
+    advice = (
+        "Less than half of the texts fit that fit without drafts: a drafter of fewer layers, heads "
+        "or positions takes less."
+    )
+    return Finding(name, found, "note", advice)
 
 
 def entries(layer: CacheLayer) -> int:

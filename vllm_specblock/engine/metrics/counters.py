@@ -18,7 +18,7 @@ Counts = dict[tuple[str, int], int]
 _KINDS = 3
 """Origins a node in use can have: 1 drafter 1, 2 drafter 2, 3 both."""
 
-
+_OF_NODES = "verified_nodes", "accepted_nodes", "chosen_trees"
 DRAFTING_NS, DRAFTING_STEPS = "drafting_nanoseconds", "drafting_steps"
 
 
@@ -28,7 +28,6 @@ class DrafterCounters:
     On a GPU, `publish` passes the sums of the previous step and copies the current ones.
 
     Args:
-        num_drafters: 1 or 2.
         sink: takes the counts of every `publish`; None: no metrics.
         source: returns further counts to publish.
 
@@ -110,18 +109,15 @@ def tally(total: Sequence[int], num_drafters: int) -> Counts:
     split = _KINDS * 3
     nodes = [total[start : start + 3] for start in range(0, split, 3)]
     size, beta = total[split : split + num_drafters], total[-num_drafters:]
-    rest = total[split + num_drafters : -num_drafters]
-    second, agreed, *trees, both, live = rest
+    second, agreed, *trees, both, live = total[split + num_drafters : -num_drafters]
     counts: Counts = {}
-    for drafter in range(1, num_drafters + 1):
-        counts["drafted_trees", drafter] = trees[drafter - 1]
-        counts["drafted_nodes", drafter] = size[drafter - 1]
-        counts["calibration_thousandths", drafter] = beta[drafter - 1]
+    for at, drafter in enumerate(range(1, num_drafters + 1)):
+        counts["drafted_trees", drafter] = trees[at]
+        counts["drafted_nodes", drafter] = size[at]
+        counts["calibration_thousandths", drafter] = beta[at]
         # Kind 3 is of both drafters and counts for both.
-        verified, accepted, first = (a + b for a, b in zip(nodes[drafter - 1], nodes[2]))
-        counts["chosen_trees", drafter] = first
-        counts["verified_nodes", drafter] = verified
-        counts["accepted_nodes", drafter] = accepted
+        for name, own, shared in zip(_OF_NODES, nodes[at], nodes[2]):
+            counts[name, drafter] = own + shared
     counts["tree_nodes", 0] = sum(kind[0] for kind in nodes)
     if num_drafters == 2:
         counts["shared_nodes", 0], counts["shared_accepted_nodes", 0], _ = nodes[2]

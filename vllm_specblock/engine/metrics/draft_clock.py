@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import torch
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_specblock.triton_kernels.feedback.device_clock import begin_span_triton, end_span_triton
 
@@ -14,7 +13,7 @@ from vllm_specblock.triton_kernels.feedback.device_clock import begin_span_trito
 class DraftClock:
     """Sums the time between `begin` and `end`, over all steps that ended one.
 
-    On a GPU, kernels read the device clock, also in graphs.
+    On a GPU, kernels read the device clock, also in graphs; else wall clock.
 
     Args:
         total: [3] int64, nanoseconds, steps, and when the open span began.
@@ -37,38 +36,27 @@ class DraftClock:
         self.total[1] += 1
 
 
-class Stopwatch:
+class Stopwatch(DraftClock):
     """Time inside the `propose` of a speculator of Model Runner V2, in steps without prompts.
 
-    Ours commits there, too, and has a `DraftClock`. On a GPU the device's time, else wall clock.
+    For vLLM's own: ours also commits there.
     """
 
-    def __init__(self, speculator: Any, on_gpu: bool) -> None:
-        self.event = (lambda: torch.cuda.Event(enable_timing=True)) if on_gpu else None
-        self.spans: list[tuple[Any, Any]] = []
+    def __init__(self, speculator: Any, device: str) -> None:
+        super().__init__(torch.zeros(self.SIZE, dtype=torch.int64, device=device))
         propose = speculator.propose
 
-        def timed(batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
-            start = self._now()
+        def timed(batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.begin()
             result = propose(batch, *args, **kwargs)
             if not batch.has_prefill:
-                self.spans.append((start, self._now()))
+                self.end()
             return result
 
         speculator.propose = timed
 
-    def _now(self) -> Any:
-        if self.event is None:
-            return time.perf_counter()
-        event = self.event()
-        event.record()
-        return event
-
     def take(self) -> tuple[int, int]:
-        """Nanoseconds since the last call, and in how many steps."""
-        spans, self.spans = self.spans, []
-        if self.event is None:
-            return int(sum(end - start for start, end in spans) * 1e9), len(spans)
-        if spans:
-            spans[-1][1].synchronize()
-        return int(sum(start.elapsed_time(end) for start, end in spans) * 1e6), len(spans)
+        """Nanoseconds since the last call, and in how many steps; waits for the device."""
+        nanoseconds, steps, _ = self.total.tolist()  # a host read, not for a step
+        self.total.zero_()
+        return nanoseconds, steps

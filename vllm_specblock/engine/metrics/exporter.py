@@ -16,6 +16,7 @@ import tempfile
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -77,15 +78,12 @@ _ATTRIBUTE = "specblock_metrics"
 _exposed: DrafterMetrics | None = None
 
 
+@dataclass(eq=False)
 class DrafterMetrics:
-    """A prometheus collector over the files of one deployment's engines.
+    """A prometheus collector over the files of one deployment's engines."""
 
-    Args:
-        stem: the files' path up to "-<engine>.db".
-    """
-
-    def __init__(self, stem: str) -> None:
-        self.stem = stem
+    stem: str
+    """The files' path up to "-<engine>.db"."""
 
     def files(self) -> list[str]:
         return glob.glob(glob.escape(self.stem) + "-*.db")
@@ -110,8 +108,6 @@ def announce(config: Any) -> None:
         REGISTRY.unregister(_exposed)
     REGISTRY.register(collector)
     _exposed = collector
-    # An attribute, not a key of `additional_config`: that one is part of the name of vLLM's
-    # compile cache, and another path at every start would always miss it.
     setattr(config, _ATTRIBUTE, collector.stem)
     weakref.finalize(config, _withdraw, collector, None if shared else folder, os.getpid())
 
@@ -162,11 +158,9 @@ class Sink:
 
     def _create(self, counts: Counts) -> MmapedDict:
         for name, drafter in counts:
-            labels = {**self.labels, **({"head": str(drafter)} if drafter else {})}
-            metric = PREFIX + name
-            self.keys[name, drafter] = mmap_key(
-                metric, f"{metric}_total", list(labels), list(labels.values()), HELP[name]
-            )
+            labels = self.labels | ({"head": str(drafter)} if drafter else {})
+            names = PREFIX + name, f"{PREFIX}{name}_total", [*labels], [*labels.values()]
+            self.keys[name, drafter] = mmap_key(*names, HELP[name])
         # Under its name only when complete: a reader may come at any time.
         making = f"{self.path}.new"
         file = MmapedDict(making)

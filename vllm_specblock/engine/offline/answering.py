@@ -10,38 +10,32 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO
+from contextlib import suppress
+from typing import Any, TextIO
 
 from vllm_specblock.engine.metrics.acceptance import REQUESTS, STEPS, TOKENS
-
-if TYPE_CHECKING:
-    from vllm_specblock.engine.metrics.draft_clock import Stopwatch
 
 DRAFTING = ("vllm:specblock_drafting_nanoseconds", "vllm:specblock_drafting_steps")
 """Time of the drafters, and the steps it was taken over."""
 
 
-def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """Return what was added between two readings."""
-    changes = {name: value - before.get(name, 0) for name, value in after.items()}
-    return {name: change for name, change in changes.items() if change}
+def read_counters(metrics: list[Any]) -> Counter[str]:
+    """Return the metrics that τ needs and every speculation counter, by name and drafter.
 
-
-def read_counters(metrics: list[Any]) -> dict[str, int]:
-    """Return the metrics that τ needs and every speculation counter, by name and drafter."""
-    found: dict[str, int] = {}
+    The difference of two readings is what was added between them.
+    """
+    found = Counter[str]()
     for metric in metrics:
         if metric.name in (REQUESTS, STEPS):
-            found[metric.name] = found.get(metric.name, 0) + metric.count
+            found[metric.name] += metric.count
         elif metric.name == TOKENS or ("spec" in metric.name and hasattr(metric, "value")):
             drafter = metric.labels.get("head")
-            name = metric.name + (f"{{head={drafter}}}" if drafter else "")
-            found[name] = found.get(name, 0) + int(metric.value)
+            found[metric.name + (f"{{head={drafter}}}" if drafter else "")] += int(metric.value)
     return found
 
 
@@ -49,20 +43,16 @@ def cpu_seconds() -> float:
     """Return the CPU time of this process and its children, ended ones included."""
     import psutil
 
-    took = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        took += usage.ru_utime + usage.ru_stime
-    for child in psutil.Process().children(recursive=True):
-        try:
+    this = psutil.Process()
+    took = sum(this.cpu_times()[:4])  # user and system time, own and of ended children
+    for child in this.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
             took += sum(child.cpu_times()[:4])
-        except psutil.NoSuchProcess:
-            continue
     return took
 
 
-def stopwatch_of(llm: Any) -> Stopwatch | None:
-    """Return what times an engine's drafting; None: its drafter is out of reach."""
+def stopwatch_of(llm: Any) -> Any:
+    """Return the `Stopwatch` that times an engine's drafting; None: its drafter is out of reach."""
     import torch
 
     from vllm_specblock.engine.metrics.draft_clock import Stopwatch
@@ -71,7 +61,7 @@ def stopwatch_of(llm: Any) -> Stopwatch | None:
     if not llm.llm_engine.vllm_config.use_v2_model_runner or not hasattr(core, "engine_core"):
         return None
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
-    return Stopwatch(runner.speculator, torch.cuda.is_available())
+    return Stopwatch(runner.speculator, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Answering:
@@ -82,10 +72,9 @@ class Answering:
 
         self.llm = LLM(**arguments)
         self.config = self.llm.llm_engine.vllm_config
-        self.stopwatch: Stopwatch | None = None
         speculative = arguments.get("speculative_config")
-        if speculative is not None and speculative["method"] != "specblock":
-            self.stopwatch = stopwatch_of(self.llm)
+        others = speculative is not None and speculative["method"] != "specblock"
+        self.stopwatch = stopwatch_of(self.llm) if others else None
 
     def facts(self) -> dict[str, Any]:
         """Return facts of this engine beyond its arguments."""
@@ -129,9 +118,9 @@ class Answering:
             ids = self._step_by_step(prompts, params, said)
         wall = time.perf_counter() - began
         cpu = cpu_seconds() - used
-        counters = grown(counted, read_counters(self.llm.get_metrics()))
+        counters = dict(read_counters(self.llm.get_metrics()) - counted)
         if self.stopwatch is not None:
-            counters |= dict(zip(DRAFTING, self.stopwatch.take()))
+            counters |= zip(DRAFTING, self.stopwatch.take())
         return {"ids": ids, "wall": wall, "cpu": cpu, "counters": counters}
 
     def _step_by_step(

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,9 +29,6 @@ from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target.feature_store import Features
 
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
 CPU_CACHE_BYTES = 2 << 30
 
 
@@ -41,7 +38,6 @@ class FeatureExtractor:
     Args:
         layer_ids: feature layers; i is the residual stream after i layers, 0 the embeddings.
         length: tokens of the longest sequence.
-        dtype: of the target's arithmetic and of the features.
         scratch: folder for one file per request, emptied now and by `close`.
         engine: further arguments of vLLM's `LLM`, such as `tensor_parallel_size`.
 
@@ -66,6 +62,7 @@ class FeatureExtractor:
         # vLLM keeps one state per id. The last id is repeated to reserve a slot that
         # `_append_last_output` fills with the LM head's input.
         kept = [*layer_ids, layer_ids[-1]]
+        hf_config = {"eagle_aux_hidden_state_layer_ids": kept, "specblock_features": True}
         settings: dict[str, Any] = {
             "model": str(target),
             "dtype": dtype,
@@ -77,12 +74,7 @@ class FeatureExtractor:
             "speculative_config": {
                 "method": "extract_hidden_states",
                 "num_speculative_tokens": 1,
-                "draft_model_config": {
-                    "hf_config": {
-                        "eagle_aux_hidden_state_layer_ids": kept,
-                        "specblock_features": True,
-                    }
-                },
+                "draft_model_config": {"hf_config": hf_config},
             },
             "kv_transfer_config": {
                 "kv_connector": FeatureConnector.__name__,
@@ -104,20 +96,17 @@ class FeatureExtractor:
         """
         prompts = [{"prompt_token_ids": tokens.tolist()} for tokens in sequences]
         answers = self.llm.generate(prompts, self.params, use_tqdm=False)
-        self._let_write()
+        # Step an engine in this process until its connector has written the last requests.
+        client = self.llm.llm_engine.engine_core
+        core = getattr(client, "engine_core", None)
+        while core is not None and core.scheduler.has_requests():
+            client.get_output()
         paths = [answer.kv_transfer_params["hidden_states_path"] for answer in answers]
         return map(_take, paths, sequences)
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-    def _let_write(self) -> None:
-        """Step an engine in this process until its connector has written the last requests."""
-        client = self.llm.llm_engine.engine_core
-        core = getattr(client, "engine_core", None)
-        while core is not None and core.scheduler.has_requests():
-            client.get_output()
 
 
 def _take(path: str, tokens: Tensor) -> Features:
@@ -141,7 +130,7 @@ class FeatureConnector(ExampleHiddenStatesConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        _append_last_output()  # here, because this runs in every worker and nowhere else
+        _append_last_output()  # here, since this runs in every worker
 
     def _submit_async_write(self, pending: PendingSave) -> None:
         if self._kv_cache.is_cuda:
@@ -157,7 +146,7 @@ class FeatureConnector(ExampleHiddenStatesConnector):
 
 
 class _Done:
-    """Stands for the CUDA event of a copy that was over when it began."""
+    """Stands for the CUDA event of a finished copy."""
 
     def synchronize(self) -> None:
         pass
@@ -174,7 +163,7 @@ def _append_last_output() -> None:
     def propose(
         original: Function,
         self: ExtractHiddenStatesSpeculator,
-        input_batch: InputBatch,
+        input_batch: Any,
         attn_metadata: dict[str, Any],
         slot_mappings: dict[str, Tensor],
         last_hidden_states: Tensor,

@@ -17,9 +17,7 @@ class VllmAnswerer:
     """A vLLM engine that answers token prompts; `train.answering.Answerer`.
 
     Args:
-        target: folder or hub id.
         max_length: most tokens of a prompt and its answer.
-        top_p: nucleus of every sampled answer.
         engine: further arguments of vLLM's `LLM`, such as `gpu_memory_utilization`.
 
     Raises:
@@ -39,16 +37,13 @@ class VllmAnswerer:
         # An engine in a process of its own outlives a killed parent and keeps its memory, and
         # requests reach it at uneven times, so that no two runs compute the same batches.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        settings = {
-            "model": str(target),
-            "max_model_len": max_length,
-            "dtype": dtype,
-            "seed": seed,
-            **_whole_prompts(),
-            **(engine or {}),
-        }
-        self.llm = start(settings)
         self.top_p = top_p
+        settings = {"model": str(target), "max_model_len": max_length, "dtype": dtype, "seed": seed}
+        # After a chunk of a prompt, vLLM's first model runner rewinds a seeded request's generator,
+        # which a CPU's generator cannot do.
+        if current_platform.is_cpu() and envs.VLLM_USE_V2_MODEL_RUNNER is not True:
+            settings["enable_chunked_prefill"] = False
+        self.llm = start(settings | dict(engine or {}))
 
     def generate(
         self,
@@ -84,12 +79,3 @@ def start(settings: Mapping[str, Any]) -> LLM:
     except (TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise TrainError(f"vLLM cannot run the target {settings['model']}: {reason}") from error
-
-
-def _whole_prompts() -> dict[str, Any]:
-    """Turn chunked prompts off for vLLM's first model runner on a CPU.
-
-    After a chunk it rewinds a seeded request's generator, which a CPU's generator cannot do.
-    """
-    first_runner = envs.VLLM_USE_V2_MODEL_RUNNER is not True
-    return {"enable_chunked_prefill": False} if current_platform.is_cpu() and first_runner else {}

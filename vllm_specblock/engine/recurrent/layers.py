@@ -9,13 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
@@ -23,7 +21,6 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
-from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_specblock.engine.recurrent.metadata import RecurrentTreeMetadata, tree_backend
 from vllm_specblock.verify.recurrence import Recurrence, advance, convolve, newest, scan
@@ -41,10 +38,8 @@ class Waiting(NamedTuple):
 class RecurrentLayer(ABC):
     """Verifies trees in one of the target's layers, which keeps one state per request.
 
-    Args:
-        layer: vLLM's, before its cache is allocated; it is changed in place.
-
     Attributes:
+        layer: vLLM's; it is changed in place, before its cache is allocated.
         replaced: name of the layer's method whose inputs `verify` takes; "": an operator calls it.
     """
 
@@ -53,10 +48,10 @@ class RecurrentLayer(ABC):
     waiting: Waiting | None = None
 
     def __init__(self, layer: Any) -> None:
-        self.layer = layer
+        self.layer, get_spec = layer, layer.get_kv_cache_spec
         # vLLM's chains keep a state per draft.
         layer.num_spec = 0
-        layer.get_kv_cache_spec = partial(_one_state, layer.get_kv_cache_spec)
+        layer.get_kv_cache_spec = lambda config: replace(get_spec(config), num_speculative_blocks=0)
         backend = tree_backend(layer.get_attn_backend())
         layer.get_attn_backend = lambda: backend
         if self.replaced:
@@ -74,31 +69,25 @@ class RecurrentLayer(ABC):
         """[slots, H, K, V]."""
         raise NotImplementedError
 
-    def step(self) -> RecurrentTreeMetadata | None:
-        """The step's metadata if it has drafts."""
-        every = get_forward_context().attn_metadata
-        found = every.get(self.layer.prefix) if isinstance(every, dict) else None
-        return found if isinstance(found, RecurrentTreeMetadata) else None
-
     def forward(self, *, output: Tensor, **inputs: Tensor) -> Any:
         """Called by vLLM with keywords."""
         return self.run(self.plain, tuple(inputs.values()), output)
 
     def run(self, plain: Callable[..., Any], inputs: tuple[Tensor, ...], out: Tensor) -> Any:
         """Compute `out` [rows, …]; requests and steps without drafts run `plain(*inputs, out)`."""
-        step = self.step()
-        if step is None:
+        metadata, name = get_forward_context().attn_metadata, self.layer.prefix
+        step = metadata.get(name) if isinstance(metadata, dict) else None
+        if not isinstance(step, RecurrentTreeMetadata):
             return plain(*inputs, out)
         trees = step.trees
         if trees.other_rows is not None:
-            metadata = get_forward_context().attn_metadata
             found = out.new_empty(len(trees.other_rows), *out.shape[1:])
-            metadata[self.layer.prefix] = step.others
+            metadata[name] = step.others
             plain(*(x[trees.other_rows] for x in inputs), found)
-            metadata[self.layer.prefix] = step
+            metadata[name] = step
             out[trees.other_rows] = found
-        made = self.verify(step, *(trees.pad(x) for x in inputs))
-        out[trees.rows] = trees.unpad(made).reshape(-1, *out.shape[1:]).to(out.dtype)
+        made = self.verify(step, *(trees.pad(x) for x in inputs)).flatten(0, 1)[trees.place]
+        out[trees.rows] = made.reshape(-1, *out.shape[1:]).to(out.dtype)
         return None
 
     @abstractmethod
@@ -227,10 +216,6 @@ def recurrent_kind(layer: Any) -> type[RecurrentLayer] | None:
     return next((kind for kind in KINDS if type(layer) is kind.kind), None)
 
 
-def _one_state(original: Callable[[VllmConfig], KVCacheSpec], config: VllmConfig) -> KVCacheSpec:
-    return replace(original(config), num_speculative_blocks=0)
-
-
 _LIBRARY: list[torch.library.Library] = []
 
 
@@ -242,10 +227,12 @@ def _install_gated_delta_net() -> None:
     def cpu_gdn_attention_core(
         mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: Any
     ) -> None:
-        context = get_forward_context()
-        layer: Any = context.no_compile_layers[gdn_attention._resolve_layer_name(layer_name)]
+        def plain(*tensors: Tensor) -> None:
+            gdn_attention.cpu_gdn_attention_core(*tensors, layer_name)
+
+        layers: Any = get_forward_context().no_compile_layers
+        layer = layers[gdn_attention._resolve_layer_name(layer_name)]
         ours: GatedDeltaNetLayer | None = getattr(layer, "verifies_trees", None)
-        plain = partial(_plain_gated_delta_net, layer_name)
         if ours is None:
             plain(mixed_qkv, b, a, core_attn_out)
         else:
@@ -254,7 +241,3 @@ def _install_gated_delta_net() -> None:
     library = torch.library.Library("vllm", "IMPL")
     library.impl("cpu_gdn_attention_core", cpu_gdn_attention_core, "CPU", allow_override=True)
     _LIBRARY.append(library)
-
-
-def _plain_gated_delta_net(layer_name: Any, *tensors: Tensor) -> None:
-    gdn_attention.cpu_gdn_attention_core(*tensors, layer_name)

@@ -28,10 +28,6 @@ from vllm_specblock.verify.recurrence import Paths
 class TreeRows:
     """The rows of a batch whose requests have drafts.
 
-    Args:
-        batch: on the host.
-        parent: [slots, N] int32, of all requests' trees.
-
     Attributes (R requests with drafts, n rows of theirs, L rows of the longest):
         requests: [R] int64, places in the batch; base: [R] int64, rows up to and with the root.
         rows: [n] int64, rows of the batch; place: [n] int64, r · L + j for row j of request r.
@@ -39,20 +35,20 @@ class TreeRows:
     """
 
     def __init__(self, batch: InputBatch, parent: torch.Tensor) -> None:
+        """On a CPU; parent: [slots, N] int32, of all requests' trees."""
         drafts = batch.num_draft_tokens_per_req
         assert drafts is not None
         starts = batch.query_start_loc[: batch.num_reqs + 1].numpy()  # a host tensor
         counts, has_drafts = np.diff(starts), drafts[: batch.num_reqs] > 0
-        drafted = np.flatnonzero(has_drafts)
+        drafted, owner = np.flatnonzero(has_drafts), np.repeat(np.arange(len(counts)), counts)
         self.requests = torch.from_numpy(drafted)
         self.base = torch.from_numpy(rows_without_drafts(batch)[drafted].astype(np.int64))
         self.shape = len(drafted), int(counts[drafted].max())
-        row = np.concatenate([np.arange(starts[r], starts[r + 1]) for r in drafted])
-        own = [np.arange(counts[r]) + at * self.shape[1] for at, r in enumerate(drafted)]
-        self.rows, self.place = torch.from_numpy(row), torch.from_numpy(np.concatenate(own))
+        own, local = has_drafts[owner], np.arange(len(owner)) - starts[owner]
+        place = (has_drafts.cumsum() - 1)[owner] * self.shape[1] + local
+        self.rows, self.place = map(torch.from_numpy, (np.flatnonzero(own), place[own]))
         self.others = np.flatnonzero(~has_drafts & (counts > 0))
-        other = [np.arange(starts[r], starts[r + 1]) for r in self.others]
-        self.other_rows = torch.from_numpy(np.concatenate(other)) if other else None
+        self.other_rows = None if own.all() else torch.from_numpy(np.flatnonzero(~own))
         self._parent = parent[batch.idx_mapping[self.requests].long()]
 
     @cached_property
@@ -64,10 +60,6 @@ class TreeRows:
         padded = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
         padded[self.place] = x[self.rows]
         return padded.unflatten(0, self.shape)
-
-    def unpad(self, x: torch.Tensor) -> torch.Tensor:
-        """[R, L, …] → [n, …]."""
-        return x.flatten(0, 1)[self.place]
 
 
 @dataclass
@@ -123,7 +115,7 @@ def _of_requests(batch: CommonAttentionMetadata, trees: TreeRows) -> CommonAtten
     """Return the metadata of the requests without drafts alone."""
     requests = torch.from_numpy(trees.others)
     counts = batch.query_start_loc.diff()[requests]
-    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     kept = {
         name: value[requests]
         for name in ("seq_lens", "block_table_tensor", "is_prefilling", "seq_lens_cpu_upper_bound")

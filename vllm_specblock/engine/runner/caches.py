@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,11 +25,8 @@ Slots = dict[str, torch.Tensor]
 class EngineCaches:
     """Caches of target and drafters, under one block table.
 
-    Args:
-        target_layers: names of the target's attention layers.
-
     Attributes:
-        drafter_layers: per drafter, the names of its layers.
+        target_layers: names of the target's attention layers; drafter_layers: per drafter.
         target: the target's caches, as (cache group, caches).
         group: the drafters' cache group.
     """
@@ -43,18 +41,12 @@ class EngineCaches:
         self.config, self.device = config, device
         self.target_layers, self.drafters = target_layers, drafters
         self.context = config.compilation_config.static_forward_context
-        self.drafter_layers: list[list[str]] = []
         # Numbered on from the target's layers, as vLLM's own drafters are.
-        number = config.model_config.get_num_layers(config.parallel_config)
-        for drafter in drafters:
-            self.drafter_layers.append([])
-            for layer in drafter.cache_layers():
-                name = f"specblock.layers.{number}.attn"
-                DraftAttentionLayer(
-                    config, name, layer.num_kv_heads, layer.head_dim, layer.entries_per_token
-                )
-                self.drafter_layers[-1].append(name)
-                number += 1
+        number = count(config.model_config.get_num_layers(config.parallel_config))
+        self.drafter_layers = [
+            [DraftAttentionLayer(config, next(number), layer).name for layer in each.cache_layers()]
+            for each in drafters
+        ]
 
     def bind_null(self) -> None:
         """Bind drafters to caches of one null block, until vLLM allocates the real ones."""
@@ -62,16 +54,12 @@ class EngineCaches:
         for drafter in self.drafters:
             # With `max_model_len` "auto", vLLM lowers the limit after the drafters are built.
             drafter.max_model_len = model.max_model_len
-            drafter.bind(
-                [
-                    torch.zeros(
-                        (1, size * layer.entries_per_token, layer.num_kv_heads, 2 * layer.head_dim),
-                        dtype=model.dtype,
-                        device=self.device,
-                    ).transpose(1, 2)
-                    for layer in drafter.cache_layers()
-                ]
-            )
+            caches = []
+            for layer in drafter.cache_layers():
+                shape = 1, size * layer.entries_per_token, layer.num_kv_heads, 2 * layer.head_dim
+                cache = torch.zeros(shape, dtype=model.dtype, device=self.device)
+                caches.append(cache.transpose(1, 2))
+            drafter.bind(caches)
 
     def find_groups(self, kv_cache_config: KVCacheConfig) -> None:
         """Find the cache group of every layer; OptionError if vLLM gave one no block table."""
@@ -108,18 +96,14 @@ class EngineCaches:
         block_table = block_tables.input_block_tables[self.group]
         rows, seen = config.scheduler_config.max_num_batched_tokens, set()
         for name in self.target_layers:
-            layer = self.context[name]
-            impl = layer.impl
+            layer, impl = self.context[name], self.context[name].impl
             sinks = None if impl.sinks is None else impl.sinks.float()
             heads = impl.num_heads, impl.num_kv_heads, impl.head_size
             form = (*heads, impl.window, impl.soft_cap, sinks is None)
             if form in seen:
                 continue
             seen.add(form)
-            cache, scales = layer.kv_cache, {}
-            if impl.fp8:
-                cache = cache.view(torch.float8_e4m3fn)
-                scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
+            cache, scales = impl.typed(layer.kv_cache, layer)
             dtype = config.model_config.dtype
             compile_attention(
                 cache.new_empty(1, impl.num_heads, impl.head_size, dtype=dtype),
@@ -138,18 +122,13 @@ class EngineCaches:
             drafter.warm_up(block_table, rows)
         if block_table.device.type == "cpu":
             none, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
-            path = torch.zeros(1, 2, dtype=torch.int64)
-            accepted = AcceptedRows(none.int(), one, path, none.int())
+            accepted = AcceptedRows(none.int(), one, torch.zeros(1, 2).long(), none.int())
             for _, each in self.target:
                 move_path(each, -one, accepted, 1)
 
-    def slots(self, slot_mappings: Slots) -> torch.Tensor:
-        """Return the slot mapping of the drafters' caches, [≥ batch rows] int64."""
-        return slot_mappings[self.layer_of[self.group]]
-
-    def target_slots(self, slot_mappings: Slots) -> list[torch.Tensor]:
-        """Return the slot mapping of each set of the target's caches."""
-        return [slot_mappings[self.layer_of[group]] for group, _ in self.target]
+    def slots(self, slot_mappings: Slots, group: int | None = None) -> torch.Tensor:
+        """Return the slot mapping of a cache group, [≥ batch rows] int64; None: the drafters'."""
+        return slot_mappings[self.layer_of[self.group if group is None else group]]
 
 
 def caches_of(
@@ -157,14 +136,11 @@ def caches_of(
 ) -> list[tuple[int, KVCacheSet]]:
     """Group the layers' caches by cache group and geometry; list a shared cache once."""
     alike: dict[tuple[Any, ...], dict[int, Any]] = {}
-    for name in names:
-        layer = context[name]
+    for layer, group in ((context[name], group_of[name]) for name in names):
         cache = layer.kv_cache
-        form = group_of[name], cache.shape, cache.stride(), cache.dtype
-        alike.setdefault(form, {}).setdefault(cache.data_ptr(), layer)
-    found = []
-    for form, layers in alike.items():
-        caches = [layer.kv_cache for layer in layers.values()]
-        packing = next(iter(layers.values())).impl.packing(caches[0])
-        found.append((form[0], KVCacheSet(caches, packing)))
-    return found
+        form = group, cache.shape, cache.stride(), cache.dtype, layer.impl.packing(cache)
+        alike.setdefault(form, {})[cache.data_ptr()] = cache
+    return [
+        (group, KVCacheSet([*caches.values()], packing))
+        for (group, *_, packing), caches in alike.items()
+    ]

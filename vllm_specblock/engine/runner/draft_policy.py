@@ -2,58 +2,65 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from vllm_specblock.combine.merge import merge
 from vllm_specblock.combine.route import route
 from vllm_specblock.config import CombineConfig
-from vllm_specblock.drafters.common.cache_holes import CacheHoles
+from vllm_specblock.drafters.common.missed_rows import Backlog, CacheHoles, MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.feedback.controller import Controller
+from vllm_specblock.feedback.skip_gate import DrafterGate, first_token
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.tree import DraftTree
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The trees of a step.
+    """The trees of a step; the last two are None with one drafter."""
 
-    Attributes:
-        tree: R trees of N slots.
-        drafted: per drafter [R] int32, nodes of its own tree; 0 where it did not draft.
-        second: [R] bool, the second drafter drafted; None with one drafter.
-        agreed: [R] bool, both drafted and name the same first token; None with one drafter.
-    """
-
-    tree: DraftTree
-    drafted: tuple[torch.Tensor, ...]
-    second: torch.Tensor | None
-    agreed: torch.Tensor | None
+    tree: DraftTree  # R trees of N slots
+    drafted: tuple[torch.Tensor, ...]  # per drafter [R] int32, nodes that it drafted
+    second: torch.Tensor | None = None  # [R] bool, the second drafter drafted
+    agreed: torch.Tensor | None = None  # [R] bool, both drafted, with the same first token
 
 
-class DraftPolicy(ABC):
+class DraftPolicy:
     """Runs the drafters of an engine, once per step.
 
-    All advance in every step (routing paper, §7), except in `skipping_merge.py`.
+    All advance in every step (routing paper, §7), except in `SkippingMergedDrafters`. Of two trees
+    the more confident one is verified (routing paper, §5), or the union (merged-tree paper).
+
+    Args:
+        options: how two drafters go together; None: there is one.
+        num_nodes: N, nodes of a combined tree.
 
     Attributes:
         wanted: [n] int64, requests of this step that get drafts; None: all.
         holes: set if the policy masks cache blocks itself; None: block tables are masked already.
         asked: a drafter with weights took part in the last proposal, or there is none.
         read: rows that it had missed in earlier proposals.
+        max_depth: tokens on the longest path of any tree.
     """
 
-    drafters: list[Drafter]
     wanted: torch.Tensor | None = None
     holes: CacheHoles | None = None
     asked, read = True, 0
 
-    @property
-    def max_depth(self) -> int:
-        """Tokens on the longest path of any tree."""
-        return max(drafter.max_depth for drafter in self.drafters)
+    def __init__(
+        self,
+        drafters: list[Drafter],
+        options: CombineConfig | None,
+        num_nodes: int,
+        device: torch.device,
+    ) -> None:
+        self.drafters, self.options, self.num_nodes = drafters, options, num_nodes
+        self.max_depth = max(drafter.max_depth for drafter in drafters)
+        self.calibrations = [each.calibration for each in drafters if each.calibration is not None]
+        self.always = torch.ones(1, dtype=torch.bool, device=device)
 
     def learn(self, verified: VerifiedTrees) -> None:
         """Learn from the verified trees."""
@@ -63,15 +70,13 @@ class DraftPolicy(ABC):
 
     def forget(self) -> None:
         """Reset everything learned."""
-        for drafter in self.drafters:
-            if drafter.calibration is not None:
-                drafter.calibration.forget()
+        for calibration in self.calibrations:
+            calibration.forget()
 
     def begin(self, req_idx: int) -> None:
         """Reset what was learned in slot `req_idx`."""
-        for drafter in self.drafters:
-            if drafter.calibration is not None:
-                drafter.calibration.begin(req_idx)
+        for calibration in self.calibrations:
+            calibration.begin(req_idx)
 
     def advance(self, rows: CommittedTokens) -> None:
         """Advance all drafters over the committed rows."""
@@ -85,42 +90,104 @@ class DraftPolicy(ABC):
         trees = DraftTree.empty(len(rows.last), drafter.num_nodes, rows.last.device)
         return trees.put(self.wanted, drafter.draft(self.wanted))
 
-    @abstractmethod
     def combine(self, rows: CommittedTokens) -> Proposal:
         """Return one tree per request, after `advance`."""
-
-
-class SingleDrafter(DraftPolicy):
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafters = [drafter]
-
-    def combine(self, rows: CommittedTokens) -> Proposal:
-        tree = self.draft(self.drafters[0], rows)
-        return Proposal(tree, (tree.size,), None, None)
-
-
-class TwoDrafters(DraftPolicy):
-    """Both drafters draft.
-
-    Verified is the more confident tree (routing paper, §5), or the union of both (merged-tree
-    paper).
-    """
-
-    def __init__(
-        self, drafters: list[Drafter], options: CombineConfig, num_nodes: int, device: torch.device
-    ) -> None:
-        self.drafters, self.options, self.num_nodes = drafters, options, num_nodes
-        self.always = torch.ones(1, dtype=torch.bool, device=device)
-
-    def combine(self, rows: CommittedTokens) -> Proposal:
-        return self.of_both(*(self.draft(drafter, rows) for drafter in self.drafters))
+        trees = [self.draft(drafter, rows) for drafter in self.drafters]
+        return Proposal(trees[0], (trees[0].size,)) if len(trees) == 1 else self.of_both(*trees)
 
     def of_both(self, first: DraftTree, second: DraftTree) -> Proposal:
         """Return the proposal of both drafters' trees."""
         how = self.options
+        assert how is not None
         if how.draft_policy == "route":
             tree, _, agreed = route(first, second, how.confidence)
         else:
             tree, agreed = merge(first, second, how.merge, self.num_nodes, self.max_depth)
         both = self.always.expand(len(first.size))
         return Proposal(tree, (first.size, second.size), both, agreed)
+
+
+class SkippingMergedDrafters(DraftPolicy):
+    """Merged drafters; the one with weights is skipped if n-gram lookup is confident enough.
+
+    A skipped drafter does not read the step either, since reading costs as much as drafting. Missed
+    rows are kept until it drafts again. Only a CPU can decide this in every step.
+
+    One of the drafters is the lookup, without a cache; the controller knows what asking costs.
+    """
+
+    def __init__(
+        self,
+        drafters: list[Drafter],
+        options: CombineConfig | None,
+        num_nodes: int,
+        device: torch.device,
+        num_slots: int,
+        controller: Controller,
+    ) -> None:
+        super().__init__(drafters, options, num_nodes, device)
+        (self.lookup,) = (at for at, drafter in enumerate(drafters) if not drafter.cache_layers())
+        self.gate, self.behind, self.controller = DrafterGate(), Backlog(), controller
+        self.scratch_idx = num_slots - 1
+        # By request slot, for the tree under verification.
+        self.sure = torch.zeros(num_slots)
+        self.both = torch.zeros(num_slots, dtype=torch.bool)
+
+    def begin(self, req_idx: int) -> None:
+        super().begin(req_idx)
+        self.behind.forget(req_idx)
+
+    def forget(self) -> None:
+        super().forget()
+        self.gate = DrafterGate()
+
+    def learn(self, verified: VerifiedTrees) -> None:
+        super().learn(verified)
+        first = (verified.path[:, 1:2].long() - 1).clamp(min=0)
+        author = verified.authors.gather(1, first)[:, 0] >> self.lookup
+        live, req_idx = verified.live, verified.req_idx
+        right = (verified.accepted > 0) & (author & 1 > 0)
+        found = (self.sure[req_idx], self.both[req_idx], right, verified.accepted)
+        self.gate.learn(*(x[live].numpy() for x in found))  # host tensors
+
+    def advance(self, rows: CommittedTokens) -> None:
+        lookup, drafter = self.drafters[self.lookup], self.drafters[1 - self.lookup]
+        lookup.advance(rows)
+        self.found = self.draft(lookup, rows)
+        sure = first_token(self.found)
+        slots = rows.req_idx.numpy()  # a host tensor
+        everyone = np.ones(len(slots), dtype=bool)
+        votes = everyone
+        if self.wanted is not None:
+            votes = np.isin(np.arange(len(slots)), self.wanted.numpy())  # a host tensor
+        self.read = sum(map(self.behind.rows, slots.tolist()))  # a host array
+        expected = self.gate.expects(sure.numpy()[votes])  # a host tensor
+        behind = self.read + len(rows.token)
+        # Dummy batches measure what asking costs.
+        dummy = bool(slots[0] == self.scratch_idx)  # a host array
+        self.asked = dummy or self.controller.asks(expected, len(slots), behind)
+        self.sure[rows.req_idx], self.both[rows.req_idx] = sure, self.asked
+        self.blind = None
+        if self.asked:
+            rows = self.behind.catch_up(rows)
+            if self.holes is not None and self.holes.any:
+                rows, self.blind = self.holes.masked(rows)
+            drafter.advance(rows)
+        else:
+            self.behind.keep(MissedRows.of(rows), everyone)
+            if self.holes is not None:
+                self.holes.skip(rows.kv_slot)
+
+    def combine(self, rows: CommittedTokens) -> Proposal:
+        found, drafter = self.found, self.drafters[1 - self.lookup]
+        if self.asked:
+            tree = self.draft(drafter, rows)
+            if self.blind is not None:
+                nothing = DraftTree.empty(len(self.blind), tree.token.shape[1], tree.token.device)
+                tree = tree.where(self.blind, nothing)
+            return self.of_both(tree, found) if self.lookup else self.of_both(found, tree)
+        none, never = torch.zeros_like(found.size), torch.zeros_like(found.size, dtype=torch.bool)
+        if self.lookup:
+            found = replace(found, origin=2 * found.origins())
+            return Proposal(found, (none, found.size), ~never, never)
+        return Proposal(found, (found.size, none), never, never)

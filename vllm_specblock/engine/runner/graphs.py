@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from vllm_specblock.engine.runner.speculator import TreeSpeculator
 
 
-Step = Callable[[StepInputs], torch.Tensor]
-"""Commits, drafts and stores the trees; returns their tokens, [R, N] int64."""
-
-
 def to_scratch_slot(batch: InputBatch, scratch_idx: int) -> InputBatch:
     """Point a dummy batch at the scratch slot, as prompts, so that it overwrites no request."""
     count = batch.num_reqs
@@ -42,7 +38,7 @@ def to_scratch_slot(batch: InputBatch, scratch_idx: int) -> InputBatch:
 
 
 def null_inputs(
-    rows: StepBatch, hidden_states: list[torch.Tensor], num_layers: int, config: VllmConfig
+    rows: StepBatch, hidden_states: list[torch.Tensor], config: VllmConfig
 ) -> StepInputs:
     """Return inputs of a dummy step before vLLM allocates caches; all blocks are null blocks."""
     count, device = rows.batch.num_reqs, rows.base.device
@@ -55,7 +51,6 @@ def null_inputs(
         torch.full((rows.batch.num_tokens,), -1, dtype=torch.int64, device=device),
         [],
         hidden_states,
-        num_layers,
         torch.zeros(count, blocks, dtype=torch.int32, device=device),
         block_size,
         torch.zeros(2, count, dtype=torch.int64, device=device),
@@ -68,11 +63,7 @@ _SLOT, _GOES_ON, _CHAIN = range(3)
 
 
 class GraphStepBatch(StepBatch):
-    """StepBatch of R requests with N nodes each, in persistent buffers.
-
-    Args:
-        known: [R, 3] int64; columns `_SLOT`, `_GOES_ON` and `_CHAIN`.
-    """
+    """StepBatch of R requests with N nodes each, in persistent buffers; `known` [R, 3] int64."""
 
     def __init__(self, batch: InputBatch, tree_states: TreeStates, known: torch.Tensor) -> None:
         super().__init__(batch, tree_states, pad=True)
@@ -89,8 +80,7 @@ class ProposalGraphs(CudaGraphManager):
 
     Captures the sizes of the target's decode graphs: by requests, or by rows where the device
     allocates the drafts. A batch between two sizes is padded with requests that own the scratch
-    slot and null blocks. The drafters' input states are copied, 12 MiB for three layers of 4096 in
-    bfloat16 at 512 rows.
+    slot and null blocks. The drafters' input states are copied.
     """
 
     def __init__(self, engine: TreeSpeculator, target_mode: CUDAGraphMode) -> None:
@@ -102,21 +92,13 @@ class ProposalGraphs(CudaGraphManager):
         self.tree_states, self.scratch_idx = engine.tree_states, engine.scratch_idx
         self.buffers, self.block_tables = engine.target_input_buffers, engine.block_tables
         self.caches, self.masks = engine.caches, engine.skipped.masks
-        self.num_layers = engine.num_layers
         descs = self._capture_descs.get(CUDAGraphMode.FULL, [])
         # One row is kept for padding requests.
-        self.most_rows = min(
-            self.compilation_config.max_cudagraph_capture_size or 0,
-            self.buffers.max_num_tokens - 1,
-        )
-        model = vllm_config.model_config
-        self.hidden_states = torch.zeros(
-            engine.num_inner + engine.reads_last,
-            self.most_rows + 1 if descs else 0,
-            model.get_hidden_size(),
-            dtype=model.dtype,
-            device=device,
-        )
+        longest = self.compilation_config.max_cudagraph_capture_size or 0
+        self.most_rows = min(longest, self.buffers.max_num_tokens - 1)
+        rows, model = self.most_rows + 1 if descs else 0, vllm_config.model_config
+        shape = engine.num_inner + engine.reads_last, rows, model.get_hidden_size()
+        self.hidden_states = torch.zeros(shape, dtype=model.dtype, device=device)
         most = max((desc.num_reqs for desc in descs), default=0)
         self.sent = np.zeros((most, 3), dtype=np.int64)
         self.sent[:, _SLOT] = self.scratch_idx
@@ -124,10 +106,8 @@ class ProposalGraphs(CudaGraphManager):
         # Tensors that were captured must live as long as the graph.
         self.rows: dict[int, GraphStepBatch] = {}
 
-    # ---- once ----
-
-    def capture(self, step: Step, tokens: torch.Tensor) -> None:
-        """Capture `step` for every size; `tokens` [≥ most requests, N] int64 is their output."""
+    def capture(self, step: Callable[[StepInputs], torch.Tensor], tokens: torch.Tensor) -> None:
+        """Capture `step` for every size; `tokens` [≥ most requests, N] int64 is its output."""
         group = self.caches.group
 
         def create_forward_fn(
@@ -143,7 +123,6 @@ class ProposalGraphs(CudaGraphManager):
                 "block_size": self.block_tables.block_sizes[group],
                 "masks": self.masks[:, :count],
                 "hidden_states": self.hidden_states,
-                "num_layers": self.num_layers,
                 "tokens": tokens[:count],
             }
 
@@ -157,10 +136,10 @@ class ProposalGraphs(CudaGraphManager):
 
     def _rows(self, count: int) -> GraphStepBatch:
         num_nodes = self.tree_states.num_nodes
-        batch = InputBatch.make_dummy(count, count, self.buffers)
+        dummy = InputBatch.make_dummy(count, count, self.buffers)
         if count not in self.rows:
             batch = replace(
-                batch,
+                dummy,
                 idx_mapping=self.known[:count, _SLOT],
                 query_start_loc=self.buffers.query_start_loc[: count + 1],
                 num_tokens=self.most_rows + 1,
@@ -176,14 +155,10 @@ class ProposalGraphs(CudaGraphManager):
             self.rows[count] = GraphStepBatch(batch, self.tree_states, self.known[:count])
         return self.rows[count]
 
-    # ---- once per step ----
-
     def find(self, batch: InputBatch, dummy: bool) -> BatchExecutionDescriptor | None:
-        """Return the graph for `batch`; None: run it eagerly.
+        """Return the graph for the `batch` of a step; None: run it eagerly.
 
-        Args:
-            dummy: a dummy batch of vLLM, without drafts: requests of up to N + 1 rows count as
-                decoding.
+        Requests of up to N + 1 rows of a dummy batch, which has no drafts, count as decoding.
         """
         count, each = batch.num_reqs, self.decode_query_len
         scheduled = batch.num_scheduled_tokens[:count]
@@ -206,9 +181,7 @@ class ProposalGraphs(CudaGraphManager):
     ) -> None:
         """Copy the values of a step to the graph's buffers; it reads vLLM's own for the rest.
 
-        Args:
-            hidden_states: per layer [batch rows, Ht].
-            chain: [requests] bool, on the host.
+        hidden_states: per layer [batch rows, Ht]; chain: [requests] bool, on the host.
         """
         count, size, num_rows = batch.num_reqs, desc.num_reqs, batch.num_tokens
         known = np.zeros((size, 3), dtype=np.int64)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specblock.engine.attention.backend import TreeAttentionMetadataBuilder
 from vllm_specblock.engine.device import device_of
@@ -16,17 +25,6 @@ from vllm_specblock.engine.step_observer import WARM_UP
 from vllm_specblock.engine.target_lora import LogitsAdapters
 from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 from vllm_specblock.verify.tree_mask import TreeMask
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.gpu.block_table import BlockTables
-    from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-    from vllm.v1.worker.gpu.states import RequestState
-    from vllm.v1.worker.utils import AttentionGroup
 
 
 def _trees_in_front(batch: InputBatch) -> int | None:
@@ -45,14 +43,10 @@ class TreeModelState(DefaultModelState):
     - Attention gets a tree mask.
     - A `TreeSampler` verifies the drafts.
 
-    `speculator` is set on a subclass per engine: vLLM builds this object from its class.
-
-    Attributes:
-        plain: no request has drafts, so the step runs vLLM's own code.
     """
 
-    speculator: Any = None
-    plain = False
+    speculator: Any = None  # set on a subclass per engine: vLLM builds this object from its class
+    plain = False  # no request has drafts, so the step runs vLLM's own code
 
     def __init__(
         self,
@@ -99,27 +93,26 @@ class TreeModelState(DefaultModelState):
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        # Full graphs serve decode steps only, and are captured with dummy batches without drafts.
-        captured = kwargs.get("for_capture", False)
+        batch, mask = input_batch, self.tree_mask
         if self.adapters is not None:
-            self.adapters.map_rows(input_batch)
-        graph = captured or cudagraph_mode == CUDAGraphMode.FULL
-        self.tree_mask.num_trees = None if graph else _trees_in_front(input_batch)
+            self.adapters.map_rows(batch)
+        # Full graphs serve decode steps only, and are captured with dummy batches without drafts.
+        graph = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
+        mask.num_trees = None if graph else _trees_in_front(batch)
         # A graph of pieces reads positions in the mask's buffer.
-        self.plain = self.tree_mask.num_trees == 0 and cudagraph_mode == CUDAGraphMode.NONE
+        self.plain = mask.num_trees == 0 and cudagraph_mode == CUDAGraphMode.NONE
         trees = None
-        if self.speculator.recurrent and input_batch.num_draft_tokens:
-            trees = TreeRows(input_batch, self.tree_states.parent)
+        if self.speculator.recurrent and batch.num_draft_tokens:
+            trees = TreeRows(batch, self.tree_states.parent)
         for groups in attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder(0)
                 if isinstance(builder, RecurrentTreeBuilder):
                     builder.trees = trees
                 if isinstance(builder, TreeAttentionMetadataBuilder):
-                    builder.tree_mask = self.tree_mask
+                    builder.tree_mask = mask
                     self.plain = self.plain and not builder.needs_mask
         if not self.plain:
-            batch = input_batch
             rows = BatchRows(
                 batch.positions,
                 batch.query_start_loc,
@@ -130,10 +123,9 @@ class TreeModelState(DefaultModelState):
                 batch.expanded_idx_mapping,
                 batch.expanded_local_pos,
             )
-            self.tree_mask.fill(rows, self.tree_states.depth, self.tree_states.ancestors)
-        return super().prepare_attn(
-            input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, *args, **kwargs
-        )
+            mask.fill(rows, self.tree_states.depth, self.tree_states.ancestors)
+        given = batch, cudagraph_mode, block_tables, slot_mappings, attn_groups
+        return super().prepare_attn(*given, *args, **kwargs)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         adaptive = self.speculator.adaptive

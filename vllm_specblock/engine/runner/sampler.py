@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from vllm.config import SpeculativeConfig
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
@@ -13,12 +17,6 @@ from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
 from vllm_specblock.verify.accept_path import accept_path_rows
 from vllm_specblock.verify.tree_mask import TreeMask
-
-if TYPE_CHECKING:
-    import numpy as np
-    from vllm.config import SpeculativeConfig
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 Sample = Callable[[torch.Tensor | slice], tuple[torch.Tensor, torch.Tensor]]
 """Rows of the logits → their tokens [n] int64, and their processed logits [n, V]."""
@@ -29,9 +27,6 @@ class TreeSampler(RejectionSampler):
 
     Only `_verify` differs. It draws a token at every node with plain decoding's `Sampler.sample`
     and the noise of the node's depth; the accepted path follows the draws.
-
-    Args:
-        chains: [slots] bool, requests that verify the best path of their tree only.
     """
 
     def __init__(
@@ -41,7 +36,7 @@ class TreeSampler(RejectionSampler):
         device: torch.device,
         tree_states: TreeStates,
         tree_mask: TreeMask,
-        chains: np.ndarray,
+        chains: np.ndarray,  # [slots] bool, requests that verify the best path of their tree only
     ) -> None:
         super().__init__(sampler, spec_config, device)
         self.tree_states, self.tree_mask, self.chains = tree_states, tree_mask, chains
@@ -59,9 +54,8 @@ class TreeSampler(RejectionSampler):
         # Noise is keyed by (seed, position): use the position of the token in plain decoding, which
         # follows depth.
         pos = self.tree_mask.node_position[: len(pos)]
-        return super()._verify_in_chunks(
-            logits, input_batch, draft_logits, draft_sampled, pos, *rest
-        )
+        given = logits, input_batch, draft_logits, draft_sampled, pos
+        return super()._verify_in_chunks(*given, *rest)
 
     def _verify(
         self,
@@ -94,10 +88,9 @@ class TreeSampler(RejectionSampler):
                 return_logprobs=True,
             )
 
-        drawn, processed = self.draw(
-            sample, verify_draft_sampled, cu_num_logits, idx_mapping, idx_mapping_np, wants_rows
-        )
-        rows = DrawnRows(verify_draft_sampled, drawn, cu_num_logits, idx_mapping)
+        token = verify_draft_sampled
+        drawn, processed = self.draw(sample, token, cu_num_logits, idx_mapping, wants_rows)
+        rows = DrawnRows(token, drawn, cu_num_logits, idx_mapping)
         output, num_sampled = self.accept(rows, pos)
         if wants_rows:
             # vLLM reports on rows cu[r] + j for the j-th token: bring the path there.
@@ -113,7 +106,6 @@ class TreeSampler(RejectionSampler):
         token: torch.Tensor,
         first_row: torch.Tensor,
         req_idx: torch.Tensor,
-        req_idx_np: np.ndarray,
         wants_rows: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draw a token at every node; a device may leave out nodes that no path reaches.

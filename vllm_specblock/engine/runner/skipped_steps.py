@@ -10,12 +10,10 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.drafters.common.backlog import Backlog, MissedRows
-from vllm_specblock.drafters.common.cache_holes import CacheHoles
+from vllm_specblock.drafters.common.missed_rows import Backlog, CacheHoles, MissedRows
 from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
 from vllm_specblock.engine.device import device_of
-from vllm_specblock.engine.runner.draft_policy import DraftPolicy
-from vllm_specblock.engine.runner.skipping_merge import SkippingMergedDrafters
+from vllm_specblock.engine.runner.draft_policy import DraftPolicy, SkippingMergedDrafters
 from vllm_specblock.engine.runner.step_batch import missed_rows, rows_without_drafts
 from vllm_specblock.engine.runner.tree_states import TreeStates
 
@@ -29,14 +27,12 @@ class SkippedSteps:
     On a CPU they are kept until the drafters read again. Rows that are never read leave holes in
     the drafters' caches; blocks with holes are masked.
 
-    Args:
-        has_caches: a drafter has a cache and must read every committed row.
-
     Attributes:
+        has_caches: a drafter has a cache and must read every committed row.
         backlog: rows to read later; None: there is no such drafter, or it is on a GPU.
         holes: incomplete cache blocks; None: there is no such drafter, or no cache yet.
-        masks: [2, requests] int64, see `CacheHoles.mask`.
-        blind: [R] bool, requests of this step that cannot draft, see `CacheHoles.mask`.
+        masks: [2, requests] int64; blind: [R] bool, requests of this step that cannot draft; see
+            `CacheHoles.mask`.
         adaptive: of the engine, set after it is built.
         resumes: the drafters can draft after steps that they have not read.
         blocks_shared: later requests may reuse the blocks of a request without drafts.
@@ -47,14 +43,10 @@ class SkippedSteps:
     adaptive: AdaptiveTrees | None = None
 
     def __init__(
-        self,
-        config: VllmConfig,
-        has_caches: bool,
-        tree_states: TreeStates,
-        device: torch.device,
+        self, config: VllmConfig, has_caches: bool, tree_states: TreeStates, device: torch.device
     ) -> None:
-        self.tree_states = tree_states
-        on_host, self.has_caches = device_of(device).on_host, has_caches
+        self.tree_states, self.has_caches = tree_states, has_caches
+        on_host = device_of(device).on_host
         self.backlog = Backlog() if has_caches and on_host else None
         self.resumes = on_host or not has_caches
         self.blocks_shared = has_caches and config.cache_config.enable_prefix_caching
@@ -70,10 +62,6 @@ class SkippedSteps:
         self.holes = CacheHoles(num_blocks, block_size, masks)
         policy.holes = None if self._masks_here else self.holes
 
-    def begin_request(self, req_idx: int) -> None:
-        if self.backlog is not None:
-            self.backlog.forget(req_idx)
-
     def can_keep(self, batch: InputBatch, states: States) -> bool:
         """Whether the drafters can read a step later, or need not read it."""
         room = self.backlog is None or self.backlog.has_room(batch.num_tokens, states)
@@ -85,36 +73,25 @@ class SkippedSteps:
         """Return whether drafters must read a batch without drafts now.
 
         Otherwise its rows are kept for later, or skipped if drafting is paused. Later requests may
-        reuse a block once it is full.
-
-        Args:
-            kv_slot: returns the slots of the rows, [≥ batch rows] int64.
+        reuse a block once it is full. kv_slot: returns the rows' slots, [≥ batch rows] int64.
         """
         if self.holes is None or not self.blocks_shared:
             return False
         paused = self.adaptive is not None and self.adaptive.all_paused
+        block = batch.num_computed_tokens_np // self.holes.block_size
+        after = batch.num_computed_tokens_np + batch.num_scheduled_tokens[: batch.num_reqs]
         if paused:
             self.holes.skip(kv_slot()[: batch.num_tokens])
-        elif self.backlog is None or fills_block(batch, self.holes.block_size):
+        elif self.backlog is None or (after // self.holes.block_size > block).any():  # host arrays
             return True
         if self.backlog is not None:
             self.backlog.keep(missed_rows(batch, states), np.full(batch.num_reqs, not paused))
         return False
 
     def skip(
-        self,
-        batch: InputBatch,
-        rows: Callable[[], MissedRows],
-        kv_slot: torch.Tensor,
-        paused: bool,
+        self, batch: InputBatch, rows: Callable[[], MissedRows], kv_slot: torch.Tensor, paused: bool
     ) -> None:
-        """Keep the rows of a step that no drafter reads.
-
-        Args:
-            rows: returns the committed rows, on a CPU only.
-            kv_slot: [T] int64, their slots.
-            paused: drafting is paused.
-        """
+        """Keep the `rows` of a step that no drafter reads; kv_slot: [T] int64, their slots."""
         if self.holes is not None:
             self.holes.skip(kv_slot)
         if paused and self.adaptive is not None:
@@ -155,10 +132,3 @@ class SkippedSteps:
         self.tree_states.discard(req_idx, self.blind)
         if self.adaptive is not None:
             self.adaptive.confidence[: len(self.blind)].masked_fill_(self.blind[:, None], 0)
-
-
-def fills_block(batch: InputBatch, block_size: int) -> bool:
-    """Whether this step fills a cache block of any request; only full blocks become prefixes."""
-    before = batch.num_computed_tokens_np
-    after = before + batch.num_scheduled_tokens[: batch.num_reqs]
-    return bool((after // block_size > before // block_size).any())  # host arrays

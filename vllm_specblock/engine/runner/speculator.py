@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,45 +12,45 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.models.interfaces_base import VllmModel
 from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.commit.move import move_path
-from vllm_specblock.drafters.common.backlog import MissedRows
+from vllm_specblock.drafters.common.missed_rows import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine import draft_weights
 from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
-from vllm_specblock.engine.config.vllm_args import read_back
+from vllm_specblock.engine.config.resolved_config import ResolvedConfig
 from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.metrics.counters import DrafterCounters
 from vllm_specblock.engine.metrics.exporter import make_sink
+from vllm_specblock.engine.request_drafts import looks_back, wants_drafts
 from vllm_specblock.engine.runner import graphs
-from vllm_specblock.engine.runner.build import load_drafters, make_draft_policy, widen_texts
+from vllm_specblock.engine.runner.build import load_drafters
 from vllm_specblock.engine.runner.caches import EngineCaches, Slots
-from vllm_specblock.engine.runner.chain_fallback import looks_back
+from vllm_specblock.engine.runner.draft_policy import DraftPolicy, SkippingMergedDrafters
 from vllm_specblock.engine.runner.model_state import TreeModelState
 from vllm_specblock.engine.runner.skipped_steps import SkippedSteps, States
 from vllm_specblock.engine.runner.step_batch import StepBatch, StepInputs, missed_rows
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.step_observer import StepObserver, adaptation
 from vllm_specblock.engine.target_model import check_target_model
-from vllm_specblock.engine.undrafted import wants_drafts
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.triton_kernels.feedback.count_step import Drafted
-
-if TYPE_CHECKING:
-    from vllm.model_executor.models.interfaces_base import VllmModel
 
 
 class TreeSpeculator(DraftModelSpeculator):
     """DraftModelSpeculator that proposes trees.
 
-    Unlike vLLM's speculators it also commits: a target step leaves the keys, values and hidden
-    states of the accepted path scattered among rejected nodes, and later steps need them in order.
+    Unlike vLLM's speculators it also commits: a target step leaves the keys, values and states of
+    the accepted path among those of rejected nodes, and later steps need them in order.
     """
 
     _counted = True  # the last step added to the counters
@@ -63,11 +63,17 @@ class TreeSpeculator(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         draft_weights.install()
         self.req_states = req_states
-        self.resolved = read_back(vllm_config.additional_config)
+        self.resolved: ResolvedConfig = vllm_config.speculative_config.specblock
         self.num_speculative_tokens = self.num_speculative_steps
         # An extra slot for padding rows.
         self.scratch_idx, self.num_slots = self.max_num_reqs, self.max_num_reqs + 1
-        widen_texts(req_states, self.num_slots, self.resolved)
+        # vLLM keeps token ids in host memory unless its own n-gram method reads them.
+        on_device = any(drafter_kind(each.kind).reads_text for each in self.resolved.drafters)
+        texts = req_states.all_token_ids
+        shape = self.num_slots, texts.gpu.shape[1]
+        req_states.all_token_ids = StagedWriteTensor(
+            shape, dtype=texts.dtype, device=device, uva_instead_of_gpu=not on_device
+        )
         depth = vllm_config.model_config.hf_text_config.num_hidden_layers
         self.num_layers = len(self.resolved.layers)
         self.num_inner = sum(layer < depth for layer in self.resolved.layers)
@@ -77,7 +83,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.enable_adaptive_verification = self.resolved.adaptive
         self.use_acceptance_estimator = False  # vLLM's, for chains
         self.temperature = torch.zeros(self.num_slots, device=device)
-        # By request slot: it verifies the best path of its tree only; it declines drafts.
+        # By request slot: verifies the best path of its tree only; declines drafts.
         self.chains, self.undrafted = np.zeros((2, self.num_slots), dtype=bool)
         self.all_chains = False  # a custom logits processor may read the output
 
@@ -85,18 +91,19 @@ class TreeSpeculator(DraftModelSpeculator):
         self, target_model: VllmModel, target_attn_layer_names: set[str]
     ) -> nn.Module:
         config, resolved, device = self.vllm_config, self.resolved, self.device
-        target_layers = sorted(target_attn_layer_names)
-        self.recurrent: list[Any] = []
+        target_layers, self.recurrent = sorted(target_attn_layer_names), list[Any]()
         if config.model_config.is_hybrid:
             from vllm_specblock.engine.recurrent.layers import take_recurrent
 
             layers = config.compilation_config.static_forward_context
             target_layers, self.recurrent = take_recurrent(layers, target_layers)
         drafters = load_drafters(config, resolved, target_model, device)
-        num_nodes, controller = self.num_speculative_tokens, Controller(self.num_speculative_tokens)
-        self.draft_policy = make_draft_policy(
-            drafters, resolved.combine, num_nodes, self.num_slots, device, controller
-        )
+        combine, num_nodes = resolved.combine, self.num_speculative_tokens
+        controller, given = Controller(num_nodes), (drafters, combine, num_nodes, device)
+        if combine is None or not combine.skip_drafter:
+            self.draft_policy = DraftPolicy(*given)
+        else:
+            self.draft_policy = SkippingMergedDrafters(*given, self.num_slots, controller)
         depth, follow = self.draft_policy.max_depth, any(each.cache_layers() for each in drafters)
         self.tree_states = states = TreeStates(self.num_slots, num_nodes, depth, device)
         self.caches = EngineCaches(config, target_layers, drafters, device)
@@ -110,7 +117,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.recorder = StepObserver()
         if self.adapts:
             make = adaptation("serving.observer").make_observer
-            self.recorder = make(config, resolved, drafters, states.parent, depth)
+            self.recorder = make(config, resolved, drafters, states.parent, depth) or self.recorder
         self.reads_rows = follow or self.num_layers > 0 or self.adapts
         sink = make_sink(config, get_tensor_model_parallel_rank())
         self.counters = DrafterCounters(len(drafters), device, sink, self.recorder.counts)
@@ -168,7 +175,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self.undrafted[req_idx] = not drafts
         if self.adaptive is not None:
             self.adaptive.add(req_idx, samples=temperature > 0, drafts=drafts)
-        self.skipped.begin_request(req_idx)
+        if self.skipped.backlog is not None:
+            self.skipped.backlog.forget(req_idx)
         self.chains[req_idx] = self.all_chains or looks_back(params)
 
     # ---- once per step ----
@@ -195,7 +203,7 @@ class TreeSpeculator(DraftModelSpeculator):
         if skip_attn_for_dummy_run:
             self.caches.bind_null()
             rows = StepBatch(batch, self.tree_states, self.pad_rows)
-            return self.step(graphs.null_inputs(rows, states, self.num_layers, self.vllm_config))
+            return self.step(graphs.null_inputs(rows, states, self.vllm_config))
         self.skipped.blind = None
         undrafted = self.undrafted[batch.idx_mapping_np]
         paused = not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch)
@@ -239,11 +247,7 @@ class TreeSpeculator(DraftModelSpeculator):
     def step(self, inputs: StepInputs, draft: bool = True) -> torch.Tensor:
         """Commit, draft and store the trees; the same eagerly and in a graph.
 
-        Args:
-            draft: False: the drafters read the step and draft nothing.
-
-        Returns:
-            [R, N] int64, the trees' tokens.
+        Returns the trees' tokens, [R, N] int64. Without `draft` the drafters only read the step.
         """
         verified, committed = self.settle(inputs)
         rows, req_idx = inputs.rows, inputs.rows.batch.idx_mapping
@@ -284,7 +288,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self.draft_policy.learn(verified)
         if self.adaptive is not None and rows.has_drafts:
             self.adaptive.learn(verified)
-        return verified, inputs.committed(self.req_states.all_token_ids.gpu, self.temperature)
+        texts = self.req_states.all_token_ids.gpu
+        return verified, inputs.committed(self.num_layers, texts, self.temperature)
 
     def _inputs(self, batch: InputBatch, slot_mappings: Slots, states: States) -> StepInputs:
         """Return the inputs of an eager step."""
@@ -293,9 +298,8 @@ class TreeSpeculator(DraftModelSpeculator):
         return StepInputs(
             StepBatch(batch, self.tree_states, self.pad_rows, self.reads_rows),
             self.caches.slots(slot_mappings),
-            self.caches.target_slots(slot_mappings),
+            [self.caches.slots(slot_mappings, group) for group, _ in self.caches.target],
             states,
-            self.num_layers,
             self.block_tables.input_block_tables[group][: batch.num_reqs],
             self.block_tables.block_sizes[group],
             self.skipped.masks[:, : batch.num_reqs],
@@ -318,8 +322,5 @@ class TreeSpeculator(DraftModelSpeculator):
         self.skipped.skip(batch, missed, kv_slot, paused)
 
     def _no_trees(self, num_reqs: int) -> torch.Tensor:
-        """Return valid placeholder tokens, [R, N] int64.
-
-        A copy: vLLM overwrites unused drafts with −1 and would read those later.
-        """
+        """Return valid placeholder tokens, [R, N] int64; vLLM overwrites some with −1."""
         return self.draft_tokens[:num_reqs].clone()

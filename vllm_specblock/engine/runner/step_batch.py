@@ -10,7 +10,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_specblock.commit.committed_tokens import committed_tokens
-from vllm_specblock.drafters.common.backlog import MissedRows
+from vllm_specblock.drafters.common.missed_rows import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
@@ -21,12 +21,10 @@ _FEW, _ROUND = 16, 8
 
 
 def rounding(rows: int, room: np.ndarray) -> np.ndarray:
-    """Return the rows to add to each request so that their sum is a multiple of 8, if above 16.
+    """Return the rows to add to each request, at most `room` [R] integers.
 
-    A CPU prepares its matrix products anew for every new number of rows.
-
-    Args:
-        room: [R] integers, rows that may be added to each request.
+    Their sum is then a multiple of 8, if above 16: a CPU prepares its matrix products anew for
+    every new number of rows.
     """
     wanted = -rows % _ROUND if rows > _FEW else 0
     before = np.cumsum(room) - room
@@ -34,11 +32,7 @@ def rounding(rows: int, room: np.ndarray) -> np.ndarray:
 
 
 def missed_rows(batch: InputBatch, hidden_states: list[torch.Tensor]) -> MissedRows:
-    """Return the committed rows of a step without drafts on a CPU: all rows, in order.
-
-    Args:
-        hidden_states: per layer [batch rows, Ht].
-    """
+    """Return the committed rows of a step without drafts on a CPU: all rows, in order."""
     base = rows_without_drafts(batch)
     begin = base.cumsum() - base
     return MissedRows(
@@ -97,18 +91,14 @@ class StepBatch:
             self.row_start = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
             self.request, self.local = self.last, self.base - 1 + self.accepted_rows.accepted
             return
-        drafted = drafts > 0
-        if pad:
-            counts = base + np.where(drafted, tree_states.max_depth, 0)
-        else:
-            accepted = self.accepted_rows.accepted.numpy()  # a host tensor
-            counts = base + np.where(drafted, accepted, 0)
-            room = np.where(drafted, tree_states.max_depth - accepted, 0)
-            counts += rounding(int(counts.sum()), room)  # a host array
+        path = room = np.where(drafts > 0, tree_states.max_depth, 0)
+        if not pad:
+            path = np.where(drafts > 0, self.accepted_rows.accepted.numpy(), 0)  # a host tensor
+            path += rounding(int((base + path).sum()), room - path)  # a host array
+        counts = base + path
         self.row_start_host = [0, *np.cumsum(counts).tolist()]  # a host array
         request = np.repeat(np.arange(num_reqs), counts)
         local = np.arange(len(request)) - np.repeat(self.row_start_host[:-1], counts)
-
         self.request, self.local = put(request), put(local)
         self.row_start = put(np.array(self.row_start_host), np.int32)
 
@@ -122,69 +112,44 @@ class StepBatch:
 
     def verified(self, temperature: torch.Tensor) -> VerifiedTrees:
         """Return the verified trees; `temperature` [slots] fp32."""
-        return VerifiedTrees(
-            self.batch.idx_mapping,
-            self.drafts,
-            self.accepted_rows.accepted,
-            self.accepted_rows.path,
-            self.tree_states.score,
-            self.tree_states.origin,
-            temperature,
-        )
+        paths, trees = self.accepted_rows, self.tree_states
+        verdict = self.batch.idx_mapping, self.drafts, paths.accepted, paths.path
+        return VerifiedTrees(*verdict, trees.score, trees.origin, temperature)
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Inputs of a proposal.
-
-    Attributes (R requests):
-        rows: rows of the batch.
-        slot_mapping: [≥ batch rows] int64, of the drafters' cache group.
-        target_slots: the same for each set of the target's caches.
-        hidden_states: [≥ batch rows, Ht] for each layer that drafters or the recorder read.
-        num_layers: how many of them drafters read.
-        block_table: [R, max blocks] int32, of the drafters' cache group.
-        block_size: tokens per block.
-        masks: [2, R] int64, see `CacheHoles.mask`.
-        chain: [R] bool or integers, nonzero: verify a chain; None: all requests verify trees.
-        tokens: [R, N] int64, what to write the trees' tokens to; None: a new tensor.
-    """
+    """Inputs of a proposal for R requests."""
 
     rows: StepBatch
-    slot_mapping: torch.Tensor
-    target_slots: list[torch.Tensor]
+    slot_mapping: torch.Tensor  # [≥ batch rows] int64, of the drafters' cache group
+    target_slots: list[torch.Tensor]  # the same for each set of the target's caches
+    # [≥ batch rows, Ht] for each layer that drafters read, then those that the recorder reads.
     hidden_states: list[torch.Tensor] | torch.Tensor
-    num_layers: int
-    block_table: torch.Tensor
-    block_size: int
-    masks: torch.Tensor
-    chain: torch.Tensor | None
-    tokens: torch.Tensor | None = None
+    block_table: torch.Tensor  # [R, max blocks] int32, of the drafters' cache group
+    block_size: int  # tokens per block
+    masks: torch.Tensor  # [2, R] int64, see `CacheHoles.mask`
+    chain: torch.Tensor | None  # [R] nonzero: verify a chain; None: all requests verify trees
+    tokens: torch.Tensor | None = None  # [R, N] int64, to write the trees' tokens to
 
-    def committed(self, text: torch.Tensor, temperature: torch.Tensor) -> CommittedTokens:
+    def committed(
+        self, num_layers: int, text: torch.Tensor, temperature: torch.Tensor
+    ) -> CommittedTokens:
         """Return the rows that drafters advance on.
 
         Args:
+            num_layers: layers that drafters read.
             text: [slots, max_model_len] int32, this step's tokens included.
             temperature: [slots] fp32.
         """
         of, batch = self.rows, self.rows.batch
-        step = StepRows(
-            *of.accepted_rows,
-            of.request,
-            of.local,
-            of.row_start,
-            batch.positions,
-            self.slot_mapping,
-            batch.idx_mapping,
-            text,
-            temperature,
-            *self.masks,
-        )
+        own = of.request, of.local, of.row_start
+        of_batch = batch.positions, self.slot_mapping, batch.idx_mapping
+        step = StepRows(*of.accepted_rows, *own, *of_batch, text, temperature, *self.masks)
         rows = committed_tokens(step, batch.num_tokens)
         bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
         return CommittedTokens(
-            states=self.hidden_states[: self.num_layers],
+            states=self.hidden_states[:num_layers],
             source=rows.source,
             token=rows.token,
             position=rows.position,

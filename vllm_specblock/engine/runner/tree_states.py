@@ -8,41 +8,36 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.tree import DraftTree, ancestor_words, words_for
+from vllm_specblock.tree import DraftTree, climb, words_for
 from vllm_specblock.triton_kernels.op import op
 from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees, store_trees_triton
 
 
 class TreeStates:
-    """Topology and verdict of every request slot of the engine.
+    """Topology and verdict of every request slot of the engine, fields as in `DraftTree`.
 
-    Attributes (S slots, N nodes, W ancestor words, D the deepest path):
-        parent: [S, N] int32, as in DraftTree.
-        depth: [S, N+1] int64; column 0 is the root, 0.
-        ancestors: [S, N+1, W] int64, as in DraftTree.
-        path: [S, D+1] int64, node at each position of the accepted path; column 0 is the root.
-        accepted: [S] int32, draft nodes on that path.
-        origin: [S, N] uint8, as in DraftTree; 0: no draft of ours.
-        score: [S, N] fp32, cumulative draft log-scores of the nodes; −inf: no draft of ours.
+    S slots, N nodes, W ancestor words, D the deepest path.
     """
 
     def __init__(
         self, num_slots: int, num_nodes: int, max_depth: int, device: torch.device
     ) -> None:
         self.num_nodes, self.max_depth = num_nodes, max_depth
-        self._chain_parent = torch.arange(num_nodes, dtype=torch.int32, device=device)
-        self._chain_depth = torch.arange(num_nodes + 1, device=device)
-        self._chain_ancestors = ancestor_words(self._chain_parent[None])[0]
-        shape = (num_slots, num_nodes)
-        self.parent = torch.empty(shape, dtype=torch.int32, device=device)
-        self.depth = torch.empty(num_slots, num_nodes + 1, dtype=torch.int64, device=device)
-        self.ancestors = torch.empty(
-            num_slots, num_nodes + 1, words_for(num_nodes), dtype=torch.int64, device=device
-        )
-        self.path = torch.zeros(num_slots, max_depth + 1, dtype=torch.int64, device=device)
-        self.accepted = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        self.origin = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self.score = torch.empty(shape, device=device)
+        chain = torch.arange(num_nodes, dtype=torch.int32, device=device)
+        self._chain = chain, torch.arange(num_nodes + 1, device=device), climb(chain[None])[0]
+
+        def per_slot(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+
+        self.parent = per_slot(num_nodes, dtype=torch.int32)  # [S, N]
+        self.depth = per_slot(num_nodes + 1)  # [S, N+1]; column 0 is the root, 0
+        self.ancestors = per_slot(num_nodes + 1, words_for(num_nodes))  # [S, N+1, W]
+        # [S, D+1], node at each position of the accepted path; column 0 is the root.
+        self.path = per_slot(max_depth + 1)
+        self.accepted = per_slot(dtype=torch.int32)  # [S], draft nodes on that path
+        self.origin = per_slot(num_nodes, dtype=torch.uint8)  # [S, N]; 0: no draft of ours
+        # [S, N], cumulative draft log-scores of the nodes; −inf: no draft of ours.
+        self.score = per_slot(num_nodes, dtype=torch.float32)
         self.reset(slice(None))
 
     @property
@@ -52,9 +47,7 @@ class TreeStates:
 
     def reset(self, req_idx: int | slice) -> None:
         """Reset a slot to a chain, for placeholders of the scheduler and dummy batches."""
-        self.parent[req_idx] = self._chain_parent
-        self.depth[req_idx] = self._chain_depth
-        self.ancestors[req_idx] = self._chain_ancestors
+        self.parent[req_idx], self.depth[req_idx], self.ancestors[req_idx] = self._chain
         self.accepted[req_idx].fill_(0)
         self.origin[req_idx] = 0
         self.score[req_idx] = float("-inf")
@@ -71,7 +64,6 @@ class TreeStates:
 
         Args:
             req_idx: [R] integers.
-            tree: the proposed trees.
             chain: [R] bool or integers, requests of which only the best path is verified.
             paused: [S] bool, slots whose trees become empty.
             tokens: [R, N] int64, what to write the tokens to; None: a new tensor.

@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from vllm_specblock.train.data.chat import (
     Conversation,
     Document,
     Entry,
+    Prompt,
     fingerprint,
     read_lines,
     report,
@@ -64,7 +64,7 @@ def make_data(options: DataOptions, load: Callable[[], Answerer]) -> tuple[dict[
 
     lines = functools.partial(read_lines, options.input, options.limit, tokens.chat)
     total = sum(1 for _ in lines(note))  # a separate pass: errors come before weights are loaded
-    maker, paths = ShardMaker(options, tokens, functools.cache(load)), []
+    target, paths = functools.cache(load), []
     numbered = enumerate(lines(lambda line: None))
     with tqdm(total=total, unit="line", desc="data") as bar:
         for number in range(math.ceil(total / options.shard_size)):
@@ -73,7 +73,9 @@ def make_data(options: DataOptions, load: Callable[[], Answerer]) -> tuple[dict[
             if paths[-1].exists():
                 bar.update(len(part))
             else:
-                shards.write_shard(paths[-1], *maker.make(part, bar.update))
+                shards.write_shard(
+                    paths[-1], *_make_shard(options, tokens, target, part, bar.update)
+                )
     return _finish(options, making, len(broken), paths, tokens.vocab_size)
 
 
@@ -101,70 +103,59 @@ def _begin(out: Path, making: dict[str, Any]) -> None:
     shards.write_json(path, making)
 
 
-@dataclass(frozen=True)
-class ShardMaker:
-    """Makes any shard of one data set. target: starts the target, at the first call; called by
-    shards with something to answer."""
+def _make_shard(
+    options: DataOptions,
+    tokens: ChatTokens,
+    target: Callable[[], Answerer],
+    lines: list[tuple[int, tuple[str, Entry]]],
+    done: Callable[[int], object],
+) -> tuple[list[Text], dict[str, int]]:
+    """Return the sequences of numbered lines, in order, and how many conversations were `cut` and
+    lines `skipped`; `done` is called with numbers of finished lines."""
+    most = options.max_length
+    dialogues = {
+        number: _dialogue(options, tokens, number, entry)
+        for number, (_, entry) in lines
+        if not isinstance(entry, Document)
+    }
+    done(len(lines) - len(dialogues))
+    if dialogues:
+        answer(
+            list(dialogues.values()),
+            target(),
+            temperatures=options.temperature,
+            max_new_tokens=options.max_new_tokens,
+            seed=options.seed,
+            over=done,
+        )
+    texts: list[Text] = []
+    facts = {"cut": 0, "skipped": 0}
+    for number, (where, entry) in lines:
+        try:
+            if isinstance(entry, Document):
+                ids = tokens.document(entry.text)
+                texts += [_text(ids[at : at + most]) for at in range(0, len(ids), most)]
+                continue
+            dialogue = dialogues[number]
+            if dialogue.broken:
+                raise dialogue.broken
+            texts.append(_text(dialogue.ids, dialogue.loss_mask))
+            facts["cut"] += dialogue.cut
+        except BrokenLine as reason:
+            facts["skipped"] += 1
+            report(f"{where}: {reason}")
+    return texts, facts
 
-    options: DataOptions
-    tokens: ChatTokens
-    target: Callable[[], Answerer]
 
-    def make(
-        self, lines: list[tuple[int, tuple[str, Entry]]], done: Callable[[int], object]
-    ) -> tuple[list[Text], dict[str, int]]:
-        """The sequences of `lines` (number in the data set, place and entry), in their order, and
-        how many conversations were `cut` and lines `skipped`. `done` gets the number of finished
-        lines."""
-        facts = {"cut": 0, "skipped": 0}
-        made: list[list[Text] | Dialogue | BrokenLine] = []
-        for number, (_, entry) in lines:
-            try:
-                made.append(self._make(number, entry, facts))
-            except BrokenLine as reason:
-                made.append(reason)
-        dialogues = [each for each in made if isinstance(each, Dialogue)]
-        done(len(lines) - len(dialogues))
-        if dialogues:
-            answer(
-                dialogues,
-                self.target(),
-                temperatures=self.options.temperature,
-                max_new_tokens=self.options.max_new_tokens,
-                seed=self.options.seed,
-                over=done,
-            )
-        texts: list[Text] = []
-        for (_, (where, _)), each in zip(lines, made):
-            if isinstance(each, Dialogue):
-                facts["cut"] += each.cut
-                each = each.broken or [_text(each.ids, each.loss_mask)]
-            if isinstance(each, BrokenLine):
-                facts["skipped"] += 1
-                report(f"{where}: {each}")
-            else:
-                texts += each
-        return texts, facts
-
-    def _make(self, number: int, entry: Entry, facts: dict[str, int]) -> list[Text] | Dialogue:
-        """Return the finished sequences of a line, or a dialogue to be answered."""
-        tokens, most = self.tokens, self.options.max_length
-        if isinstance(entry, Document):
-            ids = tokens.document(entry.text)
-            return [_text(ids[at : at + most]) for at in range(0, len(ids), most)]
-        if self.options.answers == "keep":
-            if not isinstance(entry, Conversation):
-                raise BrokenLine("it is a prompt without an answer to keep")
-            kept = tokens.kept(entry.messages)
-            if not any(kept.loss_mask[:most]):
-                raise BrokenLine(f"its first answer lies past max_length = {most:,} tokens")
-            facts["cut"] += kept.cut
-            return [_text(kept.ids[:most], kept.loss_mask[:most])]
-        if isinstance(entry, Conversation):
-            questions = [turn for turn in entry.messages if turn["role"] != "assistant"]
-            return Dialogue(tokens, questions, number, most)
-        raw = self.options.raw_prompts or not tokens.chat
-        return Dialogue(tokens, [{"role": "user", "content": entry.text}], number, most, raw=raw)
+def _dialogue(
+    options: DataOptions, tokens: ChatTokens, number: int, entry: Conversation | Prompt
+) -> Dialogue:
+    if isinstance(entry, Conversation):
+        questions = [turn for turn in entry.messages if turn["role"] != "assistant"]
+        return Dialogue(tokens, questions, number, options.max_length)
+    questions = [{"role": "user", "content": entry.text}]
+    raw = options.raw_prompts or not tokens.chat
+    return Dialogue(tokens, questions, number, options.max_length, raw=raw)
 
 
 def _text(ids: list[int], loss_mask: list[bool] | None = None) -> Text:

@@ -1,7 +1,7 @@
 """Chain accuracy: α of the drafter's chain of whole blocks, position by position.
 
 This is the paper's α_{m,j} (SpecBlock, appendix C and figure 5b). For its α_k (figure 5a), blocks
-may start anywhere in the previous block (`research/main_path.py`).
+may start anywhere in the previous block (`research/paper_measure.py`).
 
 At every root of the continuation the drafter drafts a chain of M blocks, each from the end of the
 previous one. Every block starts from the text's token: α assumes that all earlier tokens were
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.train.eval.dense_cache import DenseBlockCache, DenseCache
+from vllm_specblock.train.attention import FirstBlock, NextBlock
+from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import IGNORE_INDEX, EvalSequence
 from vllm_specblock.train.losses import RANK_BUCKETS, rank_bucket
 
-TOGETHER = 128
-"""Rows of one forward, to limit the size of its mask."""
 BUCKETS = len(RANK_BUCKETS) + 1
 
 
@@ -52,62 +52,27 @@ class Chain:
 
 
 @torch.no_grad()
-def first_block_along(drafter: SpecBlockModel, sequence: EvalSequence, cache: DenseCache) -> Tensor:
-    """States of block 1 at every row but the last, [T − 1, K, H]: row i reads tokens up to i + 1
-    and drafts what follows them. Fills the empty `cache` with the rows."""
-    dtype, tokens = drafter.lm_head.weight.dtype, sequence.tokens
-    rows = torch.arange(len(tokens) - 1, device=tokens.device)
-    return torch.cat(
-        [
-            drafter(
-                drafter.condition(sequence.hidden[part].to(dtype)),
-                sequence.embed(tokens[part + 1]).to(dtype),
-                part + 1,
-                cache.append(),
-            )
-            for part in rows.split(TOGETHER)
-        ]
-    )
-
-
-@torch.no_grad()
 def chain_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) -> Chain:
     """The chains of all roots from the first token after the prompt to the last but one."""
-    weight = drafter.lm_head.weight
-    cache = DenseCache(drafter.config, weight.dtype, weight.device)
-    first = first_block_along(drafter, sequence, cache)[:-1]  # [T − 2, K, H]
-    rows = torch.arange(len(first), device=weight.device)
-    parts = [
-        _drafted_from(drafter, sequence, part, first[part], cache.grow(part), blocks)
-        for part in rows[sequence.prompt - 1 :].split(TOGETHER)
-    ]
-    return _compare(drafter, sequence, torch.cat(parts))
+    tokens, K = sequence.tokens, drafter.config.block_size
+    dtype = drafter.lm_head.weight.dtype
 
-
-def _drafted_from(
-    drafter: SpecBlockModel,
-    sequence: EvalSequence,
-    rows: Tensor,
-    hidden: Tensor,
-    growth: DenseBlockCache,
-    blocks: int,
-) -> Tensor:
-    """States of all blocks from the drafting rows [n], [n, M·K, H]; hidden [n, K, H]: block 1's."""
-    tokens, K, count = sequence.tokens, drafter.config.block_size, len(rows)
-    states = [hidden]
-    index = torch.arange(count, device=rows.device)
-    for block in range(1, blocks):
-        start = rows + 1 + block * K
+    def draft(condition: Tensor, row: Tensor, offset: int, attend: Attend) -> Tensor:
         # Any token past the text's end: it is not counted.
-        token = tokens[start.clamp(max=len(tokens) - 1)]
-        hidden = drafter(
-            states[-1][:, -1],
-            sequence.embed(token).to(hidden.dtype),
-            start if drafter.config.block_rope == "path" else rows + 1,
-            growth.starts(index + (block - 1) * count, torch.full_like(index, K - 1)),
-        )
-        states.append(hidden)
-    return torch.cat(states, dim=1)
+        token = tokens[(row + 1 + offset).clamp(max=len(tokens) - 1)]
+        base = row + 1 + (offset if drafter.config.block_rope == "path" else 0)
+        return drafter(condition, sequence.embed(token).to(dtype), base, attend)  # [rows, K, H]
+
+    attend: FirstBlock | NextBlock = FirstBlock(Batch.of(tokens[None]), K)
+    every = torch.arange(len(tokens) - 1, device=tokens.device)
+    hidden = draft(drafter.condition(sequence.hidden[every].to(dtype)), every, 0, attend)
+    source = row = every[sequence.prompt - 1 : -1]
+    states = [hidden[row]]
+    for block in range(1, blocks):
+        attend = NextBlock(attend, source[None], K)
+        states.append(draft(states[-1][:, -1], row, block * K, attend))
+        source = torch.arange(len(row), device=row.device)
+    return _compare(drafter, sequence, torch.cat(states, dim=1))
 
 
 def _compare(drafter: SpecBlockModel, sequence: EvalSequence, hidden: Tensor) -> Chain:

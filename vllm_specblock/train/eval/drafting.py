@@ -1,187 +1,172 @@
-"""Drafting along a text: serving's trees over the dense cache of one sequence."""
+"""Drafting along a text with the served drafters, over the cache of one request."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from vllm_specblock.config import DEFAULT_NODES, Eagle3Config, SpecBlockConfig, parse_drafter
-from vllm_specblock.drafters.common.layers import Attend
-from vllm_specblock.drafters.eagle3.growth import grow, limits_of
+from vllm_specblock.config import DEFAULT_NODES, parse_drafter
+from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
+from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
+from vllm_specblock.drafters.eagle3.growth import level_shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.drafters.options import Eagle3Config, SpecBlockConfig
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.feedback.calibration import DraftCalibration
-from vllm_specblock.train.eval.chain import first_block_along
-from vllm_specblock.train.eval.dense_cache import DenseCache
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
-from vllm_specblock.triton_kernels.drafting.grow_level import LevelLimits, NextRows
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
+
+PAGE = 16
+"""Tokens of a cache block."""
 
 
-class LearnedBeta:
-    """β of the drafter's logits along one text, learned from every step as in serving; without
-    `calibration` it is 1. `temperature`: at which the target wrote the text."""
+class ServedDraft:
+    """A `Draft` along one text: a served drafter in the steps of one request.
+
+    Args:
+        drafter: reads all states of the text.
+        calibration: learns β of the logits from every step, as in serving; None: β is 1.
+        temperature: at which the target wrote the text.
+    """
 
     def __init__(
-        self, calibration: DraftCalibration | None, temperature: float, device: torch.device
+        self,
+        drafter: NetworkDrafter,
+        sequence: EvalSequence,
+        calibration: DraftCalibration | None,
+        temperature: float,
     ) -> None:
-        self.calibration = calibration
-        self.req_idx = torch.zeros(1, dtype=torch.int64, device=device)
-        if calibration is not None:
-            calibration.begin(0)  # as one request
+        weight = next(drafter.model.parameters())
+        device = weight.device
+        self.drafter, self.tokens, self.calibration = drafter, sequence.tokens, calibration
+        self.states = sequence.hidden.to(weight.dtype).chunk(len(drafter.layers), dim=-1)
+        # Later forwards borrow the slots of up to N tokens after the root.
+        pages = -(-(len(sequence.tokens) + drafter.num_nodes) // PAGE)
+        drafter.max_model_len = pages * PAGE
+        shapes = [
+            (pages, PAGE * layer.entries_per_token, layer.num_kv_heads, 2 * layer.head_dim)
+            for layer in drafter.cache_layers()
+        ]
+        drafter.bind([weight.new_zeros(shape).transpose(1, 2) for shape in shapes])
+        self.table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+        self.request = torch.zeros(1, dtype=torch.int64, device=device)
         self.temperature = torch.tensor([temperature], device=device)
-        self.before: tuple[int, DraftTree] | None = None
-        """The last step's root and tree, to be set after each step."""
+        self.root = 0
+        self.tree: DraftTree | None = None
+        self.growth: Expansion | None = None
+        if isinstance(drafter, SpecBlockDrafter):
+            drafter.expand = self._expand
+        if calibration is not None:
+            calibration.begin(0)
 
-    def at(self, root: int) -> Tensor | None:
-        """[1] fp32 for the step from `root`, after learning how far the step before has come."""
-        if self.calibration is None:
-            return None
-        if self.before is not None:
-            accepted = torch.tensor([root - self.before[0] - 1], device=self.req_idx.device)
-            expected = self.before[1].logprob.exp().sum(1)
-            live = accepted >= 0
-            self.calibration.learn(self.temperature, expected, accepted, live, self.req_idx)
-        return self.calibration.of(self.temperature, self.req_idx)
-
-
-class SpecBlockDraft:
-    """A `Draft` along one text. calibration, temperature: see `LearnedBeta`."""
-
-    def __init__(
-        self,
-        drafter: SpecBlockModel,
-        sequence: EvalSequence,
-        shape: TreeShape,
-        calibration: DraftCalibration | None = None,
-        temperature: float = 0.0,
-    ) -> None:
-        weight = drafter.lm_head.weight
-        self.drafter, self.sequence, self.shape = drafter, sequence, shape
-        self.dtype, self.device = weight.dtype, weight.device
-        self.cache = DenseCache(drafter.config, self.dtype, self.device)
-        self.branching = torch.tensor(shape.branching, device=self.device)
-        self.path_rope = drafter.config.block_rope == "path"
-        self.beta = LearnedBeta(calibration, temperature, self.device)
+    def _expand(self, shape: TreeShape, width: Tensor, num_requests: int) -> Expansion:
+        self.growth = Expansion(shape, width, num_requests)
+        return self.growth
 
     @torch.no_grad()
     def __call__(self, root: int) -> DraftTree:
         """The tree (R = 1) whose root is the text's token number `root`."""
-        drafter, beta = self.drafter, self.beta.at(root)
-        newest = torch.tensor([root - 1], device=self.device)
-        drafted = self._first_block[newest]  # [rows so far, K, H]; row 0 is the drafting row
-        depth = torch.zeros(1, dtype=torch.int64, device=self.device)  # tokens before a row
-        expansion = Expansion(self.shape, self.branching, num_requests=1)
-        best = drafter.candidates(drafted[None], self.shape.width, beta)
-        grown = expansion.attach(None, *best)
-        growth = self.cache.grow(newest)
-        while isinstance(grown, NextStarts):
-            row, position = grown.row[0], grown.position[0]
-            reach = depth[row] + position + 1
-            base = root + (reach if self.path_rope else torch.zeros_like(reach))
-            hidden = drafter(
-                drafted[row, position],
-                self.sequence.embed(grown.token[0]).to(self.dtype),
-                base,
-                growth.starts(row, position),
-            )  # [S, K, H]
-            best = drafter.candidates(hidden[None], self.shape.width, beta)
-            grown = expansion.attach(grown, *best)
-            drafted, depth = torch.cat([drafted, hidden]), torch.cat([depth, reach])
-        self.last, self.beta.before = expansion, (root, grown)
-        return grown
+        if self.calibration is not None:
+            self._learn(self.calibration, root)
+        self.drafter.advance(self._rows(root))
+        self.root, self.tree = root, self.drafter.draft()
+        return self.tree
 
     def forwards(self) -> Tensor:
-        """[N], which forward (block 1 … M) each node of the last tree comes from; 0: no node."""
-        return self.last.blocks(self.last.select())[0]
+        """[N], which forward, 1 …, each node of the last tree comes from; 0: no node."""
+        if self.growth is not None:
+            return self.growth.blocks()[0]
+        assert self.tree is not None
+        return torch.where(self.tree.parent[0] >= 0, self.tree.depth[0], 0)  # its level's
 
-    @cached_property
-    @torch.no_grad()
-    def _first_block(self) -> Tensor:
-        """Block 1's states [T − 1, K, H] of all rows, which no step changes."""
-        return first_block_along(self.drafter, self.sequence, self.cache)
+    def _learn(self, calibration: DraftCalibration, root: int) -> None:
+        """Learn how far the last tree has come, and set β."""
+        if self.tree is not None:
+            accepted = torch.tensor([root - self.root - 1], device=self.request.device)
+            expected = self.tree.logprob.exp().sum(1)
+            calibration.learn(self.temperature, expected, accepted, accepted >= 0, self.request)
+        self.drafter.beta = calibration.of(self.temperature, self.request)
 
-
-class Eagle3Draft:
-    """A `Draft` along one text: catch up on the committed rows, then grow a tree from the newest.
-    calibration, temperature: see `LearnedBeta`."""
-
-    def __init__(
-        self,
-        drafter: Eagle3Model,
-        sequence: EvalSequence,
-        growth: LevelLimits,
-        calibration: DraftCalibration | None = None,
-        temperature: float = 0.0,
-    ) -> None:
-        weight = drafter.fc.weight
-        self.drafter, self.sequence, self.growth = drafter, sequence, growth
-        self.embed = sequence.embed if drafter.embed_tokens is None else drafter.embed_tokens
-        self.cache = DenseCache(drafter.config, weight.dtype, weight.device)
-        self.beta = LearnedBeta(calibration, temperature, weight.device)
-
-    @torch.no_grad()
-    def __call__(self, root: int) -> DraftTree:
-        """The tree (R = 1) whose root is the text's token number `root`."""
-        beta, tokens = self.beta.at(root), self.sequence.tokens
-        row = torch.arange(self.cache.rows, root, device=tokens.device)
-        feature = self.drafter.fuse(self.sequence.hidden[row])
-        attend = _rows_of_one(self.cache.append())
-        state = self.drafter.run(self.embed(tokens[row + 1]), feature, row, attend)[-1:]
-        levels = self.cache.grow()
-
-        def attention(_level: int, rows: NextRows) -> tuple[Attend, None]:
-            return _rows_of_one(levels.starts(rows.row[0], rows.position[0])), None
-
-        tree = grow(self.drafter, self.embed, self.growth, state, row[-1:], attention, beta)
-        self.beta.before = root, tree
-        return tree
-
-    def forwards(self) -> Tensor:
-        """[N], which forward each node of the last tree comes from: its level's."""
-        assert self.beta.before is not None  # a tree was drafted
-        _, tree = self.beta.before
-        return torch.where(tree.parent[0] >= 0, tree.depth[0], 0)
+    def _rows(self, root: int) -> CommittedTokens:
+        """The rows of the tokens since the last root, whose slots are their positions."""
+        rows, count = torch.arange(self.root, root, device=self.request.device), root - self.root
+        return CommittedTokens(
+            states=self.states,
+            source=rows,
+            token=self.tokens[rows + 1],
+            position=rows,
+            index=rows,
+            kv_slot=rows,
+            row_start=torch.tensor([0, count], dtype=torch.int32, device=rows.device),
+            row_start_host=[0, count],
+            last=self.request + count - 1,
+            start=self.request,
+            block_table=self.table,
+            block_size=PAGE,
+            max_position=root - 1,
+            text=self.tokens[None].int(),
+            req_idx=self.request,
+            temperature=self.temperature,
+        )
 
 
-def _rows_of_one(attend: Attend) -> Attend:
-    """`attend` of a `DenseCache` of K = 1 for rows [n, heads, D] without a dimension of K."""
-    return lambda layer, *rows: attend(layer, *(x[:, None] for x in rows))[:, 0]
+def draft_specblock(
+    model: SpecBlockModel,
+    sequence: EvalSequence,
+    shape: TreeShape,
+    calibration: DraftCalibration | None = None,
+    temperature: float = 0.0,
+) -> ServedDraft:
+    """Draft trees of any shape."""
+    embed = _embedding(sequence, model)
+    drafter = SpecBlockDrafter(model, embed, SpecBlockConfig(), shape.budget, max_model_len=1)
+    drafter.shape = shape
+    return ServedDraft(drafter, sequence, calibration, temperature)
+
+
+def draft_eagle3(
+    model: Eagle3Model,
+    sequence: EvalSequence,
+    growth: TreeShape,
+    calibration: DraftCalibration | None = None,
+    temperature: float = 0.0,
+) -> ServedDraft:
+    """Draft trees of any growth."""
+    layers = tuple(range(sequence.hidden.shape[-1] // model.config.target_hidden_size))
+    embed = _embedding(sequence, model)
+    drafter = Eagle3Drafter(model, embed, Eagle3Config(), growth.budget, 1, layers=layers)
+    drafter.shape, drafter.max_depth = growth, growth.num_blocks
+    return ServedDraft(drafter, sequence, calibration, temperature)
+
+
+def _embedding(sequence: EvalSequence, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The target's embedding, in the drafter's dtype."""
+    dtype = next(model.parameters()).dtype
+    return lambda ids: sequence.embed(ids).to(dtype)
 
 
 def serving_shape(
-    drafter: SpecBlockModel, options: SpecBlockConfig | None = None, nodes: int = DEFAULT_NODES
+    model: SpecBlockModel, options: SpecBlockConfig | None = None, nodes: int = DEFAULT_NODES
 ) -> TreeShape:
     """The trees that serving grows with `options` (default: its own) and a budget of `nodes`."""
-    # The drafter decides, since its blocks must fit into the slots of the budget.
     options = options or parse_drafter({}, "specblock", num_nodes=nodes)
-    return SpecBlockDrafter(drafter, lambda tokens: tokens, options, nodes, max_model_len=1).shape
+    return SpecBlockDrafter(model, lambda tokens: tokens, options, nodes, max_model_len=1).shape
 
 
 def serving_growth(
-    drafter: Eagle3Model, options: Eagle3Config | None = None, nodes: int = DEFAULT_NODES
-) -> LevelLimits:
+    model: Eagle3Model, options: Eagle3Config | None = None, nodes: int = DEFAULT_NODES
+) -> TreeShape:
     """The trees that serving grows with `options` (default: its own) and a budget of `nodes`."""
-    options = options or Eagle3Config()
-    return limits_of(options, nodes, nodes, drafter.config.draft_vocab_size)
+    return level_shape(options or Eagle3Config(), nodes, nodes, model.config.draft_vocab_size)
 
 
-def chain_shape(drafter: SpecBlockModel, blocks: int) -> TreeShape:
+def chain_shape(model: SpecBlockModel, blocks: int) -> TreeShape:
     """One path of `blocks` blocks, each from the end of the one before."""
-    block = drafter.config.block_size
+    block = model.config.block_size
     return TreeShape(block, blocks, 1, (1, 1, 1, 1), blocks * block)
-
-
-def uniform_shape(shape: TreeShape, width: int | None = None) -> TreeShape:
-    """Ablation: the same width at every position. The default is the least width, from 2 on, with
-    1.5 times as many candidates as the budget: those of equal text join, and a comparison needs a
-    full tree."""
-    cells = shape.rows(shape.num_blocks) * shape.block_size
-    width = width or max(2, -(-3 * shape.budget // (2 * cells)))
-    return replace(shape, branching=(width,) * 4)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vllm_specblock.config import DEFAULT_NODES, SpecBlockConfig
+from vllm_specblock.config import DEFAULT_NODES
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.eval.chain import ChainFigures, chain_along
 from vllm_specblock.train.eval.drafting import (
-    SpecBlockDraft,
     chain_shape,
+    draft_specblock,
     serving_shape,
-    uniform_shape,
 )
 from vllm_specblock.train.eval.steps import Replay
 from vllm_specblock.train.learner import EvalSequence
@@ -68,21 +68,15 @@ def shapes_of(
     drafter: SpecBlockModel,
     options: SpecBlockConfig | None = None,
     budgets: Sequence[int] = (DEFAULT_NODES,),
-    uniform: bool = False,
 ) -> dict[str, TreeShape]:
-    """Chains of 1 … M blocks, the tree of serving at each budget, and if wanted the uniform
-    tree of the same budget."""
+    """Chains of 1 … M blocks, and the tree of serving at each budget."""
     options = options or SpecBlockConfig()
     shapes = {
         f"chain of {blocks} {'block' if blocks == 1 else 'blocks'}": chain_shape(drafter, blocks)
         for blocks in range(1, options.num_blocks + 1)
     }
-    for nodes in budgets:
-        shape = serving_shape(drafter, options, nodes)
-        shapes[f"tree of {nodes}"] = shape
-        if uniform:
-            shapes[f"uniform tree of {nodes}"] = uniform_shape(shape)
-    return shapes
+    trees = {f"tree of {nodes}": serving_shape(drafter, options, nodes) for nodes in budgets}
+    return shapes | trees
 
 
 def evaluate(
@@ -114,7 +108,7 @@ def evaluate(
     for sequence in sequences:
         texts += 1
         for name, shape in shapes.items():
-            draft = SpecBlockDraft(drafter, sequence, shape, learned[name], sampling_temperature)
+            draft = draft_specblock(drafter, sequence, shape, learned[name], sampling_temperature)
             replays[name].follow(draft, sequence, depth)
         if len(sequence.tokens) > sequence.prompt + 1:  # else the text ends at the first root
             chains.append(chain_along(drafter, sequence, blocks))

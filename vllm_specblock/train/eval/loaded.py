@@ -10,21 +10,22 @@ from pathlib import Path
 import torch
 
 from vllm_specblock.config import DEFAULT_NODES, parse_drafter
+from vllm_specblock.drafters.common.config import CheckpointError, default_layer_ids
 from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.eagle3.checkpoint import FILES as eagle3_files
 from vllm_specblock.drafters.specblock import checkpoint as specblock_files
-from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo, default_layer_ids
+from vllm_specblock.drafters.specblock.config import TargetInfo
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.chain import Chain, chain_along
 from vllm_specblock.train.eval.drafting import (
-    Eagle3Draft,
-    SpecBlockDraft,
+    ServedDraft,
+    draft_eagle3,
+    draft_specblock,
     serving_growth,
     serving_shape,
 )
-from vllm_specblock.train.eval.steps import TreeDraft
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.target import target_rows
 from vllm_specblock.train.target.target_info import check_target, describe_target, read_target
@@ -57,7 +58,7 @@ class LoadedDrafter:
     pairing: Pairing
     depth: int
     forward_name: str
-    along: Callable[[EvalSequence], TreeDraft]
+    along: Callable[[EvalSequence], ServedDraft]
     calibration: DraftCalibration | None
     chain: Callable[[EvalSequence], Chain] | None = None
     block_size: int = 1
@@ -145,9 +146,9 @@ def load_drafter(
         learned = DraftCalibration(device, num_slots=1) if levels.calibrate_drafts else None
         return LoadedDrafter(
             pairing,
-            growth.depth,
+            growth.num_blocks,
             "level",
-            lambda text: Eagle3Draft(eagle3, text, growth, learned),
+            lambda text: draft_eagle3(eagle3, text, growth, learned),
             learned,
         )
     given = {} if forwards is None else {"num_blocks": forwards}
@@ -159,7 +160,7 @@ def load_drafter(
         pairing,
         shape.max_depth,
         "block",
-        lambda text: SpecBlockDraft(model, text, shape, calibration),
+        lambda text: draft_specblock(model, text, shape, calibration),
         calibration,
         partial(chain_along, model, blocks=shape.num_blocks),
         shape.block_size,

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from torch import Tensor
 
 from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.eval.drafting import ServedDraft
 from vllm_specblock.train.learner import Draft, EvalSequence
 from vllm_specblock.tree import DraftTree
 
@@ -97,16 +95,6 @@ def accepted_path(tree: DraftTree, wanted: list[int]) -> list[int]:
     return max(reached.values(), key=len)
 
 
-class TreeDraft(Protocol):
-    """A `Draft` that knows which drafter forward each node comes from."""
-
-    def __call__(self, root: int) -> DraftTree: ...
-
-    def forwards(self) -> Tensor:
-        """[N] integers, 1-based, of the last tree's nodes; 0 for a slot not in use."""
-        ...
-
-
 @dataclass(frozen=True)
 class Step:
     """One tree and its verification; entry 0 of each list is the root.
@@ -142,7 +130,7 @@ class Step:
         return math.exp(self.score[node] - self.score[self.parent[node]]) if node else 1.0
 
 
-def steps_along(draft: TreeDraft, sequence: EvalSequence, depth: int = 0) -> Iterator[Step]:
+def steps_along(draft: ServedDraft, sequence: EvalSequence, depth: int = 0) -> Iterator[Step]:
     """Yield the steps of `walk` with trees; depth 0: up to the text's end, which may cut a step."""
     tokens = sequence.tokens.tolist()
     for root, tree, path in walk(draft, sequence, depth):

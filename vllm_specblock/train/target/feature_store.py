@@ -83,26 +83,22 @@ def fill(
         progress: called with the number of tokens that each shard adds.
     """
     begin(folder, origin)
-    groups = _shards_of(segments_of(sequences, origin.length), origin.shard_tokens)
-    count = 0
+    groups = list(_shards_of(segments_of(sequences, origin.length), origin.shard_tokens))
     with ThreadPoolExecutor(max_workers=1) as writer:
         written: Future[int] | None = None
         for number, group in enumerate(groups):
-            count = number + 1
-            size = sum(segment.length for segment in group)
-            if shard_path(folder, number).exists():
-                progress(size)
+            path = shard_path(folder, number)
+            if path.exists():
+                progress(sum(segment.length for segment in group))
                 continue
             texts = [sequences[p.sequence][p.start : p.start + p.length].long() for p in group]
             features = extract(texts)
             if written is not None:
                 progress(written.result())
-            written = writer.submit(
-                _write_shard, shard_path(folder, number), group, texts, features
-            )
+            written = writer.submit(_write_shard, path, group, texts, features)
         if written is not None:
             progress(written.result())
-    index = asdict(origin) | {"sequences": len(sequences), "shards": count}
+    index = asdict(origin) | {"sequences": len(sequences), "shards": len(groups)}
     shards.write_json(folder / INDEX, index)
     (folder / UNFINISHED).unlink()
 
@@ -152,13 +148,11 @@ def _write_shard(
     tensors: dict[str, Tensor] = {}
     end = 0
     for segment, part in zip(segments, features, strict=True):
-        if not tensors:  # filled piece by piece, so that memory holds one shard only
-            tensors = {
-                name: rows.new_empty(total, rows.shape[1]) for name, rows in part._asdict().items()
-            }
         for name, rows in part._asdict().items():
             if len(rows) != segment.length:
                 raise RuntimeError(f"{len(rows)} rows came for a piece of {segment.length} tokens")
+            if name not in tensors:  # filled piece by piece, so that memory holds one shard only
+                tensors[name] = rows.new_empty(total, rows.shape[1])
             tensors[name][end : end + segment.length] = rows
         end += segment.length
     tensors["tokens"] = torch.cat(texts).int()

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vllm_specblock.drafters.specblock.config import CheckpointError, TargetInfo, default_layer_ids
-from vllm_specblock.drafters.specblock.config_json import read_json
+from vllm_specblock.drafters.common.config import CheckpointError, default_layer_ids, read_json
+from vllm_specblock.drafters.specblock.config import TargetInfo
 
 
 def read_target(directory: str | os.PathLike[str]) -> dict[str, Any]:

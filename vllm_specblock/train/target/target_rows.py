@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from vllm_specblock.drafters.common.checkpoint_files import Stored, stored_in
-from vllm_specblock.drafters.specblock.config import CheckpointError
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 
 _EMBEDDING = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")

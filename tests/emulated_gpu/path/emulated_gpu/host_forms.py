@@ -103,14 +103,10 @@ def attend(query: torch.Tensor, entries: torch.Tensor, seen: torch.Tensor, a: Ar
 
 
 def rotate_pair(a: Arguments, grid: Grid) -> None:
-    each = (
-        (a.query_ptr, a.query_out_ptr, a.queries, a.query_norm_ptr),
-        (a.key_ptr, a.key_out_ptr, a.keys, a.key_norm_ptr),
-    )
-    for states, out, count, norm in each:
-        at = torch.arange(count)
+    for of, count in ((a.query, a.queries), (a.key, a.keys)):
+        states, out, norm, at = of.source, of.out, of.norm, torch.arange(count)
         rows = at // a.ROPE.EACH
-        if states is a.query_ptr and a.keep_ptr is not None:
+        if of is a.query and a.keep_ptr is not None:
             rows = a.keep_ptr[rows]
             states = states[rows * a.ROPE.EACH + at % a.ROPE.EACH] if a.ROPE.PICKS else states
         angle = (a.base_ptr[rows] + at % a.ROPE.EACH).float()[:, None, None] * a.turn_ptr[
@@ -201,46 +197,46 @@ def merge_chunks(a: Arguments, grid: Grid) -> tuple[torch.Tensor, ...]:
 
 def merge_and_rank(a: Arguments, grid: Grid) -> None:
     values, most, lower, weight, spread, total = merge_chunks(a, grid)
-    rank = a.RANK
-    if rank.SCOPE == 0:
+    if a.SCOPE == 0:
         within = most + total.log()
         entropy = total.log() - ((spread + weight * lower) * lower.exp()).sum(-1) / total
     else:
-        below = (values - most[:, None])[:, : rank.SCOPE]
+        below = (values - most[:, None])[:, : a.SCOPE]
         mass = below.exp().sum(-1)
         within = most + mass.log()
         entropy = mass.log() - (below.exp() * below).sum(-1) / mass
     features = [
-        values[:, : rank.LOGPROBS] - within[:, None],
+        values[:, : a.LOGPROBS] - within[:, None],
         most[:, None] - values[:, [1, 2, 4]],
         (values[:, :1] - within[:, None]).exp(),
         entropy[:, None],
     ]
     psi = torch.cat(features, -1).to(a.of_state_ptr.dtype).float()
-    columns = a.first_ptr[:, a.size : a.size + rank.LOGPROBS + 5].float()
+    columns = a.first_ptr[:, a.size : a.size + a.LOGPROBS + 5].float()
     state = F.silu(a.of_state_ptr.float() + psi @ columns.T)
     a.bucket_ptr.copy_((state @ a.second_ptr.float().T).argmax(-1))
 
 
-def attach_block(a: Arguments, requests: int) -> None:
-    """[R, rows, K, B] candidates behind those of the blocks before."""
+def attach_block(a: Arguments, requests: int) -> torch.Tensor:
+    """Attach [R, rows, K, B] candidates; returns their keys as starts."""
     grow, given, cells = a.GROW, a.drafts, (requests, a.GROW.ROWS, a.GROW.K, a.GROW.B)
     token, path_hash, key, parent, may_start, _ = a.fields_ptr.unbind()
-    score, first = a.score_ptr, 1
-    if grow.BLOCK == 1:
+    score, first = a.score_ptr, 1 + a.done * grow.K * grow.B
+    if grow.ROOT:
         for field, value in ((token, 0), (path_hash, ROOT_HASH), (key, 0), (parent, 0), (score, 0)):
             field[:, 0] = value
         node = torch.zeros(requests, 1, dtype=torch.int64)
         total, text, above = score[:, :1], path_hash[:, :1], key[:, :1]
     else:
-        node, first = given.start_node, 1 + (1 + (grow.BLOCK - 2) * grow.S) * grow.K * grow.B
+        node = given.start_node
         total = torch.where(given.start_valid, score.gather(1, node), float("-inf"))
         text, above = path_hash.gather(1, node), key.gather(1, node) & (MAX_DEPTH * DEPTH_ONE)
-        if grow.BLOCK < grow.BLOCKS:
+        if grow.REOPENS:
             begun = torch.where(given.start_valid, text, ROOT_HASH)
-            a.started_ptr[:, grow.BLOCK - 2] = begun
-    word = given.top_token.view(cells)
-    width = given.branching[given.bucket].view(cells[:3])[..., None]
+            a.started_ptr.flatten(1)[:, a.done - 1 :][:, : grow.S] = begun
+    word, width = given.top_token.view(cells), torch.tensor(grow.B)
+    if given.bucket is not None:
+        width = given.branching[given.bucket].view(cells[:3])[..., None]
     wanted = torch.arange(grow.B) < width.clamp(min=1)
     gain = torch.where(wanted, given.top_logprob.view(cells), float("-inf"))
     gain = gain.fmin(torch.zeros(()))  # 0 for NaN, as in a kernel: padding rows have any value
@@ -258,28 +254,29 @@ def attach_block(a: Arguments, requests: int) -> None:
     up[:, :, 0] = node[..., None]
     here = slice(first, first + index.numel())
     fields = [(token, word), (path_hash, texts), (key, rank), (parent, up), (score, totals)]
-    if grow.BLOCK < grow.BLOCKS:
-        open_key = torch.where(width > 0, rank, rank | CLOSED)
+    open_key = torch.where(width > 0, rank, rank | CLOSED)
+    if grow.REOPENS:
         open_key[:, 0, -1, 0] |= FIRST
         fields.append((may_start, open_key))
     for field, values in fields:
         field[:, here] = values.flatten(1)
+    return open_key.flatten(1)
 
 
 def attach_and_start(a: Arguments, grid: Grid) -> None:
-    attach_block(a, grid[0])
-    grow, count = a.GROW, a.COUNT
-    token, path_hash, key, _, may_start, _ = a.fields_ptr[:, :, :count].unbind()
-    closed = torch.arange(1, max(count, grow.S + 1)).clamp(max=count - 1) | CLOSED
-    open_key = closed.repeat(grid[0], 1)
-    open_key[:, : count - 1] = may_start[:, 1:]
-    if grow.BLOCK > 1:
+    open_key, grow, count = attach_block(a, grid[0]), a.GROW, a.COUNT
+    token, path_hash, key, _, may_start, _ = a.fields_ptr.unbind()
+    final = (a.done + grow.ROWS) * grow.K * grow.B
+    if grow.STARTED:
+        path_hash, key = path_hash[:, :count], key[:, :count]
         order, winner = candidates.join(key, path_hash)
         best = torch.empty_like(order, dtype=torch.bool)
         best.scatter_(1, order, winner == torch.arange(count))
-        started = a.started_ptr[:, : grow.BLOCK - 1].flatten(1)
+        started = a.started_ptr.flatten(1)[:, : grow.STARTED]
         free = best & ~(path_hash[..., None] == started[:, None]).any(-1)
-        open_key[:, : count - 1] = torch.where(free[:, 1:], open_key[:, : count - 1], closed)
+        closed = torch.arange(1, count) | CLOSED
+        open_key = torch.where(free[:, 1:], may_start[:, 1:count], closed)
+    open_key = F.pad(open_key, (0, max(0, grow.S - open_key.shape[1])), value=final | CLOSED)
     chosen = open_key.sort(1).values[:, : grow.S]
     node = chosen & INDEX_BITS
     drafted = (node - 1) // grow.B
@@ -292,8 +289,9 @@ def attach_and_select(a: Arguments, grid: Grid) -> None:
     attach_block(a, grid[0])
     count, depth = a.SELECT.COUNT, a.GROW.K * a.GROW.BLOCKS
     token, path_hash, key, parent = a.fields_ptr[:4, :, :count].unbind()
+    texts = path_hash if a.JOINS else None
     chosen = candidates.select.reference(
-        token, parent, a.score_ptr[:, :count], key, path_hash, a.SELECT.BUDGET, depth
+        token, parent, a.score_ptr[:, :count], key, texts, a.SELECT.BUDGET, depth
     )
     for name in a.tree._fields[:-1]:
         getattr(a.tree, name).copy_(getattr(chosen.tree, name))
@@ -310,14 +308,14 @@ def accept_path(a: Arguments, grid: Grid) -> None:
 
 def tree_mask(a: Arguments, grid: Grid) -> None:
     requests = grid[0] - 1
-    starts = a.node_start_ptr[: requests + 1].long()
+    starts = a.rows.node_start[: requests + 1].long()
     counts = starts.diff()
     request = torch.arange(requests).repeat_interleave(counts)
     node = torch.arange(int(starts[-1])) - starts[request]
-    row = a.query_start_ptr[request + 1] - counts[request] + node
-    slots = a.req_idx_ptr[:requests].long()
+    row = a.rows.query_start[request + 1] - counts[request] + node
+    slots = a.rows.req_idx[:requests].long()
     rows = BatchRows(
-        a.position_ptr[: a.num_rows], a.query_start_ptr, a.seq_len_ptr, slots, starts,
+        a.rows.position[: a.num_rows], a.rows.query_start, a.rows.seq_len, slots, starts,
         row, slots[request], node,
     )  # fmt: skip
     build_tree_mask.reference(rows, a.depth_ptr, a.ancestors_ptr, a.out)
@@ -396,7 +394,7 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "kernel_unified_attention": (unified_attention, ""),
     "reshape_and_cache_kernel_flash": (reshape_and_cache, "key_cache_ptr value_cache_ptr"),
     "_tree_attention_kernel": (tree_attention, "into.out"),
-    "_rotate_pair_kernel": (rotate_pair, "query_out_ptr key_out_ptr"),
+    "_rotate_pair_kernel": (rotate_pair, "query.out key.out"),
     "_add_norm_kernel": (add_norm, "total_ptr normed_ptr"),
     "_norm_pair_kernel": (norm_pair, "out_ptr"),
     "_layer_shift_kernel": (layer_shift, "out_ptr"),

@@ -1,0 +1,86 @@
+"""Kernels compiled ahead of time, for GPUs that are not there, and what a program takes of one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Bytes of shared memory that a block may use, by architecture."""
+RELOADS = {120: 8}
+"""Accesses to spilled registers that a loop may have: in 99 KB, blocks of twice as many entries
+would have none, and no load on its way."""
+
+
+class Compile:
+    """Stands in for a kernel: compiles it for the arguments that it is launched with."""
+
+    def __init__(self, kernel: Any, capability: int) -> None:
+        self.kernel, self.capability, self.compiled = kernel, capability, []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.launch
+
+    def launch(self, *positional: Any, **named: Any) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource, compile, make_backend
+        from triton.runtime.jit import create_function_from_signature
+
+        kernel, target = self.kernel, GPUTarget("cuda", self.capability, 32)
+        unspecialised = set(kernel.do_not_specialize)
+        assert unspecialised <= set(kernel.arg_names), "Triton ignores a name that it does not find"
+        given = dict(zip(kernel.arg_names, positional)) | named
+        groups = {name: type(x) for name, x in given.items() if isinstance(x, tuple)}
+        assert not unspecialised & groups.keys(), "Triton heeds it for no group"
+        for kind in groups.values():  # Triton before 3.7 looks for names in it alone
+            assert "_fields" in vars(kind) or not hasattr(kind, "_fields"), kind
+        backend = make_backend(target)
+        # As a launch finds out what is 1, what is absent and what is aligned.
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, found, options = bind(*positional, **named)
+        options, *source = kernel._pack_args(backend, named, bound, found, options)
+        source = ASTSource(kernel, *source)
+        self.compiled.append(compile(source, target=target, options=options.__dict__))
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Return registers of a thread, bytes that it spills, and bytes of shared memory of a block."""
+    tools = Path(sys.modules["triton"].__file__ or "").parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+
+        def shown(*command: str | Path) -> str:
+            command = (*command, file.name)
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        usage = shown(tools / "cuobjdump", "--dump-resource-usage")
+        (registers, stack), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+        in_loops = spills_in_loops(shown(tools / "nvdisasm", "-c")) if int(stack) else 0
+    return {
+        "registers": int(registers),
+        "spilled": int(stack),
+        "in_loops": in_loops,
+        "shared": compiled.metadata.shared,
+    }
+
+
+def spills_in_loops(assembly: str) -> int:
+    """Count accesses to spilled registers in innermost loops with tensor core products.
+
+    All of a program's, where there is no such loop.
+    """
+    label, loops, lines = {}, [], assembly.splitlines()
+    for number, line in enumerate(lines):
+        if found := re.match(r"(\.L_x_\d+):", line):
+            label[found[1]] = number
+        elif (found := re.search(r"BRA.*(\.L_x_\d+)\)", line)) and found[1] in label:
+            loops.append(range(label[found[1]], number))
+    innermost = [loop for loop in loops if not any(other.start in loop[1:] for other in loops)]
+    bodies = [lines[loop.start : loop.stop] for loop in innermost]
+    bodies = [body for body in bodies if any("MMA" in line for line in body)] or [lines]
+    return sum(bool(re.search(r"\b(LDL|STL)", line)) for body in bodies for line in body)

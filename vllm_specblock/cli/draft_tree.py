@@ -1,0 +1,127 @@
+"""Draft trees in the terminal: nodes in the colour of their drafter forward, the accepted path."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console, RenderableType
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+from rich.text import Text
+from rich.tree import Tree
+
+from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data.prompts import prompt_ids
+from vllm_specblock.train.eval.evaluate import sequences_for
+from vllm_specblock.train.eval.loaded import LoadedDrafter
+from vllm_specblock.train.eval.steps import Step, steps_along
+from vllm_specblock.train.target.answers import continue_prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+FORWARDS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#17a2b8", "#c9a227", "#9c755f", "#e377c2")
+"""Of drafter forward 1, 2, …, repeated from the first on."""
+
+
+def forward_colour(forward: int) -> str:
+    """Return the colour of drafter forward 1, 2, …."""
+    return FORWARDS[(forward - 1) % len(FORWARDS)]
+
+
+def terminal_tree(step: Step, tokenizer: PreTrainedTokenizerBase, name: str) -> Tree:
+    """Return every node of a step's tree, best siblings first; accepted ones are marked ✓.
+
+    Args:
+        tokenizer: the target's.
+        name: what a drafter forward adds, "block" or "level". Its first letter and the forward's
+            number stand on each line, for terminals without colours.
+    """
+
+    def quoted(token: int) -> str:
+        return json.dumps(tokenizer.decode([token]), ensure_ascii=False)
+
+    root = Tree(Text(f"{quoted(step.token[0])}  root", style="bold"), guide_style="dim")
+    branches = [root]
+    for node in range(1, len(step.token)):
+        forward = step.forward[node]
+        line = Text(quoted(step.token[node]), style=forward_colour(forward))
+        line.append(f"  {step.probability(node):.2f}  {name[0]}{forward}")
+        if node in step.accepted:
+            line.append("  ✓")
+            line.stylize("bold")
+        branches.append(branches[step.parent[node]].add(line))
+    if step.bonus is not None:
+        line = Text(f"{quoted(step.bonus)}  bonus token", style="bold red")
+        branches[step.accepted[-1]].add(line)
+    return root
+
+
+def legend_line(forwards: int, name: str) -> Text:
+    line = Text("Token, its probability after its parent, and the drafter forward: ")
+    for number in range(1, forwards + 1):
+        line.append(f"{name[0]}{number} {name} {number}  ", style=forward_colour(number))
+    line.append("✓ accepted", style="bold")
+    return line
+
+
+def save_svg(path: Path, title: str, *parts: RenderableType, width: int | None = None) -> None:
+    """Save the output of a terminal of `width` columns; None: as wide as the widest part."""
+    console = Console(record=True, file=io.StringIO(), width=1000)
+    console.width = width or max(console.measure(part).maximum for part in parts)
+    console.print(*parts, sep="\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    console.save_svg(str(path), title=title, theme=DEFAULT_TERMINAL_THEME)
+
+
+def prompt_tensor(text: str, tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> torch.Tensor:
+    """Return the prompt's ids, [T] int64; chat None: through the chat template where there is one.
+
+    Raises:
+        TrainError: the prompt is empty, or `chat` without a chat template.
+    """
+    chat = bool(tokenizer.chat_template) if chat is None else chat
+    ids = prompt_ids(text, tokenizer, chat) if text else []
+    if not ids:
+        raise TrainError("The prompt is empty: there is nothing to draft after.")
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def steps_of_prompt(
+    target: PreTrainedModel,
+    drafter: LoadedDrafter,
+    prompt: torch.Tensor,
+    count: int,
+    tokens: int | None = None,
+) -> list[Step]:
+    """Return the first `count` verification steps of the target's greedy answer, or all.
+
+    Args:
+        prompt: [T] int64.
+        tokens: committed tokens that are needed; steps beyond may be missing.
+    """
+    # A step commits depth + 1 tokens at most; the first token comes from the prompt's own forward.
+    new_tokens = 1 + count * (drafter.depth + 1)
+    if tokens is not None:
+        new_tokens = min(new_tokens, tokens + drafter.depth + 1)  # the last step in full
+    (text,) = continue_prompts(target, [prompt], new_tokens)
+    return list(islice(steps_of_text(target, drafter, text, len(prompt)), count))
+
+
+def steps_of_text(
+    target: PreTrainedModel, drafter: LoadedDrafter, text: torch.Tensor, prompt: int
+) -> Iterator[Step]:
+    """Yield the verification steps along a text [T] int64, after its first `prompt` tokens."""
+    (sequence,) = sequences_for(target, drafter.pairing.layer_ids, [text], [prompt])
+    return steps_along(drafter.along(sequence), sequence)
+
+
+def print_step(console: Console, step: Step, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Print a step's tree and what the colours mean."""
+    console.print(terminal_tree(step, tokenizer, name), soft_wrap=True)
+    console.print(legend_line(max(step.forward), name), soft_wrap=True)

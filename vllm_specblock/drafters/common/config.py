@@ -1,0 +1,248 @@
+"""Configs of drafters: their decoder layers, and how a `config.json` becomes one.
+
+Imports no torch: the command line needs `CheckpointError`, and has to start fast.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_PARAMETERS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL),
+}
+_YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+
+_CONTAINERS: dict[str, tuple[type, str]] = {
+    "architectures": (list, "a list of names"),
+    "layer_types": (list, "a list of names"),
+    "rope_scaling": (dict, "an object"),
+    "rope_parameters": (dict, "an object"),
+    "eagle_config": (dict, "an object"),
+}
+"""Keys of any config.json that are read before it is validated."""
+
+
+class CheckpointError(ValueError):
+    """A drafter or target directory that cannot be used; the message is one sentence."""
+
+
+def _ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
+    # The target's states come in layer order: another one would swap columns of what reads them.
+    if list(ids) != sorted({*ids}) or ids[0] < 0:
+        raise ValueError(
+            f"the target's layers {list(ids)} are read, but they must be different ones in "
+            "ascending order"
+        )
+    return ids
+
+
+Ascending = AfterValidator(_ascending)
+Count = Annotated[int, Field(ge=1)]
+
+
+class NetworkShape(BaseModel):
+    """Decoder layers and vocabulary of a drafter."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    computes_yarn: ClassVar[bool] = False
+
+    hidden_size: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
+    intermediate_size: Count
+    num_hidden_layers: Count
+    vocab_size: Count  # V of the target
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    qk_norm: bool = False  # queries and keys are RMS-normed per head, as in Qwen3
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        """Whether q, k and v, the attention's output, and the MLP have a bias."""
+        return False, False, False
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}, but must be a multiple of "
+                f"num_key_value_heads, {self.num_key_value_heads}"
+            )
+        draft_vocab_size = getattr(self, "draft_vocab_size", self.vocab_size)
+        if draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {draft_vocab_size}, but must not exceed vocab_size, "
+                f"{self.vocab_size}"
+            )
+        check_rope_scaling(self.rope_scaling, self.computes_yarn)
+        return self
+
+
+class DecoderShape(NetworkShape):
+    """Decoder layers of other projects' drafters, and what their checkpoints vary about them."""
+
+    computes_yarn: ClassVar[bool] = True
+
+    # Dimensions of a head that RoPE turns, its first ones; None: all of them.
+    rotary_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
+    # Hidden states of the target that are fused: i is the residual stream after i layers. None:
+    # `default_layer_ids`.
+    layer_ids: Annotated[tuple[int, ...], Field(min_length=1), Ascending] | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        return self.qkv_bias, self.output_bias, self.mlp_bias
+
+    def target_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the states that it reads of a target with so many layers."""
+        return self.layer_ids or default_layer_ids(num_layers)
+
+    @model_validator(mode="after")
+    def _check_rotary_dim(self) -> Self:
+        if self.rotary_dim is not None and self.rotary_dim > self.head_dim:
+            raise ValueError(
+                f"RoPE turns {self.rotary_dim} dimensions of a head, which has {self.head_dim}"
+            )
+        return self
+
+
+Config = TypeVar("Config", bound=BaseModel)
+Shape = TypeVar("Shape", bound=DecoderShape)
+
+
+def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
+    """Return (2, N//2, N−3), as EAGLE-3 does; CheckpointError: not three different layers."""
+    low, mid, high = ids = (2, num_layers // 2, num_layers - 3)
+    if not low < mid < high:
+        raise CheckpointError(
+            f"A target of {num_layers} layers has no three different default feature layers "
+            f"(2, N//2, N-3 gives {list(ids)}): choose three ascending ones below {num_layers} "
+            "with --layer-ids."
+        )
+    return ids
+
+
+def rope_type(scaling: dict[str, Any]) -> str | None:
+    """Return the kind of a `rope_scaling` entry; older configs call the key "type"."""
+    return scaling.get("rope_type", scaling.get("type"))
+
+
+def check_rope_scaling(scaling: dict[str, Any] | None, yarn: bool = False) -> None:
+    """Raise ValueError for a `rope_scaling` entry that is not computed; yarn: whether YaRN is."""
+    if scaling is None:
+        return
+    kind = rope_type(scaling)
+    known = {key: names for key, names in _ROPE_PARAMETERS.items() if yarn or key != "yarn"}
+    if kind not in known:
+        raise ValueError(f"rope_scaling is of type {kind!r}, but must be one of {', '.join(known)}")
+    optional = [key for key in _YARN_OPTIONAL if kind == "yarn" and scaling.get(key) is not None]
+    for key in (*known[kind], *optional):
+        value = scaling.get(key)
+        if not isinstance(value, (int, float)) or value <= 0:
+            raise ValueError(
+                f"rope_scaling of type {kind!r} has {key} = {value!r}, but it must be a number "
+                "above 0"
+            )
+
+
+def read_json(path: Path) -> tuple[dict[str, Any], str]:
+    """Read the object in a JSON file; returns it and its path for messages.
+
+    A transformers config object would move keys (`rope_theta`) and fill in others.
+
+    Raises:
+        CheckpointError: no such file, no JSON object in it, or no container where one must be.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        if path.parent.is_dir():
+            raise CheckpointError(f"There is no {path.name} in {path.parent}.") from None
+        raise CheckpointError(
+            f"There is no directory {path.parent}; if that is a hub id, download it first."
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}).") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(raw).__name__}, but must hold an object.")
+    for key, (kind, expected) in _CONTAINERS.items():
+        if not isinstance(raw.get(key), (kind, type(None))):
+            raise CheckpointError(f"{path} has {key} = {raw[key]!r}, but it must be {expected}.")
+    return raw, str(path)
+
+
+def layers_of(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return heads and RoPE of a Llama-like config.json, with what missing keys mean."""
+    hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
+    head_dim = raw.get("head_dim")
+    if head_dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        head_dim = hidden // heads
+    # transformers 5 moves `rope_theta` into `rope_parameters` on saving.
+    parameters = raw.get("rope_parameters") or {}
+    scaling = dict(raw.get("rope_scaling") or parameters)
+    inside = scaling.pop("rope_theta", None)  # it wins, as in transformers
+    return {
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "rope_theta": inside or raw.get("rope_theta") or parameters.get("rope_theta") or 10000.0,
+        "rope_scaling": scaling if scaling and rope_type(scaling) != "default" else None,
+    }
+
+
+def shape_of(raw: dict[str, Any], own: dict[str, Any], where: str, kind: type[Shape]) -> Shape:
+    """Return a shape of `kind`: `raw`'s fields of the same name, heads, RoPE, and then `own`.
+
+    Missing keys of RoPE mean what transformers and vLLM take for them. Raises as `checked`.
+    """
+    layers = layers_of(raw)
+    scaling, head_dim = layers["rope_scaling"], layers["head_dim"]
+    if scaling is not None and rope_type(scaling) in ("llama3", "yarn"):
+        longest = scaling.get(_ORIGINAL, raw.get("max_position_embeddings"))
+        layers["rope_scaling"] = scaling | {_ORIGINAL: raw.get(_ORIGINAL) or longest}
+    said = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    partial = said.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
+    if partial != 1 and isinstance(partial, (int, float)) and isinstance(head_dim, int):
+        layers["rotary_dim"] = int(head_dim * partial)
+    keys = {key: raw.get(key) for key in kind.model_fields} | layers | own
+    # Absent ones are left out: then either a default holds, or the key is missed by its name.
+    return checked(where, {key: v for key, v in keys.items() if v is not None}, kind)
+
+
+def refuse(where: str, supported: str, variants: Iterable[tuple[Any, str]]) -> None:
+    """Raise CheckpointError for the first of `variants`, (whether it is there, its name)."""
+    for there, what in variants:
+        if there:
+            raise CheckpointError(f"{where} has {what}, but only {supported} can be drafted with.")
+
+
+def checked(where: str, keys: dict[str, Any], kind: type[Config]) -> Config:
+    """Make a config of `kind`; raises CheckpointError, in which `where` names the file."""
+    try:
+        return kind(**keys)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "missing":
+            reason = f"lacks the key {key!r}"
+        elif first["type"] == "extra_forbidden":
+            reason = f"has the key {key!r}, which is not one of a SpecBlock drafter's"
+        elif first["type"] == "value_error":
+            reason = f"does not fit together: {first['ctx']['error']}"
+        else:
+            expected = first["msg"].removeprefix("Input should be ")
+            reason = f"has {key!r} = {first['input']!r}, but it must be {expected}"
+        raise CheckpointError(f"{where} {reason}.") from None

@@ -1,0 +1,175 @@
+"""Attention of a drafter's forwards over a paged cache of K entries per token.
+
+Entry i·K + k is position k of row i. A row of block 1 sees all entries of earlier rows and its own
+up to k: causal attention. A row of a later block sees the entries before its start, the positions
+on its path and its own up to k: a prefix length and a few bits (paper, §3.1 and §3.2).
+
+Later blocks borrow the slots of the request's next tokens, which are reserved for the step.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_specblock.commit.store import store_kv
+from vllm_specblock.drafters.common.network_drafter import MAX_ROWS
+from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.tree import pack_bits
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
+    TreeAttentionBatch,
+    packing_on_cpu,
+)
+from vllm_specblock.triton_kernels.drafting.expand import NextStarts
+from vllm_specblock.triton_kernels.drafting.first_block_metadata import first_block_metadata
+from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
+    CommittedRows,
+    LaterBlockMetadata,
+    RowPointers,
+    later_block_metadata,
+)
+
+if TYPE_CHECKING:  # it needs Numba
+    from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
+
+
+class PagedAttention:
+    """The `attend` callable of one drafter forward: stores every row, then attends.
+
+    Args:
+        caches: one [blocks, kv heads, block size · K, 2D] per drafter layer.
+        kv_index: [T, K] int64, where each row's positions are stored; negative for padding.
+        queries: what the rows see.
+        kept: what the rows that the last layer keeps see; default: as `queries`.
+    """
+
+    def __init__(
+        self,
+        caches: list[torch.Tensor],
+        kv_index: torch.Tensor,
+        queries: TreeAttentionBatch,
+        kept: TreeAttentionBatch | None = None,
+    ) -> None:
+        self.caches, self.kv_index = caches, kv_index.flatten()
+        self.queries = [queries] * len(caches)
+        if kept is not None:
+            self.queries[-1] = kept
+
+    @cached_property
+    def packing(self) -> Packing | None:
+        return packing_on_cpu(self.caches[0])
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """query [Q..., heads, D], key and value [T..., kv heads, D] → [Q..., heads, D]."""
+        cache = self.caches[layer]
+        key, value = key.flatten(0, -3), value.flatten(0, -3)
+        store_kv(cache, self.kv_index, key, value, packing=self.packing)
+        out = self.queries[layer].attend(
+            query.flatten(0, -3), cache, query.shape[-1] ** -0.5, packing=self.packing
+        )
+        return out.view_as(query)
+
+
+class DraftAttentionBuilder:
+    """Builds the PagedAttention of each block of a step.
+
+    Args:
+        caches: as PagedAttention.
+        max_position: positions at or beyond it have no slot (the model's length limit).
+        path_rope: RoPE counts the tokens on the path to a later block's row; otherwise all rows
+            have the base of block 1's drafting row.
+        by_level: see `later_block_metadata`.
+    """
+
+    def __init__(
+        self,
+        caches: list[torch.Tensor],
+        block_size: int,  # K
+        num_starts: int,  # S, rows of every block after the first
+        num_blocks: int,  # M
+        max_position: int,
+        path_rope: bool = False,
+        by_level: bool = False,
+    ) -> None:
+        self.caches, self.K, self.S, self.by_level = caches, block_size, num_starts, by_level
+        self.max_position, self.path_rope, device = max_position, path_rope, caches[0].device
+        # Row 0 is the drafting row of block 1: later blocks see it in their prefix, so it owns no
+        # bits. Row 1 + i owns bits i·K … i·K + K − 1 of the window.
+        rows = 1 + (num_blocks - 1) * num_starts
+        sees = torch.zeros(rows, block_size, max(1, rows - 1), block_size, dtype=torch.bool)
+        later = torch.arange(rows - 1)
+        sees[1 + later, :, later] = torch.ones(block_size, block_size, dtype=torch.bool).tril()
+        self.own = pack_bits(sees.flatten(2)).to(device)  # [rows, K, W]
+        self.rows_per_token, self.word_counts = block_size, {self.own.shape[-1]}
+        # No row of block 1 has bits.
+        self.no_bits = self.own.new_zeros(MAX_ROWS * block_size, self.own.shape[-1])
+
+    def step(self, rows: CommittedTokens) -> None:
+        """Begin a step; later blocks follow the last of `rows`."""
+        # Not the rows themselves: a prompt's states may be hundreds of megabytes.
+        self.position, self.index = rows.position, rows.index
+        self.row, self.table = rows.last, rows.block_table
+        self.token_block, self.newest_bound = rows.block_size, rows.max_position
+
+    def first(self, rows: CommittedTokens) -> tuple[PagedAttention, torch.Tensor]:
+        """Return the attention of block 1, and RoPE's position [T] int64 of each row's first.
+
+        rows: of the step, all or some; those before them are in the cache already.
+        """
+        K, table, requests = self.K, rows.block_table, len(rows.row_start_host) - 1
+        of = first_block_metadata(
+            rows.position, rows.index, rows.kv_slot, rows.row_start, rows.last, K
+        )
+        words, ends = self.no_bits[: len(of.prefix_len)], of.ends
+        limit = (rows.max_position + 1) * K
+
+        def sees(start: torch.Tensor, host: list[int], prefix: torch.Tensor) -> TreeAttentionBatch:
+            return TreeAttentionBatch(table, start, host, ends, limit, prefix, words, ends)
+
+        queries = sees(of.query_start, [row * K for row in rows.row_start_host], of.prefix_len)
+        kept = sees(of.kept_start, [K * r for r in range(requests + 1)], of.kept_prefix)
+        return PagedAttention(self.caches, of.kv_index, queries, kept), of.base
+
+    def begin(self, requests: torch.Tensor | None) -> None:
+        """Begin later blocks for some requests ([n] int64; None: all of the step)."""
+        row, table = self.row, self.table
+        if requests is not None:
+            row, table = row[requests], table[requests]
+        self.committed, self.block_table = CommittedRows(self.position, self.index, row), table
+        rows, _, width = self.own.shape
+        prefix = row.new_empty(len(row), rows)
+        reach = torch.empty_like(prefix) if self.path_rope else None
+        # Each block fills in its own rows.
+        self.kept = RowPointers(prefix, row.new_empty(len(row), rows, width), reach)
+
+    def next(self, block: int, starts: NextStarts) -> tuple[PagedAttention, LaterBlockMetadata]:
+        """Return the attention of block `block` ≥ 2 from S starts per request, and its rows."""
+        K, S, table = self.K, self.S, self.block_table
+        metadata = later_block_metadata(
+            starts,
+            self.committed,
+            self.own,
+            table,
+            self.kept,
+            block,
+            self.token_block,
+            self.max_position,
+            self.by_level,
+        )
+        each = [S * K * r for r in range(len(table) + 1)]
+        limit = min(self.newest_bound + 1 + (block - 1) * S, self.max_position) * K
+        queries = TreeAttentionBatch(
+            table,
+            metadata.query_start,
+            each,
+            metadata.seq_len,
+            limit,
+            metadata.prefix_len,
+            metadata.mask_words,
+            metadata.tree_start,
+        )
+        return PagedAttention(self.caches, metadata.kv_index, queries), metadata

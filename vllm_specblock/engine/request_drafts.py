@@ -1,0 +1,49 @@
+"""What a request's sampling parameters mean for its drafts.
+
+`"specblock_draft": 0` in `extra_args` (`vllm_xargs` over HTTP) declines them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+KEY = "specblock_draft"
+
+
+def check(params: SamplingParams) -> None:
+    """Refuse a value of `specblock_draft` that is not a boolean."""
+    from vllm.exceptions import VLLMValidationError
+
+    given: Any = (params.extra_args or {}).get(KEY, 1)
+    if not isinstance(given, (bool, int, float)) or given not in (0, 1):
+        raise VLLMValidationError(
+            f'"{KEY}" is {given!r}, but it must be true, false, 1 or 0.',
+            parameter="extra_args",
+            value=given,
+        )
+
+
+def wants_drafts(params: SamplingParams | None) -> bool:
+    """Return whether a request accepts drafts; vLLM verifies none with `logprob_token_ids`."""
+    if params is None:
+        return True
+    return not params.logprob_token_ids and (params.extra_args or {}).get(KEY, 1) != 0
+
+
+def looks_back(params: SamplingParams | None) -> bool:
+    """Return whether sampling reads earlier output tokens of the step.
+
+    vLLM's processors take them from the rows before a position, which is wrong for a tree: such
+    a request verifies only the best path of its tree.
+    """
+    return params is not None and (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or bool(params.bad_words)  # a host list
+        or params.structured_outputs is not None
+        or params.thinking_token_budget is not None
+    )
