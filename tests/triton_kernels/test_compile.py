@@ -46,6 +46,8 @@ from .conftest import INTERPRETED
 
 OWN_PROCESS = "the interpreter runs in this process; `make test` compiles in one of its own"
 SHARED_LIMIT = min(SHARED.values())
+FLOAT8 = 89
+"""First architecture with float8."""
 
 
 @pytest.fixture
@@ -116,6 +118,8 @@ ONE = torch.ones(())
 def test_tree_attention_compiles(
     compiler, monkeypatch, capability, dtype, head_size, queries, smallest, rare
 ):
+    if "key_scale" in rare and capability < FLOAT8:
+        pytest.skip("this GPU has no float8")
     limit = SHARED_LIMIT if smallest else SHARED[capability]
     monkeypatch.setattr(attention_schedule, "shared_memory", lambda device: limit)
     monkeypatch.setattr(attention_schedule, "generation", lambda device: capability // 10)
@@ -182,7 +186,9 @@ def test_best_tokens_compile(compiler, dtype, vocab, width, sharp):
     [(torch.bfloat16, 4), (torch.float16, 36), (torch.bfloat16, 2000), (torch.float32, 2000)],
     ids=str,
 )
-def test_fp8_linear_compiles(compiler, dtype, rows):
+def test_fp8_linear_compiles(compiler, capability, dtype, rows):
+    if capability < FLOAT8:
+        pytest.skip("this GPU has no float8")
     compiler(fp8_linear)
     weight = torch.empty(4096, 4096, dtype=torch.float8_e4m3fn)
     x = torch.empty(rows, 4096, dtype=dtype)

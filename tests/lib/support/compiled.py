@@ -11,9 +11,10 @@ from typing import Any
 
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a block may use, by architecture."""
-RELOADS = {120: 8}
-"""Accesses to spilled registers that a loop may have: in 99 KB, blocks of twice as many entries
-would have none, and no load on its way."""
+RELOADS = {80: 8, 120: 8}
+"""Accesses to spilled registers that a loop may have. sm_80: none with Triton 3.7, 5 with 3.8, 8
+with 3.9. sm_120: in 99 KB, blocks of twice as many entries would have none, and no load on its
+way."""
 
 
 class Compile:
