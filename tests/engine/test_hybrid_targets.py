@@ -68,7 +68,7 @@ def prompts():
 def requests_for(prompts, temperature):
     return [
         SamplingParams(
-            temperature=temperature, seed=seed, max_tokens=60, ignore_eos=True, detokenize=False
+            temperature=temperature, seed=seed, max_tokens=100, ignore_eos=True, detokenize=False
         )
         for seed in range(len(prompts))
     ]

@@ -33,26 +33,39 @@ def record_step_triton(slabs: SlabTensors, step: StepToRecord) -> None:
 
 @op(record_step_triton)
 def record_step(slabs: SlabTensors, step: StepToRecord) -> None:
-    """Write a step's rows into the slabs, and add to the sums.
+    """Write a step's rows into the slabs, and add to the sums, with fixed shapes.
 
     Padding, requests without a slab and positions outside it are skipped.
     """
-    width, result = slabs.token.shape[1], step.result
-    req_idx = result.req_idx.long()
+    count, width = slabs.token.shape
+    result, req_idx = step.result, step.result.req_idx.long()
     slab = slabs.of_slot[req_idx].long()
+    first = slabs.begin.long()[slab.clamp(min=0)]
+
+    place = step.position - first[step.request]
     owner = slab[step.request]
-    place = step.position - slabs.begin[owner]
     kept = (owner >= 0) & (step.cache_slot >= 0) & (place >= 0) & (place < width)
-    at, source = (owner[kept], place[kept]), step.source[kept]
-    slabs.states[at] = torch.cat([state[source] for state in step.states], -1)
-    slabs.last[at], slabs.token[at] = step.last[source], step.token[kept].int()
-    recorded = slab >= 0
-    owner = slab[recorded]
-    newest = (step.position[step.newest[recorded]] + 1).minimum(slabs.begin[owner] + width)
-    slabs.end[owner] = slabs.end[owner].maximum(newest.int())
+    # The row for each place; one more place for rows without any.
+    rows = torch.arange(len(place), device=place.device)
+    writer = torch.full((count * width + 1,), -1, device=place.device)
+    writer[torch.where(kept, owner * width + place, count * width)] = rows
+    writer = writer[:-1].view(count, width)
+    if len(rows):
+        written, row = writer >= 0, writer.clamp(min=0)
+        source = step.source[row]
+        states = torch.cat([state[source] for state in step.states], -1)
+        slabs.states.copy_(torch.where(written[..., None], states, slabs.states))
+        slabs.last.copy_(torch.where(written[..., None], step.last[source], slabs.last))
+        slabs.token.copy_(torch.where(written, step.token[row].int(), slabs.token))
+
+        newest = (step.position[step.newest] + 1).minimum(first + width)
+        end = torch.nn.functional.pad(slabs.end, (0, 1))
+        at = torch.where(slab >= 0, slab, count)
+        end[at] = end[at].maximum(newest.int())
+        slabs.end.copy_(end[:count])
 
     run, origin, parent = result.num_run, result.origin[req_idx], step.parent[req_idx]
-    live = recorded & (run > 0) & (origin[:, 0] > 0)
+    live = (slab >= 0) & (run > 0) & (origin[:, 0] > 0)
     stopped = result.path.gather(1, result.accepted.long()[:, None])
     node = torch.arange(parent.shape[1], device=parent.device)
     missed = ((parent == stopped) & (node < run[:, None])).any(1) & live

@@ -30,7 +30,7 @@ def test_an_engine_knows_its_costs_before_the_first_request(monkeypatch):
     engine = make_engine(speculative, max_num_seqs=4)
     cost = engine.runner.adaptive_verification.controller.cost
     assert kept
-    found = cost.verify(np.array([1, 25, 100]), 1)
+    found = cost.verify(np.array([1, 25, 100]))
     assert (found > 0).all() and (np.diff(found) >= 0).all() and found[2] > found[0]
     assert min(cost.draft(1), cost.draft(4)) > 1e-3
     speculator = engine.speculator
