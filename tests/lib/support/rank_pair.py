@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from support.adapting import VOCAB, Pair
 from support.records import HIDDEN, small_drafter
-from vllm_specblock.drafters.specblock.options import SpecBlockConfig
 
 from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.adapt.policy.interface import Action
@@ -24,6 +23,7 @@ from vllm_specblock.adapt.serving import observer
 from vllm_specblock.adapt.serving.swaps import EVERY, Swaps, _prepare
 from vllm_specblock.adapt.versions import StagedVersion
 from vllm_specblock.drafters.common.linear import process_after_loading
+from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.refresh import held
 

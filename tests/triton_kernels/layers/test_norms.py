@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from vllm_specblock.triton_kernels.layers.norms import add_norm, norm_pair
-from vllm_specblock.triton_kernels.layers.rms_norm_numba import rms_norm_numba
 
 # The interpreter truncates where it should round to bfloat16.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -72,17 +71,6 @@ def test_norms_side_by_side(kernels, rows, dtype):
     chosen = None if rows is None else torch.tensor(rows, device=kernels.device)
     got = kernels.load("norms").norm_pair_triton(left, right, *pair, chosen)
     assert_same(got, norm_pair.reference(left, right, *pair, chosen), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@torch.no_grad()
-def test_the_loop_for_cpus(dtype):
-    pytest.importorskip("numba")
-    x, norm = states(3, 4, 72, dtype=dtype), norm_over(72, dtype, "cpu")
-    x[1, 2] = 0
-    found = rms_norm_numba(x, norm.weight, norm.eps)
-    assert_same(found, norm(x), dtype)
-    assert not found[1, 2].any()
 
 
 @torch.no_grad()
