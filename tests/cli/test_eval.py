@@ -104,6 +104,7 @@ def test_errors_are_one_sentence_on_stderr(prompts, tmp_path):
         (["eval", DRAFTER, "--target", other, "--data", prompts], "vocab_size is 2048, but that"),
         ([*pair, "--data", tmp_path / "none"], "There are no prompts at"),
         ([*pair, "--data", empty], "None of the lines"),
+        ([*pair, "--data", prompts, "--json", tmp_path], "is a folder: name a file in it"),
         ([*pair, "--data", prompts, "--device", "cuda:7"], "The device cuda:7 cannot be used"),
         (["eval", tmp_path, "--data", prompts], "There is no "),
     ):

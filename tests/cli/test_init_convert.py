@@ -96,6 +96,16 @@ def test_errors_are_one_sentence_on_stderr(arguments, said):
     assert said in result.stderr and result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("out", ["file", "file/in/it"])
+def test_an_out_that_cannot_be_a_folder(target, tmp_path, out):
+    (tmp_path / "file").touch()
+    arguments = ["init", "--target", target], ["convert", FIXTURES / "llama"]
+    for each in arguments:
+        result = specblock(*each, "--out", tmp_path / out)
+        assert result.exit_code == 1, result.output
+        assert str(tmp_path / "file") in result.stderr and result.stderr.count("\n") == 1
+
+
 def test_layer_ids_that_are_not_three_numbers(target, tmp_path):
     result = specblock("init", "--target", target, "--out", tmp_path / "o", "--layer-ids", "2,x")
     assert result.exit_code == 2

@@ -85,6 +85,7 @@ def test_errors_are_one_sentence(tmp_path):
         ([EAGLE3, "--prompt", "a"], "names no target"),
         ([*pair, "--prompt", ""], "The prompt is empty"),
         ([*pair, "--svg", tmp_path / "a.svg"], "give one with --prompt"),
+        ([*pair, "--prompt", "a", "--svg", tmp_path], "is a folder: name a file in it"),
         ([*pair, "--prompt", "a", "--device", "cuda:7"], "The device cuda:7 cannot be used"),
     ):
         result = inspect(*arguments)

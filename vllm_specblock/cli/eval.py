@@ -70,6 +70,7 @@ def evaluate(
 
     from vllm_specblock.config import DEFAULT_NODES, parse_drafter
     from vllm_specblock.drafters.specblock import checkpoint
+    from vllm_specblock.train.config import TrainError
     from vllm_specblock.train.data.prompts import read_prompts
     from vllm_specblock.train.data.shards import write_json
     from vllm_specblock.train.distributed import usable_device
@@ -78,6 +79,8 @@ def evaluate(
     from vllm_specblock.train.provenance import provenance
     from vllm_specblock.train.target.features import load_target, load_tokenizer
 
+    if json_file is not None and json_file.is_dir():
+        raise TrainError(f"--json {json_file} is a folder: name a file in it.")
     where = usable_device(device)
     pairing = pair_specblock(drafter, target)
     found = read_prompts(

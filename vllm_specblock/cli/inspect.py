@@ -44,6 +44,8 @@ def inspect(
         if svg is not None:
             raise OptionError("--svg draws the tree after a prompt: give one with --prompt.")
         return _show_files(directory)
+    if svg is not None and svg.is_dir():
+        raise OptionError(f"--svg {svg} is a folder: name a file in it.")
 
     from rich.console import Console
 

@@ -5,6 +5,7 @@ Commands import what they need when they run, so that `specblock --help` is fast
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import typer
@@ -42,6 +43,12 @@ class OneSentenceErrors(TyperGroup):
             if not isinstance(error, BenchError | CheckpointError | OptionError | TrainError):
                 raise
             typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(1) from None
+        except OSError as error:
+            path = error.filename2 or error.filename
+            if not isinstance(path, str | os.PathLike):  # not of a file that the user named
+                raise
+            typer.echo(f"Error: {os.fspath(path)} cannot be used: {error.strerror}.", err=True)
             raise typer.Exit(1) from None
 
 
