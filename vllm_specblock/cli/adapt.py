@@ -38,7 +38,7 @@ def run(
         int, typer.Option(min=1, max=8, help="M that the engine drafts with; 1 below 16 nodes.")
     ] = 2,
     every: Annotated[int, typer.Option(min=1, help="Requests per update.")] = 8,
-    memory: Annotated[float, typer.Option(min=1, help="MiB for recorded rows.")] = 512,
+    memory: Annotated[float, typer.Option(help="MiB for recorded rows.")] = 512,
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     seconds: Annotated[float, typer.Option(min=0, help="Minimum time between two versions.")] = 30,
