@@ -12,7 +12,6 @@ from vllm import ModelRegistry
 from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.configs.eagle import EAGLEConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -44,14 +43,26 @@ class SpecBlockHFConfig(EAGLEConfig):
         PreTrainedConfig.__init__(self, **kwargs)
 
 
-class SpecBlockForDrafting(VllmModelForTextGeneration[torch.Tensor], nn.Module):
-    """Satisfies vLLM's inspection of a text model; never built."""
+class SpecBlockForDrafting(nn.Module):
+    """Satisfies vLLM's inspection of a text model; never built.
+
+    vLLM's own protocol is generic in 0.32 and not in 0.33.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         raise NotImplementedError(
             "A SpecBlock drafter is not a model of its own: name it in speculative_config, "
             'e.g. {"method": "specblock", "model": DRAFTER}.'
         )
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
 
 def register() -> None:
