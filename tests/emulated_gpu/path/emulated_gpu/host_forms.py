@@ -294,8 +294,9 @@ def attach_and_select(a: Arguments, grid: Grid) -> None:
         token, parent, a.score_ptr[:, :count], key, texts, a.SELECT.BUDGET, depth
     )
     for name in a.tree._fields[:-1]:
-        getattr(a.tree, name).copy_(getattr(chosen.tree, name))
-    a.tree.node.view(chosen.node.shape).copy_(chosen.node)
+        getattr(a.tree, name).copy_(getattr(chosen, name))
+    _, node = candidates.keep(key, texts, a.SELECT.BUDGET)
+    a.tree.node.view(node.shape).copy_(node)
 
 
 def accept_path(a: Arguments, grid: Grid) -> None:
