@@ -194,8 +194,8 @@ def test_tokens_are_those_of_plain_vllm(name, dtype, tmp_path):
     speculative = {"num_speculative_tokens": 8, **speculative}
     if speculative.get("model") in LEARNERS:
         texts = asked(AutoTokenizer.from_pretrained(TARGET))
-        answers = [one.tokens for one in plain("float32")]
-        folder = write_learned(tmp_path / "learned", speculative["model"], texts, answers)
+        said = [one.tokens for one in plain("float32")]
+        folder = write_learned(tmp_path / "learned", speculative["model"], texts, said)
         speculative["model"] = str(folder)
     if speculative.get("adapt", {}).get("trainer") == "folder":
         speculative["adapt"] = {"trainer": str(tmp_path / "requests")}
