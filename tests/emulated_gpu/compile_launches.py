@@ -15,10 +15,7 @@ import ast
 import hashlib
 import importlib
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,12 +24,12 @@ from unittest.mock import patch
 import torch
 
 sys.path.insert(0, str(Path(__file__).with_name("path")))
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 from emulated_gpu.launch_records import argument, launch_record
+from support.compiled import RELOADS, SHARED, compile_for, resources
 
 TABLE = Path(__file__).with_name("compiled.json")
 KERNELS = Path(__file__).parents[2] / "triton_kernels"
-SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""Bytes of shared memory that a block may use, by architecture."""
 LOOPS = ("_tree_attention_kernel", "_attach_and_select_kernel", "_select_kernel")
 """Kernels that may not spill: attention, growth and selection."""
 HASHED = (*LOOPS, "_merge_splits_kernel", "_attach_and_start_kernel", "tile_classes",
@@ -143,66 +140,6 @@ def launch_llama(attention: Any, expand: Any, select_tree: Any) -> None:
     select_tree.select_triton(whole, whole, whole.float(), whole, whole, 60, 12)
 
 
-def compile_launch(kernel: Any, named: dict[str, Any], capability: int) -> dict[str, int]:
-    """Compile a kernel for arguments and options; return what a program of it takes."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.compiler import compile as triton_compile
-    from triton.runtime.jit import create_function_from_signature
-
-    target = GPUTarget("cuda", capability, 32)
-    backend = make_backend(target)
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, found, options = bind(**named)
-    options, *source = kernel._pack_args(backend, named, bound, found, options)
-    compiled = triton_compile(ASTSource(kernel, *source), target=target, options=options.__dict__)
-    return resources(compiled)
-
-
-def resources(compiled: Any) -> dict[str, int]:
-    """Return registers of a thread, bytes that it spills, and bytes of shared memory of a block."""
-    tools = Path(sys.modules["triton"].__file__ or "").parent / "backends/nvidia/bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-
-        def shown(*command: str | Path) -> str:
-            command = (*command, file.name)
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-        usage = shown(tools / "cuobjdump", "--dump-resource-usage")
-        (registers, stack), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
-        in_loops = spills_in_loops(shown(tools / "nvdisasm", "-c")) if int(stack) else 0
-    return {
-        "registers": int(registers),
-        "spilled": int(stack),
-        "in_loops": in_loops,
-        "shared": compiled.metadata.shared,
-    }
-
-
-def spills_in_loops(assembly: str) -> int:
-    """Count accesses to spilled registers in innermost loops with tensor core products.
-
-    All of a program's, where there is no such loop.
-    """
-    label, loops, lines = {}, [], assembly.splitlines()
-    for number, line in enumerate(lines):
-        if found := re.match(r"(\.L_x_\d+):", line):
-            label[found[1]] = number
-        elif (found := re.search(r"BRA.*(\.L_x_\d+)\)", line)) and found[1] in label:
-            loops.append(range(label[found[1]], number))
-    innermost = [loop for loop in loops if not any(other.start in loop[1:] for other in loops)]
-    bodies = [lines[loop.start : loop.stop] for loop in innermost]
-    bodies = [body for body in bodies if any("MMA" in line for line in body)] or [lines]
-    return sum(bool(re.search(r"\b(LDL|STL)", line)) for body in bodies for line in body)
-
-
-RELOADS = 8
-"""Accesses to spilled registers that a loop may have on sm_120: in 99 KB, blocks of twice as many
-entries would have none, and no load on its way."""
-
-
 def faults(table: list[dict[str, Any]]) -> list[str]:
     """Say which compiled launches do not fit their GPU, and which loops spill."""
     found = []
@@ -210,7 +147,7 @@ def faults(table: list[dict[str, Any]]) -> list[str]:
         name = f"{row['kernel']} for sm_{row['architecture']}"
         if row["shared"] > SHARED[row["architecture"]]:
             found.append(f"{name}: {row['shared']} bytes of shared memory")
-        allowed = RELOADS if row["architecture"] == 120 else 0
+        allowed = RELOADS.get(row["architecture"], 0)
         if row["in_loops"] > allowed and row["kernel"].endswith(LOOPS):
             found.append(f"{name}: {row['in_loops']} accesses to spilled registers")
     return found
@@ -225,7 +162,7 @@ def main() -> None:
             module, _, name = launch["kernel"].rpartition(".")
             kernel = getattr(importlib.import_module(module), name)
             named = {key: argument(value) for key, value in launch["arguments"].items()}
-            took = compile_launch(kernel, named | launch["options"], architecture)
+            took = resources(compile_for(architecture, kernel, **named, **launch["options"]))
             row = {"kernel": launch["kernel"], "architecture": architecture, **took}
             print(json.dumps(row), flush=True)
             table.append(row | {"launch": line})

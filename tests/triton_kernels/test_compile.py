@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.compiled import RELOADS, SHARED, Compile, resources
+from support.compiled import NEWER_TRITON, RELOADS, SHARED, Compile, resources
 from vllm_specblock.triton_kernels.attention import attention_schedule, tree_attention
 from vllm_specblock.triton_kernels.drafting import (
     expand,
@@ -83,7 +83,8 @@ def compiler(request, monkeypatch, tmp_path, capability):
         assert all(compiled.metadata.shared <= limit for compiled in each.compiled)
         took = [] if may_spill else [resources(compiled) for compiled in each.compiled]
         print(f"sm_{capability}", each.kernel.__name__, *took)
-        assert all(one["in_loops"] <= RELOADS.get(capability, 0) for one in took)
+        allowed = (RELOADS | NEWER_TRITON).get(capability, 0)
+        assert all(one["in_loops"] <= allowed for one in took)
 
 
 def whole(*shape: int) -> torch.Tensor:

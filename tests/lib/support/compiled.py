@@ -11,10 +11,11 @@ from typing import Any
 
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a block may use, by architecture."""
-RELOADS = {80: 8, 120: 8}
-"""Accesses to spilled registers that a loop may have. sm_80: none with Triton 3.7, 5 with 3.8, 8
-with 3.9. sm_120: in 99 KB, blocks of twice as many entries would have none, and no load on its
-way."""
+RELOADS = {120: 8}
+"""Accesses to spilled registers that a loop may have: in 99 KB, blocks of twice as many entries
+would have none, and no load on its way."""
+NEWER_TRITON = {80: 8}
+"""The same beside those: attention has 5 with Triton 3.8 and 8 with 3.9, none with 3.7."""
 
 
 class Compile:
@@ -27,11 +28,7 @@ class Compile:
         return self.launch
 
     def launch(self, *positional: Any, **named: Any) -> None:
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource, compile, make_backend
-        from triton.runtime.jit import create_function_from_signature
-
-        kernel, target = self.kernel, GPUTarget("cuda", self.capability, 32)
+        kernel = self.kernel
         unspecialised = set(kernel.do_not_specialize)
         assert unspecialised <= set(kernel.arg_names), "Triton ignores a name that it does not find"
         given = dict(zip(kernel.arg_names, positional)) | named
@@ -39,13 +36,22 @@ class Compile:
         assert not unspecialised & groups.keys(), "Triton heeds it for no group"
         for kind in groups.values():  # Triton before 3.7 looks for names in it alone
             assert "_fields" in vars(kind) or not hasattr(kind, "_fields"), kind
-        backend = make_backend(target)
-        # As a launch finds out what is 1, what is absent and what is aligned.
-        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        bound, found, options = bind(*positional, **named)
-        options, *source = kernel._pack_args(backend, named, bound, found, options)
-        source = ASTSource(kernel, *source)
-        self.compiled.append(compile(source, target=target, options=options.__dict__))
+        self.compiled.append(compile_for(self.capability, kernel, *positional, **named))
+
+
+def compile_for(capability: int, kernel: Any, *positional: Any, **named: Any) -> Any:
+    """Compile a kernel for the arguments and options of a launch."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    # As a launch finds out what is 1, what is absent and what is aligned.
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, found, options = bind(*positional, **named)
+    options, *source = kernel._pack_args(backend, named, bound, found, options)
+    return compile(ASTSource(kernel, *source), target=target, options=options.__dict__)
 
 
 def resources(compiled: Any) -> dict[str, int]:
