@@ -126,7 +126,8 @@ trial cost more than its share |
         self._asked, self._prompts = 1.0, 0.0
         # What later blocks gain a request, and how many trees say so, by class and sampling.
         self._later: dict[tuple[int, int], tuple[float, int]] = {}
-        self._by, self._whole, self._proposals = WHOLE, 0, 0  # whole: proposals in a row
+        self._by, self._whole, self._proposals = WHOLE, 0, 0  # whole: in a row; all since a trial
+        self._wait = 2 * TRIAL
         self._lost, self._paid = 0.0, 0.0  # of drafting, in plain steps; for trials of it
         self._since, self._trial = 0, 0  # steps since a trial; of one, to come
 
@@ -212,8 +213,10 @@ trial cost more than its share |
         saved = self.cost.draft(requests, WHOLE) - self.cost.draft(requests, BRIEF)
         self._proposals += 1
         brief = trees >= 16 and requests * mean < rate * saved
-        if self._proposals % LONGEST >= LONGEST - TRIAL:
+        if self._proposals > self._wait:  # a trial of the other, to learn its cost
             brief = not brief
+            if self._proposals == self._wait + TRIAL:
+                self._proposals, self._wait = 0, min(2 * self._wait, LONGEST)
         self._by, self._whole = (BRIEF, 0) if brief else (WHOLE, self._whole + 1)
         return brief
 
