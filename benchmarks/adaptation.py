@@ -20,10 +20,10 @@ from adaptation_serving import LEARNERS, Serving
 from adaptation_serving import serve as serve_all
 from adaptation_serving import tables as tables_of_served
 from lib import attacks as attack
+from lib.options import known
 from lib.policies import POLICIES, make_policy
 from lib.results_store import ROOT, ResultsStore, from_root, markdown_table
-from lib.simulation import CostModel, Simulation, SimulationConfig, simulate
-from lib.simulation_figures import figures, table
+from lib.simulation import CostModel, Simulation, SimulationConfig, figures, simulate, table
 from lib.streams import STREAMS, make_stream, texts_needed
 from tqdm import tqdm
 
@@ -71,9 +71,7 @@ class Pair:
         )
 
     def prompts(self, path: Path, wanted: int) -> list[torch.Tensor]:
-        """Return the first prompts of a file, cut to `PROMPT` tokens."""
-        size = self.pairing.vocab_size
-        given = {"prompt_tokens": PROMPT, "vocab_size": size}
+        given = {"prompt_tokens": PROMPT, "vocab_size": self.pairing.vocab_size}
         tokenizer = load_tokenizer(self.pairing.target)
         found = [each[:PROMPT] for each in read_prompts(path, tokenizer, wanted, **given)]
         return check_prompts(path, found, wanted)
@@ -81,7 +79,6 @@ class Pair:
     def answered(
         self, prompts: Sequence[torch.Tensor], tokens: int = ANSWER, **sampling: float
     ) -> list[EvalSequence]:
-        """Return the target's texts after the prompts."""
         found = sequences_from(self.model, prompts, tokens, layer_ids=self.layers, **sampling)
         return list(tqdm(found, "texts", total=len(prompts), unit="text"))
 
@@ -220,9 +217,7 @@ def serve(
     out: Annotated[Path, typer.Option(help="Folder.")] = ROOT / "runs/adaptation_serving",
 ) -> None:
     """Serve a stream that leaves home for good, by engines that take turns, and print tables."""
-    learners, others = list(dict.fromkeys(learner or ["frozen", "gain"])), away or [AWAY]
-    if unknown := [name for name in learners if name not in LEARNERS]:
-        raise typer.BadParameter(f"There is no {unknown[0]}, but {', '.join(LEARNERS)}.")
+    learners, others = known("learner", learner or ["frozen", "gain"], LEARNERS), away or [AWAY]
     if at_home % window or requests % (4 * window):
         raise typer.BadParameter(
             f"A turn is {window} requests: --at-home must be a multiple of that, --requests of "
@@ -230,17 +225,13 @@ def serve(
         )
     domains = tuple((path.name.split(".")[0], requests) for path in others)
     serving = Serving(at_home, domains, window, batch, nodes, new_tokens, dtype, lr, pause)
-    prompts = read(target, home, at_home, prompt_tokens, chat)
-    for path in others:
-        prompts += read(target, path, requests, prompt_tokens, chat)
+    prompts = []
+    for path, wanted in [(home, at_home), *((path, requests) for path in others)]:
+        given = {"prompt_tokens": prompt_tokens, "chat": chat}
+        found = read_prompts(path, load_tokenizer(target), LINES, **given)
+        short = [each.tolist() for each in found if len(each) <= prompt_tokens]
+        prompts += check_prompts(path, short, wanted)[:wanted]
     print(tables_of_served(serve_all(drafter, target, prompts, learners, serving, out), serving))
-
-
-def read(target: Path, path: Path, wanted: int, most: int, chat: bool) -> list[list[int]]:
-    """Token ids of the first prompts of a file that have `most` tokens at most."""
-    found = read_prompts(path, load_tokenizer(target), LINES, prompt_tokens=most, chat=chat)
-    short = [each.tolist() for each in found if len(each) <= most]
-    return check_prompts(path, short, wanted)[:wanted]
 
 
 def check_prompts(path: Path, found: list[Any], wanted: int) -> list[Any]:
@@ -254,7 +245,6 @@ def check_prompts(path: Path, found: list[Any], wanted: int) -> list[Any]:
 
 
 def _two(text: str) -> tuple[float, float]:
-    """Parse "0.1,0.2"."""
     try:
         heads, full = map(float, text.split(","))
     except ValueError:

@@ -40,10 +40,8 @@ class Serving:
     """Settings of all engines.
 
     Attributes:
-        home: requests of the drafter's own domain.
-        away: the domains after it, and requests of each.
+        home: requests of the drafter's own domain; away: domains after it, and requests of each.
         window: requests of a turn; batch: at a time.
-        new_tokens: of a greedy answer at most.
         lr: of learners; None: the default.
         pause: seconds after a learner's turn in which its trainer runs.
     """
@@ -131,8 +129,7 @@ def serve(
 
 
 def parts(serving: Serving) -> dict[str, slice]:
-    """Return the windows of home and of each part of each other domain; the first one warms up,
-    unless home has no other."""
+    """Return the windows of home, without the first if it has more, and of the others' parts."""
     end = serving.home // serving.window
     found = {"home": slice(min(1, end - 1), end)}
     for name, requests in serving.away:
@@ -162,7 +159,6 @@ def tables(windows: Mapping[str, Sequence[Window]], serving: Serving) -> str:
 
 
 def total(windows: Sequence[Window], name: str) -> int:
-    """Return the growth of a counter."""
     return sum(each["counters"].get(name, 0) for each in windows)
 
 
@@ -172,5 +168,4 @@ def tau(windows: Sequence[Window]) -> float:
 
 
 def rate(windows: Sequence[Window]) -> float:
-    """Tokens per second."""
     return sum(each["tokens"] for each in windows) / sum(each["wall"] for each in windows)

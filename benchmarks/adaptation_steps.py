@@ -11,7 +11,6 @@ accepted, so a step records one row of each request.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -20,6 +19,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from end_to_end import PAIR, made, prompts_of
+from lib.in_process import runner_of
 from lib.results_store import MEASURED, ResultsStore, markdown_table
 from lib.spec_configs import alone, specblock
 from steady_state import decode_steps
@@ -37,11 +37,7 @@ GOALS = {"watch": 1.03, "heads": 1.5, "all": 1.5}
 
 
 class Again:
-    """A link whose trainer always offers the same weights, some steps after the last swap.
-
-    Args:
-        tensors: of a version, by the checkpoint's names.
-        every: steps from one swap to the next offer.
+    """A link whose trainer always offers the same weights, `every` steps after the last swap.
 
     Attributes:
         step: number of the running step, set by the caller; −1: offer nothing.
@@ -93,8 +89,7 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
     """Swap the drafter's own weights while serving; what: `heads` or `all`."""
     from vllm_specblock.adapt.serving.swaps import Swaps
 
-    speculator = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    speculator = speculator.model_runner.speculator
+    speculator = runner_of(llm).speculator
     weights = dict(checkpoint.load(drafter, torch.float32).named_parameters())
     kept = {n: each.detach() for n, each in weights.items() if what == "all" or n.startswith(HEADS)}
     link = Again(kept, every=8)
@@ -141,8 +136,6 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON file.")] = MEASURED / "adaptation_steps.json",
 ) -> None:
     """Measure both, and print a table with the goals."""
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
     settings = {"model": model, "batch": batch, "nodes": nodes, "tokens": tokens, "dtype": dtype}

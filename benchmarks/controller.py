@@ -8,14 +8,13 @@ above a survival. Regret counts from step 64. No model runs; the table takes a f
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from lib.controller_world import MACHINES, World, figures, simulate, traces
-from lib.results_store import MEASURED, markdown_table
+from lib.results_store import MEASURED, markdown_table, write_results
 
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.train.provenance import provenance
@@ -24,13 +23,8 @@ BARS = {"regret": 0.03, "loss": 0.01, "first": 0.97, "back": 256}
 
 
 def missed(result: dict[str, Any]) -> list[str]:
-    """Return the figures that miss their bars."""
-    sign = {"first": -1}
-    return [
-        name
-        for name, bar in BARS.items()
-        if result[name] is not None and (result[name] - bar) * sign.get(name, 1) > 0
-    ]
+    over = {name: result[name] - bar for name, bar in BARS.items() if result[name] is not None}
+    return [name for name, by in over.items() if (-by if name == "first" else by) > 0]
 
 
 def worst(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -84,8 +78,7 @@ def main(
     print(f"\n{failed} of {len(results)} miss a bar; {steps} steps, {speed:.0f} a second")
     settings = {"only": only, "seeds": seeds, "length": length, "bars": BARS}
     content = {"settings": settings, "provenance": provenance(), "results": results}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_results(out, content)
 
 
 if __name__ == "__main__":

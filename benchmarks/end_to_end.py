@@ -27,12 +27,12 @@ from typing import Annotated, Any
 import steady_state
 import torch
 import typer
+from lib import pair
 from lib.acceptance import PAPER_TREE, chain_tau, imposed, profile, tree_tau
 from lib.model_configs import MODELS, write_drafter, write_eagle3, write_target
 from lib.options import numbers
-from lib.results_store import MEASURED, ROOT, ResultsStore, markdown_table
-from lib.spec_configs import NGRAM, alone, specblock, vllms
-from lib.timing import device_name
+from lib.results_store import MEASURED, ResultsStore, device_name, markdown_table
+from lib.spec_configs import LOOKUP, NGRAM, alone, specblock, vllms
 from steady_state import DEVICE, DRAFTING, STEPS, TOKENS
 
 from vllm_specblock.bench.engine_arguments import BLOCK, cache_bytes
@@ -55,12 +55,8 @@ BLOCKS, STARTS = 2, 8
 
 @dataclass(frozen=True)
 class Place:
-    """Models that the engines load.
-
-    Attributes:
-        target, drafter, eagle: folders; best: α by depth, None for real acceptance.
-        engine: arguments of `LLM` that follow from it.
-    """
+    """Folders of the models that the engines load; best: α by depth, None for real acceptance;
+    engine: arguments of `LLM` that follow from them."""
 
     target: Path
     drafter: Path
@@ -73,9 +69,7 @@ class Place:
 def made(model: str, length: int, tau: float) -> Iterator[Place]:
     """Yield the example pair, or a target and drafters of random weights in a temporary folder."""
     if model == PAIR:
-        examples = ROOT / "examples"
-        pair = examples / "tiny_pair"
-        yield Place(pair / "target", pair / "drafter", examples / "two_heads/eagle3", None, {})
+        yield Place(pair.TARGET, pair.DRAFTER, pair.EAGLE3, None, {})
         return
     best, sizes = profile(model, tau), MODELS[model]
     with TemporaryDirectory() as folder:
@@ -100,8 +94,7 @@ def engines(
     found: dict[str, dict[str, Any] | None] = {PLAIN: None}
     for tokens in chains:
         if gpu:
-            lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
-            found[f"n-gram @ {tokens}"] = vllms("ngram_gpu", tokens) | lookup
+            found[f"n-gram @ {tokens}"] = vllms("ngram_gpu", tokens, **LOOKUP)
         found[f"EAGLE-3 chain @ {tokens}"] = vllms("eagle3", tokens, model=str(place.eagle))
     tree = specblock(place.drafter, num_blocks=BLOCKS, num_starts=STARTS)
     most = max(nodes)
@@ -131,10 +124,7 @@ def expected_tau(place: Place, speculative: dict[str, Any] | None) -> float | No
 def prompts_of(model: str, vocabulary: int, context: int, batch: int) -> list[Any]:
     """Return `context` random ids each; for the pair, beginnings of held-out files."""
     if model == PAIR:
-        sys.path.insert(0, str(ROOT / "examples/tiny_pair"))
-        import corpus
-
-        texts = corpus.prompts(corpus.load().held_out, batch)
+        texts = pair.beginnings(batch)
         return [texts[index % len(texts)] for index in range(batch)]
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocabulary, (batch, context), generator=draw)
@@ -154,7 +144,6 @@ def chosen(found: dict[str, Any], only: str | None) -> dict[str, Any]:
 
 
 def run(name: str, arguments: dict[str, Any], job: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Return the answer of one engine to one job (`steady_state.py`)."""
     log.parent.mkdir(parents=True, exist_ok=True)
     engine = EngineProcess(name, arguments, ENV, log, COMMAND)
     try:
@@ -164,7 +153,6 @@ def run(name: str, arguments: dict[str, Any], job: dict[str, Any], log: Path) ->
 
 
 def summary(answer: dict[str, Any], batch: int, expected: float | None) -> dict[str, Any]:
-    """Return one engine's figures, in JSON's types; `expected`: see `expected_tau`."""
     counters, seconds = answer["counters"], answer["seconds"]
     return {
         "tokens_per_second": counters[TOKENS] / seconds,
@@ -180,11 +168,8 @@ def summary(answer: dict[str, Any], batch: int, expected: float | None) -> dict[
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """Return a row per engine and batch.
-
-    τ is of all passes, per tree; tokens per step, of a request, are of the fastest pass, as times
-    are. Where drafting is paused now and then, the two differ.
-    """
+    """Return a row per engine and batch. τ is of all passes, per tree; tokens per step, of a
+    request, are of the fastest pass, as times are."""
     rows = [["batch", "engine", "tokens/s", "× vLLM", "τ", "tokens per step", "ms per step"]]
     rows[0] += ["drafting", "rest / vLLM's step", "GPU GB over vLLM's"]
     for name, each in results.items():

@@ -26,25 +26,22 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # In one process, a second thread of torch only spins beside vLLM's own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
 # On a GPU vLLM attends in float32 by a Triton kernel, which rounds products to TF32 unless told.
 os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
 import torch
 import typer
+from lib import pair
+from lib.in_process import runner_of
+from lib.results_store import ROOT
 from lib.spec_configs import NGRAM, POLICIES, alone, eagle3, specblock, together
 from lib.weight_swaps import Swaps, make_versions
 from tqdm import tqdm
 
 from vllm_specblock.bench.questions import read_questions
-
-ROOT = Path(__file__).resolve().parent.parent
-PAIR = ROOT / "examples/tiny_pair"
-sys.path.insert(0, str(PAIR))
 
 TEMPERATURES = (0.0, 0.7, 1.0, 0.0)
 _LONGEST = 1024
@@ -78,11 +75,6 @@ def combinations(drafter: str, second: str, eagle: str, nodes: int) -> dict[str,
     return found | budgets
 
 
-def swapped(known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the configs whose first drafter can get other weights."""
-    return {name: keys for name, keys in known.items() if keys["kind"] == "specblock"}
-
-
 def compare(
     speculative: dict[str, Any],
     tokens: int,
@@ -97,9 +89,6 @@ def compare(
         questions: folder of sets of chat questions; None: the example pair's own text.
         graphs: decode from CUDA graphs. vLLM's compiler stays off: it would change sums.
         other: a drafter of the same shape, whose weights are swapped in; None: no swaps.
-
-    Returns:
-        tokens compared, seconds, and the swaps.
     """
     from vllm import LLM, SamplingParams
 
@@ -118,7 +107,10 @@ def compare(
         )
 
     plain, tree = engine(None), engine(speculative)
-    texts = pair_texts() if questions is None else chat_texts(questions, plain.get_tokenizer())
+    if questions is None:
+        texts = [text for size in (400, 150, 800) for text in pair.beginnings(40, size)]
+    else:
+        texts = chat_texts(questions, plain.get_tokenizer())
     swaps = start_swaps(tree, speculative, other) if other else None
     compared, batch, began = 0, 0, time.monotonic()
     with tqdm(total=tokens, unit="token") as bar:
@@ -150,8 +142,7 @@ def compare(
 
 def start_swaps(engine: Any, speculative: dict[str, Any], other: Path) -> Swaps:
     """Let every step of an engine swap weights from now on."""
-    runner = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    runner = runner.model_runner
+    runner = runner_of(engine)
     two = speculative.get("second_drafter", {}).get("kind") == "specblock"
     versions = make_versions(Path(speculative["model"]), other)
     swaps = Swaps(runner.speculator, versions, (0, 1) if two else (0,))
@@ -161,14 +152,6 @@ def start_swaps(engine: Any, speculative: dict[str, Any], other: Path) -> Swaps:
         # Drafts this poor are soon not worth their time, and then there are none to compare.
         adaptive.controller.drafts = lambda *_: True
     return swaps
-
-
-def pair_texts() -> list[str]:
-    """Return beginnings of the example pair's held-out text."""
-    import corpus
-
-    held_out = corpus.load().held_out
-    return [p for size in (400, 150, 800) for p in corpus.prompts(held_out, 40, size)]
 
 
 def chat_texts(folder: Path, tokenizer: Any) -> list[str]:
@@ -192,11 +175,10 @@ def main(
         20_000
     ),
     nodes: Annotated[int, typer.Option(help="Nodes of the draft tree.")] = 24,
-    drafter: Annotated[Path, typer.Option(help="A SpecBlock drafter.")] = PAIR / "drafter",
+    drafter: Annotated[Path, typer.Option(help="A SpecBlock drafter.")] = pair.DRAFTER,
     second: Annotated[Path, typer.Option(help="Another.")] = ROOT / "examples/two_heads/tables",
-    eagle: Annotated[Path, typer.Option("--eagle3", help="An EAGLE-3 drafter.")] = ROOT
-    / "examples/two_heads/eagle3",
-    target: Annotated[Path, typer.Option(help="The model that is drafted for.")] = PAIR / "target",
+    eagle: Annotated[Path, typer.Option("--eagle3", help="An EAGLE-3 drafter.")] = pair.EAGLE3,
+    target: Annotated[Path, typer.Option(help="The model that is drafted for.")] = pair.TARGET,
     questions: Annotated[
         Path | None, typer.Option(help="Folder of .jsonl sets that another target answers.")
     ] = None,
@@ -210,7 +192,8 @@ def main(
 ) -> None:
     """Compare one combination, or all of them."""
     known = combinations(str(drafter), str(second), str(eagle), nodes)
-    known = swapped(known) if swaps else known
+    if swaps:
+        known = {name: keys for name, keys in known.items() if keys["kind"] == "specblock"}
     if list_all:
         print("\n".join(known))
         return

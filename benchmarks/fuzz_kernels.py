@@ -10,7 +10,6 @@ and the number of the case if anything differs. Seed and number give the same ca
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -20,12 +19,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
-from lib.fuzz_case import Case
-from lib.fuzz_cases import LOOPS, TRITON, Maker
-from lib.results_store import MEASURED, markdown_table
+from lib.fuzz_cases import LOOPS, TRITON, Case, Maker
+from lib.options import known
+from lib.results_store import MEASURED, markdown_table, write_results
 from tqdm import tqdm
 from vllm_specblock.triton_kernels import optional_numba
 
@@ -39,25 +39,17 @@ Found = dict[str, Any]
 loops.register()
 
 
-@contextmanager
-def references():
+def references() -> AbstractContextManager[Any]:
     """Run without compiled loops."""
-    there, optional_numba.AVAILABLE = optional_numba.AVAILABLE, False
-    try:
-        yield
-    finally:
-        optional_numba.AVAILABLE = there
+    return patch.object(optional_numba, "AVAILABLE", False)
 
 
 @contextmanager
 def kernels():
     """Launch kernels: host memory passes for a GPU's."""
-    with references():
-        torch.Tensor.is_cuda = property(lambda tensor: True)
-        try:
-            yield
-        finally:
-            del torch.Tensor.is_cuda  # of the class above it
+    on_gpu = property(lambda tensor: True)
+    with references(), patch.object(torch.Tensor, "is_cuda", on_gpu):
+        yield
 
 
 def differs(case: Case, form: Form = nullcontext) -> str | None:
@@ -74,11 +66,7 @@ def differs(case: Case, form: Form = nullcontext) -> str | None:
 
 
 def fuzz(make: Maker, trees: int, seed: int, name: str = "", form: Form = nullcontext) -> Found:
-    """Draw cases until so many trees went through a form.
-
-    Returns:
-        `trees`, `cases`, and the `wrong` ones: their numbers and what differed.
-    """
+    """Draw cases until so many trees went through a form; the wrong ones have what differed."""
     done, number, wrong = 0, 0, []
     with tqdm(total=trees, desc=name, unit="tree", leave=False) as bar:
         while done < trees:
@@ -111,11 +99,7 @@ def main(
 ) -> None:
     """Draw trees, compare, print a table."""
     cases = TRITON if triton else LOOPS
-    unknown = set(kernel or ()) - set(cases)
-    if unknown:
-        raise typer.BadParameter(
-            f"There is no kernel {unknown.pop()!r}; there are {', '.join(cases)}."
-        )
+    chosen = known("kernel", kernel, cases)
     if triton and os.environ.get(INTERPRETED) != "1":
         # In a process that interprets every kernel.
         command = [sys.executable, *sys.argv]
@@ -124,16 +108,15 @@ def main(
         raise SystemExit("numba is not installed: there are no compiled forms to be compared.")
     form, launched = (kernels, prepare_interpreter()) if triton else (nullcontext, None)
     results = {}
-    for name in kernel or cases:
+    for name in chosen:
         results[name] = fuzz(cases[name], trees, seed, name, form)
         if launched is not None:
             results[name]["launches"] = dict(Counter(launched))
             if not launched:
                 raise SystemExit(f"No kernel was launched for {name!r}: this tested nothing.")
             launched.clear()
-    out.parent.mkdir(parents=True, exist_ok=True)
     found = {"seed": seed, "form": "Triton" if triton else "loops", "kernels": results}
-    out.write_text(json.dumps(found, indent=1))
+    write_results(out, found)
     rows = [["kernel", "trees", "cases", "wrong"]]
     for name, each in results.items():
         counts = each["trees"], each["cases"], len(each["wrong"])

@@ -11,7 +11,6 @@ step's time goes, and nothing about a GPU.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 from bisect import bisect_left
@@ -22,8 +21,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from lib import pair
+from lib.in_process import runner_of
+from lib.results_store import write_results
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples/tiny_pair"
 STEP = "target: inputs and forward"
 PARTS = {"execute_model": STEP, "sample_tokens": "sampling, verdict and drafting"}
 DRAFTING = "drafting"
@@ -33,28 +34,19 @@ WARM_UP = 8
 
 
 @dataclass(frozen=True)
-class Gap:
-    """An idle time of the device: microseconds, and the operations around it."""
-
-    us: float
-    before: str
-    after: str
-
-
-@dataclass(frozen=True)
 class Summary:
     """The steps of a trace, each of which lasts until the next one begins.
 
     Attributes:
         step_us: microseconds of every step; idle: idle share of each, 0 … 1.
-        gaps: over all steps, the longest first.
+        gaps: idle times of the device (µs) and the operations around them, the longest first.
         parts: mean microseconds per step, from a part's first operation to its last.
         launches: mean launches per step, in each part and in all (`WHOLE`).
     """
 
     step_us: list[float]
     idle: list[float]
-    gaps: list[Gap]
+    gaps: list[dict[str, Any]]
     parts: dict[str, float]
     launches: dict[str, float]
 
@@ -73,7 +65,7 @@ class Summary:
             lines.append(f"{us / 1000:11.3f}  {us / mean:6.1%}   {count:8.1f}   {name}")
         lines += ["", "longest gaps (µs), and what ran before and after"]
         for gap in self.gaps[:gaps]:
-            lines.append(f"{gap.us:8.1f}   {gap.before[:48]} … {gap.after[:48]}")
+            lines.append(f"{gap['us']:8.1f}   {gap['before'][:48]} … {gap['after'][:48]}")
         return "\n".join(lines)
 
 
@@ -98,18 +90,19 @@ def summarise(events: Iterable[dict[str, Any]]) -> Summary:
         raise ValueError(f"The trace holds {len(begins)} steps, and a step ends with the next.")
     steps = [*pairwise(begins)]
 
-    gaps: list[tuple[float, float, Gap]] = []
+    gaps: list[tuple[float, float, str, str]] = []
     end, last = begins[0], "the profile's beginning"
     for start, stop, name in [*ran, (begins[-1], begins[-1], "the profile's end")]:
         if end < start and end < begins[-1]:
-            gaps.append((end, start, Gap(start - end, last, name)))
+            gaps.append((end, start, last, name))
         if stop > end:
             end, last = stop, name
     idle = [
-        sum(max(0.0, min(stop, after) - max(start, before)) for start, stop, _ in gaps)
+        sum(max(0.0, min(stop, after) - max(start, before)) for start, stop, *_ in gaps)
         / (after - before)
         for before, after in steps
     ]
+    shown = [{"us": stop - start, "before": a, "after": b} for start, stop, a, b in gaps]
     starts = [start for start, _, _ in ran]
 
     def launched(after: float, before: float) -> float:
@@ -125,40 +118,29 @@ def summarise(events: Iterable[dict[str, Any]]) -> Summary:
     return Summary(
         [after - before for before, after in steps],
         idle,
-        sorted((gap for _, _, gap in gaps), key=lambda gap: -gap.us),
+        sorted(shown, key=lambda gap: -gap["us"]),
         dict(sorted(parts.items(), key=lambda part: -part[1])),
         launches,
     )
 
 
-def mark(owner: Any, name: str, part: str) -> None:
-    """Show every call of `owner.name` in the trace as `part`."""
-    from torch.profiler import record_function
-
-    original = getattr(owner, name)
-
-    def marked(*args, **kwargs):
-        with record_function(part):
-            return original(*args, **kwargs)
-
-    setattr(owner, name, marked)
-
-
 def profile(arguments: dict[str, Any], steps: int) -> list[dict[str, Any]]:
     """Return the events of a trace over `steps` decode steps and the beginning of one more."""
     import torch
-    from torch.profiler import ProfilerActivity
+    from torch.profiler import ProfilerActivity, record_function
     from vllm import LLM, SamplingParams
 
     llm = LLM(**arguments)
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(llm)
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     profiler = torch.profiler.profile(activities=activities)
-    mark(runner.speculator, "propose", DRAFTING)
+    # Shows every call of a method in the trace.
+    propose = runner.speculator.propose
+    runner.speculator.propose = record_function(DRAFTING)(propose)
     for name, part in PARTS.items():
-        mark(runner, name, part)
+        setattr(runner, name, record_function(part)(getattr(runner, name)))
     execute, calls = runner.execute_model, 0
 
     def counted(*args, **kwargs):
@@ -189,8 +171,8 @@ def profile(arguments: dict[str, Any], steps: int) -> list[dict[str, Any]]:
 
 
 def main(
-    target: Annotated[Path, typer.Option(help="Folder of the target.")] = EXAMPLES / "target",
-    drafter: Annotated[Path, typer.Option(help="Folder of its drafter.")] = EXAMPLES / "drafter",
+    target: Annotated[Path, typer.Option(help="Folder of the target.")] = pair.TARGET,
+    drafter: Annotated[Path, typer.Option(help="Folder of its drafter.")] = pair.DRAFTER,
     nodes: Annotated[int, typer.Option(help="Of every tree.")] = 24,
     batch: Annotated[int, typer.Option(help="Requests at a time.")] = 8,
     steps: Annotated[int, typer.Option(help="Steps to profile.")] = 50,
@@ -199,9 +181,6 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
 ) -> None:
     """Profile decode steps and print what the device waits for."""
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
 
     drafts = {"method": "specblock", "model": str(drafter), "num_speculative_tokens": nodes}
@@ -218,7 +197,7 @@ def main(
     device = torch.cuda.get_device_name() if gpu else "a CPU (operations stand in for kernels)"
     print(summary.text(f"{device}, batch {batch}, {nodes} nodes"))
     if json_file:
-        json_file.write_text(json.dumps({"device": device, **asdict(summary)}, indent=1) + "\n")
+        write_results(json_file, {"device": device, **asdict(summary)})
 
 
 if __name__ == "__main__":

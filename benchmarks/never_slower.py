@@ -30,17 +30,39 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from lib.engines import ENGINES, FIXED, FIXED_NODES
 from lib.neighbour import neighbour
 from lib.options import numbers
 from lib.results_store import MEASURED, markdown_table
+from lib.spec_configs import LOOKUP, vllms
 from transformers import AutoTokenizer
 
-from vllm_specblock.bench.config import BenchConfig, BenchError
+from vllm_specblock.bench.config import BenchConfig, BenchError, MethodSpec
+from vllm_specblock.bench.methods import RUNNER
 from vllm_specblock.bench.questions import read_sets, units
 from vllm_specblock.bench.results import plain_of
 from vllm_specblock.bench.run import Bench, measure, prepare
 from vllm_specblock.bench.summary import MEAN, Figures, summarise
+
+_TREES = {"ngram": "ngram", "specblock": "specblock", "eagle3": "eagle3", "merged": "merge-ngram"}
+"""Our drafters, and the methods of `specblock bench` that they change."""
+FIXED_NODES = (4, 12, 24)
+SERVED = {
+    # The methods of `specblock bench` verify every node; a server has our defaults.
+    name: MethodSpec(base=base, speculative={"enable_adaptive_verification": None})
+    for name, base in _TREES.items()
+}
+FIXED = {
+    f"{name}-{nodes}": MethodSpec(base=base, speculative={"num_speculative_tokens": nodes})
+    for name, base in _TREES.items()
+    for nodes in FIXED_NODES
+}
+VLLM = {
+    "vllm-ngram": MethodSpec(speculative=vllms("ngram", 5, **LOOKUP), env={RUNNER: None}),
+    "vllm-suffix": MethodSpec(speculative={"method": "suffix"}, env={RUNNER: None}),
+    "vllm-eagle3": MethodSpec(base="eagle3-chain"),
+}
+ENGINES = SERVED | FIXED | VLLM
+"""Engines by name, as a user would serve them: ours by default, ours fixed, and vLLM's own."""
 
 PLAIN, RIVAL, RANDOM = "plain", "vllm-ngram", "random"
 FIRST, LATER = "first", "later"
@@ -48,7 +70,6 @@ RANDOM_TOKENS, WARM_UP = 60, 8
 
 
 def default_methods(drafter: Path | None, eagle3: Path | None, fixed: bool) -> list[str]:
-    """Names of all engines that the given drafters allow."""
     kinds = ["ngram"]
     kinds += ["specblock", "merged"] if drafter else []
     kinds += ["eagle3"] if eagle3 else []
@@ -58,7 +79,6 @@ def default_methods(drafter: Path | None, eagle3: Path | None, fixed: bool) -> l
 
 
 def random_texts(target: Path, count: int) -> list[str]:
-    """Texts of tokens drawn evenly from the vocabulary."""
     tokenizer, draw = AutoTokenizer.from_pretrained(target), random.Random(0)
     ids = [draw.choices(range(tokenizer.vocab_size), k=RANDOM_TOKENS) for _ in range(count)]
     return tokenizer.batch_decode(ids)

@@ -24,8 +24,8 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
+from lib.results_store import ROOT, write_results
 
-ROOT = Path(__file__).resolve().parent.parent
 LEAST = 15
 """Seconds that have to be left for a step to begin."""
 OWN = 5  # seconds of the part's minutes that are this program's
@@ -43,12 +43,8 @@ VERSIONS = (
 
 @dataclass(frozen=True)
 class Step:
-    """A command of the list.
-
-    Attributes:
-        words: what follows Python's own name, as in a shell; `RESULT` is the file for figures.
-        estimate: seconds that it should take on an H200; limit: seconds after which it is ended.
-    """
+    """A command of the list: what follows Python's own name, as in a shell; seconds that it should
+    take on an H200, and those after which it is ended."""
 
     name: str
     words: str
@@ -58,83 +54,65 @@ class Step:
 
 TESTS = "-m pytest -q --tb=short --timeout=120 -p no:cacheprovider "
 IDLE = f"benchmarks/gpu_idle.py --json {RESULT} --engine='{QUICK}' "
-KERNELS = f"benchmarks/kernels.py --runs=30 --out {RESULT} "
+KERNELS = f"benchmarks/kernel_times.py --runs=30 --out {RESULT} "
 ENGINE, RUNNER = "tests/engine", "tests/engine/runner"
 BENCH = "-P -m vllm_specblock bench examples/two_heads/bench.yaml --dtype bfloat16 --nodes 60"
-
-
-def exact(combination: str) -> str:
-    """Two engines of the example pair, float32."""
-    return f"benchmarks/exactness.py --tokens=1500 --combination={combination}"
-
-
-def served(model: str, batch: int, only: str) -> str:
-    """Engines that start in half a minute; drafters of random weights take as long, once."""
-    command = f"benchmarks/end_to_end.py --repeat=2 --out {RESULT} --engine='{QUICK}'"
-    return f"{command} --model={model} --batches={batch} --only='{only}'"
-
-
-def learning(model: str) -> str:
-    """Two engines at once, started one after the other."""
-    command = f"benchmarks/adaptation_steps.py --batch=1 --out {RESULT} --engine='{QUICK}'"
-    return f"{command} --model={model}"
-
-
-LARGE = "llama-8b"
+EXACT = "benchmarks/exactness.py --tokens=1500 --combination="
+SERVED = f"benchmarks/end_to_end.py --repeat=2 --out {RESULT} --engine='{QUICK}' "
+LEARNING = f"benchmarks/adaptation_steps.py --batch=1 --out {RESULT} --engine='{QUICK}' --model="
+LARGE = f"{SERVED}--model=llama-8b --batches="
 MERGED = "'SpecBlock + n-gram, merge trie, joint'"
 SIXTY = "SpecBlock @ 60"
 FEW = "SpecBlock @ 12"
 PARTS: dict[int, list[Step]] = {
     1: [  # whether it works
         Step("versions", f"-c '{VERSIONS}'", 15, 60),
-        Step("exact: SpecBlock", exact("SpecBlock"), 50, 100),
-        Step("exact: SpecBlock --graphs", exact("SpecBlock --graphs"), 40, 80),
+        Step("exact: SpecBlock", f"{EXACT}SpecBlock", 50, 100),
+        Step("exact: SpecBlock --graphs", f"{EXACT}SpecBlock --graphs", 40, 80),
         Step("adaptive", f"{TESTS} {ENGINE}/adaptive/test_trees.py", 60, 120),
         Step("kernels", f"{TESTS} -n8 tests/triton_kernels -k 'cuda or compile'", 120, 200),
         Step("attention", f"{KERNELS} --only=attention --splits=256", 70, 110),
-        Step("exact: EAGLE-3 --graphs", exact("EAGLE-3 --graphs"), 35, 70),
-        Step("exact: merged --graphs", exact(f"{MERGED} --graphs"), 35, 70),
+        Step("exact: EAGLE-3 --graphs", f"{EXACT}EAGLE-3 --graphs", 35, 70),
+        Step("exact: merged --graphs", f"{EXACT}{MERGED} --graphs", 35, 70),
         Step("waits, graphs", f"{TESTS} {RUNNER}/test_no_sync.py {RUNNER}/test_graphs.py", 75, 120),
         Step("idle share, batch 1", f"{IDLE} --batch=1", 30, 90),
     ],
     2: [  # how fast it is
         Step(
             "llama-8b, batch 1",
-            served(LARGE, 1, f"{SIXTY}; 8 bits; EAGLE-3 chain @ 3; adaptive"),
+            f"{LARGE}1 --only='{SIXTY}; 8 bits; EAGLE-3 chain @ 3; adaptive'",
             240,
             330,
         ),
         Step("idle share, batch 8", f"{IDLE} --batch=8", 30, 90),
         Step("kernels", KERNELS, 75, 120),
-        Step("llama-8b, batch 8", served(LARGE, 8, FEW), 90, 200),
+        Step("llama-8b, batch 8", f"{LARGE}8 --only='{FEW}'", 90, 200),
     ],
     3: [  # more of both
-        Step("llama-8b, batch 32", served(LARGE, 32, f"{FEW}; adaptive"), 130, 200),
+        Step("llama-8b, batch 32", f"{LARGE}32 --only='{FEW}; adaptive'", 130, 200),
         Step("engines", f"{TESTS} -n6 --dist=loadfile {ENGINE}", 180, 240),
-        Step("pair", served("pair", 1, FEW), 60, 120),
+        Step("pair", f"{SERVED}--model=pair --batches=1 --only='{FEW}'", 60, 120),
         Step("offline", "examples/offline.py --dtype=bfloat16 --graphs", 90, 150),
-        Step("qwen3-8b", served("qwen3-8b", 1, SIXTY), 80, 150),
+        Step("qwen3-8b", f"{SERVED}--model=qwen3-8b --batches=1 --only='{SIXTY}'", 80, 150),
     ],
     4: [  # the rest
         Step("prompts", "examples/two_heads/prompts.py runs/two_heads", 5, 30),
         Step("two heads", BENCH, 300, 400),
-        Step("llama-8b, batch 128", served(LARGE, 128, f"{FEW}; adaptive"), 130, 200),
+        Step("llama-8b, batch 128", f"{LARGE}128 --only='{FEW}; adaptive'", 130, 200),
     ],
     5: [  # learning while serving
         Step("recording", f"{TESTS} {ENGINE}/test_adapt_recording.py", 90, 180),
         Step("adapting", f"{TESTS} {ENGINE}/test_adapting.py", 120, 240),
         Step("exact under swaps", f"{TESTS} {ENGINE}/test_adaptation_exact.py", 120, 240),
-        Step("adaptation's steps, pair", learning("pair"), 60, 120),
-        Step("adaptation's steps, llama-8b", learning(LARGE), 130, 220),
+        Step("adaptation's steps, pair", f"{LEARNING}pair", 60, 120),
+        Step("adaptation's steps, llama-8b", f"{LEARNING}llama-8b", 130, 220),
     ],
 }
 
 
 def ended(command: list[str], log: Any, limit: float) -> int | None:
-    """Return the exit code; None: killed after `limit` seconds.
-
-    Its children are killed in any case: engines hold the GPU's memory.
-    """
+    """Return the exit code; None: killed after `limit` seconds. Its children are killed in any
+    case: engines hold the GPU's memory."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -177,8 +155,7 @@ def run(steps: list[Step], log_path: Path, json_path: Path, seconds: float) -> l
             )
             if found.exists():  # also of a step that was killed: ledgers are whole at any time
                 results[step.name] = json.loads(found.read_text(encoding="utf-8"))
-            text = json.dumps({"summary": summary, "results": results}, indent=1)
-            json_path.write_text(text + "\n", encoding="utf-8")
+            write_results(json_path, {"summary": summary, "results": results})
     return summary
 
 

@@ -35,11 +35,7 @@ def decode_steps(
 
     Args:
         tokens: of each greedy answer; none ends earlier.
-        name: of the requests.
         before: called before every step, and after the last one, with whether it counts.
-
-    Raises:
-        RuntimeError: a request ended before all were warm.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

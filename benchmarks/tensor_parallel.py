@@ -13,19 +13,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 # Bound by itself, vLLM wants a NUMA node for every rank.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import typer
+from lib import in_process  # noqa: F401 - sets the environment
+from lib.pair import DRAFTER, TARGET
 
-PAIR = Path(__file__).resolve().parent.parent / "examples/tiny_pair"
 RANKS = 2
 ROUNDS = 24
 """Most passes over all requests."""
@@ -74,7 +71,7 @@ def engine(speculative: dict[str, Any] | None) -> Any:
     from vllm import LLM
 
     return LLM(
-        model=str(PAIR / "target"),
+        model=str(TARGET),
         dtype="float32",
         enforce_eager=True,
         max_model_len=512,
@@ -112,7 +109,7 @@ def through_trees(
     until: repeat the requests until a count is reached: swaps on every rank, others on one.
     """
     began = time.monotonic()
-    drafter = {"method": "specblock", "model": str(PAIR / "drafter")}
+    drafter = {"method": "specblock", "model": str(DRAFTER)}
     drafter |= {} if adapt is None else {"adapt": adapt}
     tree = engine({**drafter, "num_speculative_tokens": nodes})
     tree.collective_rpc("record_drafts")

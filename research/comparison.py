@@ -222,9 +222,8 @@ def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
 
 
 def uniform_shape(shape: TreeShape, width: int | None = None) -> TreeShape:
-    """Ablation: the same width at every position. The default is the least width, from 2 on, with
-    1.5 times as many candidates as the budget: those of equal text join, and a comparison needs a
-    full tree."""
+    """Ablation: one width at every position. The default is the least, from 2 on, with 1.5 times as
+    many candidates as the budget: those of equal text join, and the tree has to be full."""
     cells = shape.rows(shape.num_blocks) * shape.block_size
     width = width or max(2, -(-3 * shape.budget // (2 * cells)))
     return replace(shape, branching=(width,) * 4)

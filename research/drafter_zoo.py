@@ -44,29 +44,20 @@ EVERYONE = (*ABLATIONS, *BASELINES)
 
 @dataclass(frozen=True)
 class RunContext:
-    """The target, and the settings that all drafters share.
+    """The target, and the settings that all drafters share."""
 
-    Attributes:
-        target: folder of the target; config: its transformers config.
-        d2t [Vd] int64, t2d [V] bool: draft vocabulary; counts [V] int64: of tokens.
-        head: [Vd, Ht] fp32, the target's LM head; folded: with its final norm in it.
-        recipe: SpecBlock's.
-        budget: N, nodes of each tree.
-        sizes: changes to SpecBlock's own layers: keys of `untrained.init`.
-    """
-
-    target: Any
-    config: Any
-    d2t: Tensor
-    t2d: Tensor
-    counts: Tensor
-    head: Tensor
-    folded: Tensor
+    target: Any  # its folder
+    config: Any  # of transformers
+    d2t: Tensor  # [Vd] int64
+    t2d: Tensor  # [V] bool
+    counts: Tensor  # [V] int64, of tokens
+    head: Tensor  # [Vd, Ht] fp32, the target's LM head
+    folded: Tensor  # with its final norm in it
     layer_ids: tuple[int, int, int]
-    recipe: Recipe
-    budget: int
+    recipe: Recipe  # SpecBlock's
+    budget: int  # N, nodes of each tree
     seed: int
-    sizes: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)  # of SpecBlock, for `untrained.init`
 
 
 def make(name: str, run_context: RunContext) -> Learner:
@@ -126,7 +117,6 @@ def _small_model(run_context: RunContext, wanted: int) -> SmallModel:
 
 
 def parameters(learner: Learner) -> int:
-    """Numbers that are trained."""
     return sum(weight.numel() for weight in learner.parameters())
 
 

@@ -7,15 +7,27 @@ Drafters run along the target's own answers as in serving; no engine is needed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import paper_plots as paper
+import matplotlib
 import typer
 from paper_measure import DrafterFigures, measure
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
-from vllm_specblock.cli.draft_tree import prompt_tensor, steps_of_prompt
+from vllm_specblock.cli.draft_tree import (
+    forward_colour,
+    legend_line,
+    prompt_tensor,
+    save_svg,
+    steps_of_prompt,
+    terminal_tree,
+)
 from vllm_specblock.cli.options import Chat, Device, NewTokens, Precision, PromptTokens, TreeNodes
 from vllm_specblock.config import DEFAULT_NODES, OptionError
 from vllm_specblock.drafters.common.config import CheckpointError
@@ -25,9 +37,151 @@ from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.distributed import usable_device
 from vllm_specblock.train.eval.evaluate import sequences_for
 from vllm_specblock.train.eval.loaded import load_drafter, pair
+from vllm_specblock.train.eval.steps import Step
 from vllm_specblock.train.provenance import provenance
 from vllm_specblock.train.target.answers import continue_prompts
 from vllm_specblock.train.target.features import load_target, load_tokenizer
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+Rates = list[float | None]
+Cases = dict[str, list[Step]]
+"""Steps of each drafter along one greedy answer."""
+
+PROMPT = "Write a Python function to compute the Fibonacci sequence."
+"""The paper's own (appendix E)."""
+DRAFTERS = ("#222222", "#c1121f", "#2a6f4e", "#7b4fb0")
+"""Lines of drafter 1, 2, …: none of the colours of drafter forwards."""
+COLUMNS = 64
+"""Letters of a line of a shaded answer."""
+
+
+class Origin(StrEnum):
+    """Origin of a committed token."""
+
+    PREFILL = "prefill"  # the target's first token, before anything was drafted
+    ACCEPTED = "accepted"
+    BONUS = "bonus"
+
+
+COLOURS = {Origin.PREFILL: "#e9ecef", Origin.ACCEPTED: "#a8dda8", Origin.BONUS: "#f4a6a6"}
+
+
+def case_json(steps: Sequence[Step], tokenizer: Any, count: int) -> dict[str, Any]:
+    """Return the first `count` committed tokens of an answer and its first step's tree."""
+    first, tokens = steps[0], committed_tokens(steps)[:count]
+    return {
+        "tokens": [
+            {"text": tokenizer.decode([token]), "origin": str(origin)} for token, origin in tokens
+        ],
+        "tree": {
+            "text": [tokenizer.decode([token]) for token in first.token],
+            "parent": first.parent,
+            "probability": [first.probability(n) for n in range(len(first.token))],
+            "forward": first.forward,
+            "accepted": first.accepted,
+            "bonus": None if first.bonus is None else tokenizer.decode([first.bonus]),
+        },
+    }
+
+
+def committed_tokens(steps: Sequence[Step]) -> list[tuple[int, Origin]]:
+    found = [(step.token[0], Origin.PREFILL) for step in steps[:1]]
+    for step in steps:
+        found += [(step.token[node], Origin.ACCEPTED) for node in step.accepted[1:]]
+        if step.bonus is not None:
+            found.append((step.bonus, Origin.BONUS))
+    return found
+
+
+def plot_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
+    """Draw figure 5a: α_k along the main path; thick lines are means over the sets."""
+    figure, axes = pyplot.subplots(figsize=(6.4, 4))
+    for index, (name, found) in enumerate(drafters.items()):
+        each_set = [figures.main_path.alpha for figures in found.sets.values()]
+        _lines(axes, found.alpha, each_set, DRAFTERS[index % len(DRAFTERS)], name)
+    axes.set_ylabel("acceptance rate α$_k$")
+    axes.set_xlabel("k, position on the main path")
+    axes.set_title("first choice accepted, given that all before it were", fontsize=10)
+    _save(figure, path)
+
+
+def plot_block_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
+    """Draw figure 5b for drafters of blocks: α_{m,j}, position j of block m after m − 1 blocks that
+    were right."""
+    figure, every = pyplot.subplots(
+        1, len(drafters), sharey=True, squeeze=False, figsize=(4.2 * len(drafters), 3.6)
+    )
+    for axes, (name, found) in zip(every[0], drafters.items()):
+        chains = [figures.chain.alpha_mj for figures in found.sets.values() if figures.chain]
+        for m, block in enumerate(found.alpha_mj or [], start=1):
+            each_set = [chain[m - 1] for chain in chains]
+            _lines(axes, block, each_set, forward_colour(m), f"block {m}")
+            axes.set_xticks(range(1, len(block) + 1))
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("j, position in the block")
+    every[0][0].set_ylabel("acceptance rate α$_{m,j}$")
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _lines(axes: Any, mean: Rates, each_set: list[Rates], colour: str, name: str) -> None:
+    """Draw rates by position, 0 to 1: one thick line, and thin ones."""
+    thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.4}
+    thick: dict[str, Any] = {"linewidth": 2.2, "marker": "o", "label": name}
+    for values, how in [*((each, thin) for each in each_set), (mean, thick)]:
+        there = [(k, value) for k, value in enumerate(values, start=1) if value is not None]
+        axes.plot([k for k, _ in there], [value for _, value in there], color=colour, **how)
+    axes.set_ylim(0, 1.02)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def save_text(cases: Cases, tokenizer: Any, count: int, path: Path) -> None:
+    """Draw figure 6: the first `count` committed tokens of each drafter, shaded by their origin."""
+    grid = Table.grid(*[""] * len(cases))
+    pages = []
+    for name, steps in cases.items():
+        committed, page = committed_tokens(steps), Text()
+        for word, origin in _words(committed[:count], tokenizer):
+            page.append(word, style=f"#000000 on {COLOURS[origin]}")
+        pages.append(Panel(page.append("…" * (len(committed) > count)), title=name))
+    grid.add_row(*pages)
+    keys = Text("  ").join(
+        Text(f" {origin} ", style=f"#000000 on {COLOURS[origin]}") for origin in Origin
+    )
+    save_svg(path, "committed tokens", grid, keys, width=COLUMNS * len(cases))
+
+
+def _words(tokens: list[tuple[int, Origin]], tokenizer: Any) -> list[tuple[str, Origin]]:
+    """Return each token's text. Where several tokens make one letter, the last one shows it."""
+    words, before, ids = [], "", []
+    for token, origin in tokens:
+        ids.append(token)
+        whole = tokenizer.decode(ids).rstrip("\ufffd")
+        words.append((whole[len(before) :], origin))
+        before = whole
+    return words
+
+
+def save_trees(cases: Cases, names: dict[str, str], tokenizer: Any, path: Path) -> None:
+    """Draw figure 7: the first step's trees side by side, coloured by drafter forward.
+
+    names: "block" or "level", what a forward of each drafter adds.
+    """
+    grid, legend = Table.grid(*[""] * len(cases), padding=(0, 2)), Text()
+    trees = []
+    for name, (first, *_) in cases.items():
+        title = f"{name}: forwards {max(first.forward)}, accepted {first.accepted_length}"
+        trees.append(Panel(terminal_tree(first, tokenizer, names[name]), title=title))
+        legend.append(legend_line(max(first.forward), names[name])).append("\n")
+    grid.add_row(*trees)
+    save_svg(path, "draft trees", grid, legend)
 
 
 def figures(
@@ -95,7 +249,7 @@ def figures(
         )
         for name, path in sets.items()
     }
-    prompt = paper.PROMPT if case is None else case
+    prompt = PROMPT if case is None else case
     ids = prompt_tensor(prompt, tokenizer, chat)
     out.mkdir(parents=True, exist_ok=True)
 
@@ -116,20 +270,20 @@ def figures(
     drafters = {name: DrafterFigures(of_sets) for name, of_sets in measured.items()}
     # Each step commits at least one token.
     cases = {
-        name: paper.Case(steps_of_prompt(model, each, ids, tokens, tokens), each.forward_name)
-        for name, each in loaded.items()
+        name: steps_of_prompt(model, each, ids, tokens, tokens) for name, each in loaded.items()
     }
-    if not all(each.steps for each in cases.values()):
+    if not all(cases.values()):
         raise TrainError(
             "The target's answer to --case ends before anything is drafted: give another prompt."
         )
 
-    paper.plot_alpha(drafters, out / "fig5a_alpha.png")
+    plot_alpha(drafters, out / "fig5a_alpha.png")
     blocks = {name: each for name, each in drafters.items() if each.alpha_mj is not None}
     if blocks:
-        paper.plot_block_alpha(blocks, out / "fig5b_alpha_blocks.png")
-    paper.save_text(cases, tokenizer, tokens, out / "fig6_text.svg")
-    paper.save_trees(cases, tokenizer, out / "fig7_trees.svg")
+        plot_block_alpha(blocks, out / "fig5b_alpha_blocks.png")
+    save_text(cases, tokenizer, tokens, out / "fig6_text.svg")
+    names = {name: each.forward_name for name, each in loaded.items()}
+    save_trees(cases, names, tokenizer, out / "fig7_trees.svg")
     whole = {
         "target": str(target),
         "sets": {name: {"data": str(sets[name]), "prompts": len(found[name])} for name in sets},
@@ -144,7 +298,7 @@ def figures(
         },
         "case": {
             "prompt": prompt,
-            "drafters": {name: each.as_json(tokenizer, tokens) for name, each in cases.items()},
+            "drafters": {name: case_json(each, tokenizer, tokens) for name, each in cases.items()},
         },
         **provenance(),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -82,12 +82,13 @@ class SetFigures:
     chain: ChainFigures | None
 
     def as_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        found["main_path"]["alpha"] = self.main_path.alpha
-        if self.chain is not None:
-            chain = self.chain
-            found["chain"] = {"alpha_mj": chain.alpha_mj, "positions": chain.positions}
-        return found
+        path, chain = self.main_path, self.chain
+        return {
+            "tau": self.tau,
+            "steps": self.steps,
+            "main_path": vars(path) | {"alpha": path.alpha},
+            "chain": chain and {"alpha_mj": chain.alpha_mj, "positions": chain.positions},
+        }
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,6 @@ class DrafterFigures:
 
 
 def _means(rows: Iterable[list[float | None]]) -> list[float | None]:
-    """Return the mean of each column, over the entries that are known."""
     known = [[value for value in column if value is not None] for column in zip(*rows)]
     return [fmean(values) if values else None for values in known]
 

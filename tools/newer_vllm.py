@@ -88,7 +88,6 @@ def make(release: str, folder: Path) -> Path:
 
 
 def installed_version(package: str) -> str | None:
-    """A distribution's version; None: there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

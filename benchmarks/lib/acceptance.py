@@ -30,7 +30,6 @@ PAPER_TREE = TreeShape(4, 2, 8, (4, 8, 16, 16), 60)
 
 
 def line(model: str, power: float = 1.0) -> list[float]:
-    """α_1 … α_8 of a target."""
     slope = (LAST_ALPHA[model] - FIRST_ALPHA) / (DEPTHS - 1)
     return [(FIRST_ALPHA + slope * k) ** power for k in range(DEPTHS)]
 
@@ -56,10 +55,7 @@ def candidate_probabilities(best: torch.Tensor, count: int) -> torch.Tensor:
 def synthetic_tree(shape: TreeShape, best: Sequence[float]) -> DraftTree:
     """Return the tree (R = 1) that `shape` grows from the imposed distributions, on the CPU.
 
-    Every position has the widest bucket's children: the score alone decides.
-
-    Args:
-        best: α by depth.
+    best: α by depth. Every position has the widest bucket's children: the score alone decides.
     """
     K, B, S = shape.block_size, shape.width, shape.num_starts
     bucket = torch.tensor(shape.branching).argmax()
@@ -87,7 +83,6 @@ def tree_tau(best: list[float], shape: TreeShape) -> float:
 
 
 def chain_tau(best: list[float], tokens: int) -> float:
-    """Return the τ of chains."""
     return 1 + sum(reached(best)[:tokens])
 
 

@@ -41,19 +41,13 @@ def attacked(length: int) -> list[Place]:
 
 
 def scaled(sequence: EvalSequence) -> EvalSequence:
-    """Return a text whose features are too large."""
     return replace(sequence, hidden=TIMES * sequence.hidden, last=TIMES * sequence.last)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The speed of clean requests against a frozen drafter.
-
-    Attributes:
-        share: τ of all of them over frozen's.
-        by_phase: the same per phase.
-        longest: most windows in a row whose share is below `LEAST`.
-    """
+    """Share of a frozen drafter's τ that clean requests keep, of all and per phase; longest: most
+    windows in a row whose share is below `LEAST`."""
 
     share: float
     by_phase: dict[str, float]

@@ -46,23 +46,11 @@ class Machine(NamedTuple):
 
 
 _CPU = Machine((1, 8, 13, 26, 52, 520), (10.05, 12.2, 14.4, 18.5, 29.7, 231), 0.05, 0.15, 0.4)
-_AMX = Machine(
-    (1, 16, 17, 32, 33, 48, 49, 64, 520),
-    (8, 8.4, 9.3, 9.6, 10.8, 11.2, 12.4, 13, 58),
-    0,
-    0.1,
-    0.4,
-    tile=16,
-)
+_AMX_LINE = (1, 16, 17, 32, 33, 48, 49, 64, 520), (8, 8.4, 9.3, 9.6, 10.8, 11.2, 12.4, 13, 58)
+_AMX = Machine(*_AMX_LINE, 0, 0.1, 0.4, tile=16)
 # One H200, Llama-3.1-8B's shapes (`results/h200_end_to_end.json`).
-_GPU = Machine(
-    (1, 25, 61, 104, 204, 416, 488, 1024),
-    (4.87, 5.2, 5.4, 5.6, 6.9, 12.0, 12.7, 26.0),
-    0.01,
-    0.035,
-    0.3,
-    nodes=24,
-)
+_GPU_LINE = (1, 25, 61, 104, 204, 416, 488, 1024), (4.87, 5.2, 5.4, 5.6, 6.9, 12.0, 12.7, 26.0)
+_GPU = Machine(*_GPU_LINE, 0.01, 0.035, 0.3, nodes=24)
 MACHINES = {
     "CPU, n-gram": _CPU._replace(costly=False),
     "CPU, SpecBlock": _CPU._replace(draft=(3.0, 0.2), brief=(1.5, 0.07)),
@@ -88,23 +76,15 @@ class Phase(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Phases of a server's life.
-
-    noise: σ of the log of a step's time.
-    bursts: share of steps that take three times as long, 3 to 60 in a row.
-    startup: half of the start-up figures are off by up to this factor.
-    bias: estimated over true survival, also once calibrated.
-    gain: set the text so that the best fixed choice is this much faster than plain.
-    recorded: replay recorded texts and load.
-    """
+    """Phases of a server's life."""
 
     phases: tuple[Phase, ...]
-    noise: float = 0.05
-    bursts: float = 0.0
-    startup: float = 1.2
-    bias: float = 1.0
-    gain: float | None = None
-    recorded: bool = False
+    noise: float = 0.05  # σ of the log of a step's time
+    bursts: float = 0.0  # share of steps that take three times as long, 3 to 60 in a row
+    startup: float = 1.2  # half of the start-up figures are off by up to this factor
+    bias: float = 1.0  # estimated over true survival, also once calibrated
+    gain: float | None = None  # set the text so that the best fixed choice is so much over plain
+    recorded: bool = False  # replay recorded texts and load
 
 
 def traces(length: int = 3000) -> dict[str, Trace]:
@@ -338,15 +318,14 @@ def figures(world: World, run: Run, settled: int = 64, first: int = 400) -> dict
         speed = world.tokens[:, counted].sum(1) / world.seconds[:, counted].sum(1)
         top, seen = int(speed.argmax()), float(tokens / seconds / speed[0])
         won += speed[top] * seconds
-        best.append(
-            {"best": world.choices[top], "gain": float(speed[top] / speed[0]), "seen": seen}
-        )
+        gain = float(speed[top] / speed[0])
+        best.append({"best": world.choices[top], "gain": gain, "seen": seen})
         if top == 0:
             counted = np.flatnonzero(here)[settled:]
             plain = world.tokens[0, counted].sum() / world.seconds[0, counted].sum()
             steady += plain * run.seconds[counted].sum()
             lost += plain * run.seconds[counted].sum() - run.tokens[counted].sum()
-        elif best[-1]["gain"] >= 1.05 and phase.steps > 64 and phase.load[0] <= 1:
+        elif gain >= 1.05 and phase.steps > 64 and phase.load[0] <= 1:
             drafted = np.convolve(run.drafted[here], np.ones(32) / 32, "valid") >= 0.75
             back.append(int(drafted.argmax()) if drafted.any() else phase.steps)
     plain = world.tokens[0, :first].sum() / world.seconds[0, :first].sum()

@@ -1,18 +1,24 @@
-"""Random cases of the kernels that handle trees: any shapes, sizes, depths and batches."""
+"""Random cases of the kernels that handle trees: any shapes, sizes, depths and batches.
+
+A case is a call without arguments that computes by the form its caller chooses. Its result is
+compared with that of the torch references.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
+from vllm_specblock.triton_kernels.attention.cpu_packing import packing_of, store_packed
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet
 from vllm_specblock.triton_kernels.ngram.occurrences import Texts
 
-from lib.fuzz_attention import packed_attention, paged_attention
-from lib.fuzz_case import MOST_DEPTH, MOST_REQUESTS, VOCAB, Case, Tensors, draw_trees
 from vllm_specblock.candidates import rank_key, select
 from vllm_specblock.combine.merge import merge
 from vllm_specblock.combine.route import route
@@ -21,9 +27,45 @@ from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.drafters.specblock.growth import expansion
 from vllm_specblock.engine.runner.tree_states import TreeStates
-from vllm_specblock.tree import MAX_NODES, DraftTree
+from vllm_specblock.tree import MAX_NODES, DraftTree, climb
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
+
+Tensors = tuple[torch.Tensor, ...]
+MOST_REQUESTS, MOST_DEPTH, VOCAB = 6, 16, 4
+"""Few tokens: siblings are often equal, and paths are accepted."""
+
+
+class Case(NamedTuple):
+    """trees: how many it handles; atol: how far floats may be apart, all else being equal;
+    reference: computes the right result, None: the same call by the references."""
+
+    trees: int
+    call: Callable[[], Tensors]
+    atol: float = 0.0
+    reference: Callable[[], Tensors] | None = None
+
+
+def draw_trees(rng: random.Random, requests: int, slots: int, deepest: int) -> DraftTree:
+    """R random trees of at most `slots` nodes each, no path longer than `deepest`; some are empty,
+    some one chain."""
+    token = torch.zeros(requests, slots, dtype=torch.int64)
+    parent = torch.full((requests, slots), -1, dtype=torch.int32)
+    logprob = torch.full((requests, slots), float("-inf"))
+    sizes = []
+    for request in range(requests):
+        shape, depth = rng.choice(["any", "chain", "wide"]), [0]
+        size = rng.choice([0, slots, rng.randrange(slots + 1)])
+        for node in range(size):
+            open_nodes = [up for up in range(node + 1) if depth[up] < deepest]
+            up = {"any": rng.choice(open_nodes), "chain": open_nodes[-1], "wide": open_nodes[0]}
+            parent[request, node] = up[shape]
+            token[request, node] = rng.randrange(VOCAB)
+            logprob[request, node] = -0.1 * (node + 1)
+            depth.append(depth[up[shape]] + 1)
+        sizes.append(size)
+    size = torch.tensor(sizes, dtype=torch.int32)
+    return DraftTree.from_nodes(token, parent, logprob, size)
 
 
 def tensors_of(tree: DraftTree) -> Tensors:
@@ -40,8 +82,8 @@ def verification(rng: random.Random, draw: torch.Generator) -> Case:
     run = torch.tensor([rng.choice([0, nodes, rng.randrange(nodes + 1)]) for _ in range(requests)])
     chunk = torch.tensor([rng.choice([0, 0, rng.randrange(5)]) for _ in range(requests)])
     before = torch.tensor([rng.randrange(1, 300) for _ in range(requests)])
-    first_row = torch.nn.functional.pad((run + 1).cumsum(0), (1, 0)).int()
-    query_start = torch.nn.functional.pad((run + 1 + chunk).cumsum(0), (1, 0)).int()
+    first_row = pad((run + 1).cumsum(0), (1, 0)).int()
+    query_start = pad((run + 1 + chunk).cumsum(0), (1, 0)).int()
     lengths = query_start.diff()
     node = torch.cat([torch.arange(n + 1) for n in run.tolist()])
     ends = query_start[1:].tolist()
@@ -80,7 +122,7 @@ def commit(rng: random.Random, draw: torch.Generator) -> Case:
         path[request, 1 : count + 1] = torch.tensor(sorted(rng.sample(range(1, nodes + 1), count)))
     base = torch.tensor([rng.randrange(4) for _ in range(requests)]).long()
     lengths = base + nodes + 1
-    query_start = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    query_start = pad(lengths.cumsum(0), (1, 0))
     rows = int(query_start[-1])
     blocks = -(-(rows + 1) // block) + 1
     slot = torch.randperm(blocks * block, generator=draw)[:rows]
@@ -207,6 +249,74 @@ def routing(rng: random.Random, draw: torch.Generator) -> Case:
         return tokens, *found, chosen, agreed
 
     return Case(requests, call)
+
+
+Attend = Callable[..., Tensors]
+"""(cache, further arguments of `TreeAttentionBatch.attend`) -> the result."""
+
+
+def draw_attention(
+    rng: random.Random, draw: torch.Generator
+) -> tuple[int, torch.Tensor, Attend, float]:
+    """Draw queries of random trees behind prefixes of any length.
+
+    Returns:
+        requests, the cache [blocks, kv heads, block size, 2D], the call, and the dtype's tolerance.
+    """
+    requests, nodes = rng.randrange(1, MOST_REQUESTS + 1), rng.randrange(1, 80)
+    kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 3, 4])
+    size, block = rng.choice([32, 64, 96]), rng.choice([32, 64])
+    dtype, atol = rng.choice([(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
+    window, soft_cap = rng.choice([None, None, rng.randrange(1, 90)]), rng.choice([0.0, 0.0, 20.0])
+    rows = nodes + 1
+    before = torch.tensor([rng.choice([0, rng.randrange(200)]) for _ in range(requests)]).int()
+    length = before + rows
+    per = -(-int(length.max()) // block)
+    tables = (torch.randperm(requests * per, generator=draw) + 1).view(requests, per).int()
+    shape = requests * per + 1, block, kv_heads, 2 * size
+    cache = torch.randn(shape, generator=draw).to(dtype)
+    query = torch.randn(requests * rows, kv_heads * group, size, generator=draw).to(dtype)
+    parent = (torch.rand(requests, nodes, generator=draw) * torch.arange(1, rows)).int()
+    start = torch.arange(requests + 1, dtype=torch.int32) * rows
+
+    def attend(cache: torch.Tensor, **packing: Any) -> Tensors:
+        # A new batch: it keeps values that only one of the forms can use.
+        batch = TreeAttentionBatch(
+            tables,
+            start,
+            start.tolist(),
+            length,
+            int(length.max()),
+            before.repeat_interleave(rows),
+            climb(parent)[0].flatten(0, 1),
+            before,
+        )
+        given = {"window": window, "soft_cap": soft_cap, **packing}
+        return (batch.attend(query, cache, size**-0.5, **given).float(),)
+
+    return requests, cache.transpose(1, 2), attend, atol
+
+
+def packed_attention(rng: random.Random, draw: torch.Generator) -> Case:
+    """In caches packed for a CPU, against plain ones in torch."""
+    requests, cache, attend, atol = draw_attention(rng, draw)
+    packed = torch.zeros_like(cache)
+    packing = packing_of(packed, False)
+    key, value = cache.transpose(1, 2).flatten(0, 1).chunk(2, dim=-1)
+    store_packed(packed, packing, torch.arange(len(key)), key, value)
+    return Case(requests, lambda: attend(packed, packing=packing), atol, lambda: attend(cache))
+
+
+def paged_attention(rng: random.Random, draw: torch.Generator) -> Case:
+    """In paged caches.
+
+    Triton's interpreter truncates to bfloat16 instead of rounding: the weights, and the result.
+    Each costs up to one step, 2⁻⁷ of a value.
+    """
+    requests, cache, attend, atol = draw_attention(rng, draw)
+    if cache.dtype == torch.bfloat16:
+        atol = 2**-6 * float(cache.abs().max())
+    return Case(requests, lambda: attend(cache), atol)
 
 
 Maker = Callable[[random.Random, torch.Generator], Case]

@@ -7,7 +7,7 @@ draws the bonus token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,6 @@ from vllm.v1.spec_decode.utils import unconditional_to_conditional_rates
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
 
 from lib.acceptance import synthetic_tree
-from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
-from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.engine.runner import speculator
 from vllm_specblock.engine.runner.model_state import TreeModelState
 from vllm_specblock.engine.runner.sampler import TreeSampler
@@ -32,17 +30,16 @@ _SEED_FACTOR = 0x9E3779B1
 
 
 def impose(rates: Sequence[float]) -> None:
-    """Impose acceptance on the engines of ours that this process makes from now on.
-
-    rates: as vLLM's `synthetic_acceptance_rates`; entry i is the probability that the best
-        candidates down to depth i + 1 are all accepted.
-    """
+    """Impose vLLM's `synthetic_acceptance_rates` on our engines that this process makes: entry i is
+    the probability that the best candidates down to depth i + 1 are all accepted."""
     best = unconditional_to_conditional_rates(list(rates))
     load, custom_sampler = speculator.load_drafters, TreeModelState.custom_sampler
 
     def load_drafters(config: Any, resolved: Any, target: Any, device: torch.device) -> list:
         (drafter,) = load(config, resolved, target, device)
-        return [ImposedDrafter(drafter, best, device)]
+        drafter.calibration = None  # its own scores do not count
+        drafter.draft = imposed_draft(drafter.draft, synthetic_tree(drafter.shape, best), device)
+        return [drafter]
 
     def imposed_sampler(self: TreeModelState, sampler: Any) -> tuple[Any, Any]:
         found, verifier = custom_sampler(self, sampler)
@@ -55,36 +52,16 @@ def impose(rates: Sequence[float]) -> None:
     TreeModelState.custom_sampler = imposed_sampler
 
 
-class ImposedDrafter(Drafter):
-    """A SpecBlock drafter whose tree is replaced; best: α by depth, as of `synthetic_tree`."""
+def imposed_draft(draft: Callable[..., DraftTree], tree: DraftTree, device: torch.device) -> Any:
+    """Return a `draft` of the same cost whose trees keep their tokens and are `tree` otherwise."""
+    fields = [getattr(tree, name).to(device) for name in DraftTree.TENSORS]
 
-    def __init__(
-        self, drafter: SpecBlockDrafter, best: Sequence[float], device: torch.device
-    ) -> None:
-        self.drafter, self.kind, self.model = drafter, drafter.kind, drafter.model
-        self.num_nodes, self.max_depth = drafter.num_nodes, drafter.max_depth
-        self.max_model_len = drafter.max_model_len
-        tree = synthetic_tree(drafter.shape, best)
-        self.tree = replace(tree, **{name: getattr(tree, name).to(device) for name in tree.TENSORS})
-
-    def cache_layers(self) -> list[CacheLayer]:
-        return self.drafter.cache_layers()
-
-    def bind(self, caches: list[Tensor]) -> None:
-        self.drafter.max_model_len = self.max_model_len
-        self.drafter.bind(caches)
-
-    def warm_up(self, block_table: Tensor, most_rows: int) -> None:
-        self.drafter.warm_up(block_table, most_rows)
-
-    def advance(self, rows: CommittedTokens) -> None:
-        self.drafter.advance(rows)
-
-    def draft(self, requests: Tensor | None = None) -> DraftTree:
-        token = self.drafter.draft(requests).token
-        fields = (getattr(self.tree, name) for name in DraftTree.TENSORS)
+    def imposed(requests: Tensor | None = None) -> DraftTree:
+        token = draft(requests).token
         tree = DraftTree(*(x.expand(len(token), *x.shape[1:]) for x in fields))
         return replace(tree, token=token)
+
+    return imposed
 
 
 class ImposedSampler(TreeSampler):

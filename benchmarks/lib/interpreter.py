@@ -1,9 +1,6 @@
 """What Triton's interpreter lacks for our kernels, added to it.
 
-Args of all:
-    interpreter: the module `triton.runtime.interpreter`.
-    put: sets an attribute of an object, as `setattr` does; a test's `monkeypatch.setattr` takes it
-        back.
+`interpreter`: the module `triton.runtime.interpreter`; `put`: `setattr`, or a test's monkeypatch.
 """
 
 from __future__ import annotations

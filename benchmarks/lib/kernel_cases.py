@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,8 @@ ALPHA = [0.8, 0.7, 0.6, 0.5] * 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the target's attention, the trees and the drafter.
-
-    Attributes:
-        heads, kv_heads, head_dim: of the target; nodes: N.
-        contexts, batches: of attention.
-        hidden, inner: H and the MLP's width; rows: T, rows of a drafter forward.
-    """
+    """Sizes of the target's attention, the trees and the drafter; hidden, inner: H and the MLP's
+    width; rows: T, rows of a drafter forward."""
 
     dtype: torch.dtype
     heads: int
@@ -52,13 +48,7 @@ TINY = Sizes(torch.float32, 4, 2, 16, 12, (40,), (1, 2), 32, 48, (1, 3))
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of one kernel.
-
-    Attributes:
-        kernel, shape: its name, and the sizes of this case.
-        ways: how to run it, ours first under "ours".
-        moved: bytes that every way reads and writes.
-    """
+    """One shape of one kernel, the ways to run it, ours first, and the bytes that each moves."""
 
     kernel: str
     shape: str
@@ -108,14 +98,7 @@ def attention_case(
 
 
 def _with_splits(entries: int, attend: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    def run() -> Tensor:
-        usual, attention_schedule.SPLIT_ENTRIES = attention_schedule.SPLIT_ENTRIES, entries
-        try:
-            return attend()
-        finally:
-            attention_schedule.SPLIT_ENTRIES = usual
-
-    return run
+    return patch.object(attention_schedule, "SPLIT_ENTRIES", entries)(lambda: attend())
 
 
 def _flash(query, storage, start, lengths, length, table) -> Callable[[], Tensor]:

@@ -22,41 +22,15 @@ class Model:
     draft_vocab: int
 
 
-_EIGHT_B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
-_EIGHT_B |= {"head_dim": 128}
+_NAMES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_NAMES += ("intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+_LLAMA = 4096, 32, 8, 128, 14336, 32, 128256, 131072
+_QWEN = 4096, 32, 8, 128, 12288, 36, 151936, 40960
+_TINY = 256, 8, 2, 32, 384, 8, 160, 2048
 MODELS = {
-    "llama-8b": Model(  # Llama-3.1-8B
-        LlamaConfig(
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            vocab_size=128256,
-            max_position_embeddings=131072,
-            **_EIGHT_B,
-        ),
-        draft_vocab=32000,
-    ),
-    "qwen3-8b": Model(
-        Qwen3Config(
-            intermediate_size=12288,
-            num_hidden_layers=36,
-            vocab_size=151936,
-            max_position_embeddings=40960,
-            **_EIGHT_B,
-        ),
-        draft_vocab=32000,
-    ),
-    "tiny": Model(
-        LlamaConfig(
-            hidden_size=256,
-            intermediate_size=384,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            head_dim=32,
-            num_hidden_layers=8,
-            vocab_size=160,
-        ),
-        draft_vocab=96,
-    ),
+    "llama-8b": Model(LlamaConfig(**dict(zip(_NAMES, _LLAMA))), draft_vocab=32000),  # Llama-3.1-8B
+    "qwen3-8b": Model(Qwen3Config(**dict(zip(_NAMES, _QWEN))), draft_vocab=32000),
+    "tiny": Model(LlamaConfig(**dict(zip(_NAMES, _TINY))), draft_vocab=96),
 }
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

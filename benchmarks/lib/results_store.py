@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_specblock.bench.table import markdown_table
+import torch
+
+from vllm_specblock.bench.table import markdown_table as markdown_table
 from vllm_specblock.train import provenance
 from vllm_specblock.train.data.shards import write_json
-
-__all__ = ["MEASURED", "ROOT", "ResultsStore", "from_root", "markdown_table"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "runs/results"
@@ -22,6 +22,16 @@ def from_root(path: Path) -> str:
     """Return `path` relative to the repository's root, if it lies below."""
     path = path.resolve()
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def write_results(path: Path, content: Any) -> None:
+    """Write figures as JSON; the file is whole at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, content)
 
 
 class ResultsStore:
@@ -53,11 +63,9 @@ class ResultsStore:
         return name in self.results
 
     def add(self, name: str, result: Any) -> None:
-        """Keep a result; the file is whole at any time."""
         self.results[name] = result
         whole = {"settings": self.settings, "provenance": self.provenance, "results": self.results}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, whole)
+        write_results(self.path, whole)
 
 
 def _circumstances(settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:

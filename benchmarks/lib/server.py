@@ -28,19 +28,12 @@ class ServerEnded(RuntimeError):
 class Server(GuardedProcess):
     """A server that answers at `address`, once `wait` has returned.
 
-    Args:
-        arguments: of `vllm serve`, the model first.
-        log: file for its output.
-        env: added to this process's environment; None removes a variable.
-        folder: where it runs.
+    arguments: of `vllm serve`, the model first; log, env: see `GuardedProcess`; folder: where it
+    runs.
     """
 
     def __init__(
-        self,
-        arguments: Sequence[str],
-        log: Path,
-        env: Mapping[str, str | None],
-        folder: Path,
+        self, arguments: Sequence[str], log: Path, env: Mapping[str, str | None], folder: Path
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -61,7 +54,6 @@ class Server(GuardedProcess):
         raise ServerEnded(f"It did not answer within {START} s: {self._last_words()}")
 
     def require(self) -> None:
-        """Raise `ServerEnded` if it has ended."""
         if self.process.poll() is not None:
             raise ServerEnded(f"It ended with {self.process.returncode}: {self._last_words()}")
 
@@ -90,7 +82,6 @@ class Server(GuardedProcess):
         }
 
     def close(self) -> None:
-        """End it and all that it started."""
         end_all([self])
 
     def _get(self, path: str) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
 
 import torch
-from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
+from lib.results_store import markdown_table
 from lib.streams import Stream
 from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.book import Record
@@ -24,20 +26,19 @@ from vllm_specblock.adapt.policy.actions import put, trains
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.feedback.calibration import DraftCalibration
-from vllm_specblock.train.eval.drafting import ServedDraft, draft_specblock, serving_shape
-from vllm_specblock.train.eval.steps import Step, steps_along
+from vllm_specblock.train.eval.drafting import draft_specblock, serving_shape
+from vllm_specblock.train.eval.steps import steps_along
 from vllm_specblock.train.learner import EvalSequence
+
+WINDOW = 64
+"""Requests that a point of τ over the stream is taken over."""
+Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds that serving spends: of heads, and of all weights.
-
-    Attributes:
-        step: of a target step with its drafts.
-        update: that one update takes from serving.
-        swap: of the copy of a new version over the serving weights.
-    """
+    """Seconds of a step; those that an update and the copy of a version take from serving, of the
+    heads and of all weights."""
 
     step: float = 0.025
     update: tuple[float, float] = (0.1, 0.2)
@@ -46,12 +47,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class SimulationConfig(AdaptationConfig):
-    """What all policies share.
-
-    Attributes:
-        cost: see `CostModel`.
-        nodes: budget of the trees; 0: serving's own.
-    """
+    """What all policies share; nodes: budget of the trees, 0: serving's own."""
 
     cost: CostModel = field(default_factory=CostModel)
     nodes: int = 0
@@ -62,10 +58,7 @@ class Served:
     """One request of a simulated stream.
 
     Attributes:
-        phase: of the stream.
-        steps, tokens: target steps, and tokens committed in them.
-        seconds: by the cost model, with what training took before it.
-        training: that share of `seconds`.
+        seconds: by the cost model, with `training`, what training took before it.
         version: number of the version that served.
     """
 
@@ -82,7 +75,6 @@ class Simulated:
     """What one policy made of a stream.
 
     Attributes:
-        served: every request, in order.
         updates: by arm.
         swaps: versions that came to serve, returns included.
         refused: versions that were offered and not found better.
@@ -104,8 +96,6 @@ class Simulation:
     Args:
         drafter: θ_0, float32; it is copied.
         teacher: the target's embedding and head rows, for the batches.
-        policy: see `Policy`.
-        config: see there.
     """
 
     def __init__(
@@ -116,15 +106,15 @@ class Simulation:
         config: SimulationConfig | None = None,
     ) -> None:
         config = config or SimulationConfig()
-        self.shape = _shape(drafter, config.nodes)
+        nodes = {"nodes": config.nodes} if config.nodes else {}
+        self.shape = serving_shape(drafter, **nodes)
         # As an engine does: what is served is what is learned.
         recipe = replace(config.recipe, num_blocks=self.shape.num_blocks)
-        config = replace(config, recipe=recipe)
-        self.policy, self.config = policy, config
+        self.config = replace(config, recipe=recipe)
         self.adaptation = Adaptation(
             drafter, teacher, policy, self.config, self._note, self._seconds_lost
         )
-        self.pool, self.updater = self.adaptation.pool, self.adaptation.updater
+        self.pool = self.adaptation.pool
         self.serving = copy.deepcopy(drafter).requires_grad_(False)
         self.served = self.pool.origin
         self.calibration = DraftCalibration(drafter.lm_head.weight.device, num_slots=1)
@@ -134,27 +124,23 @@ class Simulation:
 
     def serve(self, phase: str, sequence: EvalSequence) -> Served | None:
         """Serve one text, then let the policy act on it; None where it is too short for a step."""
-        steps = list(steps_along(self._draft(sequence), sequence, self.shape.max_depth))
+        draft = draft_specblock(self.serving, sequence, self.shape, self.calibration)
+        steps = list(steps_along(draft, sequence, self.shape.max_depth))
         if not steps:
             return None
         tokens = sum(1 + step.accepted_length for step in steps)
         stall, self.stall = self.stall, 0.0
         seconds = stall + self.config.cost.step * len(steps)
         served = Served(phase, len(steps), tokens, seconds, stall, self.pool.current.number)
-        request = FinishedRequest(misses_of(steps), len(steps), tokens, seconds)
-        record = self._record(sequence, request)
-        self.adaptation.finish(record, request)
+        # s of eq. 8 as the device counts it, with r = 0: a step is a miss where its path ends at a
+        # node that has a child. Where it ends at a leaf nothing was rejected.
+        misses = float(sum(step.accepted[-1] in step.parent for step in steps))
+        request = FinishedRequest(misses, len(steps), tokens, seconds)
+        self.count += 1
+        self.adaptation.finish(record_of(f"request {self.count}", sequence, request.tau), request)
         if self.pool.current is not self.served:  # without an update: one that was refused before
             self.stall += self._swap()
         return served
-
-    def _draft(self, sequence: EvalSequence) -> ServedDraft:
-        return draft_specblock(self.serving, sequence, self.shape, self.calibration)
-
-    def _record(self, sequence: EvalSequence, request: FinishedRequest) -> Record:
-        self.count += 1
-        name = f"request {self.count}"
-        return record_of(name, sequence, request.tau)
 
     def _note(self, name: str, by: int) -> None:
         """What the adaptation counts; an earlier version that comes back is a swap."""
@@ -188,13 +174,7 @@ def simulate(
     texts: Sequence[Sequence[EvalSequence]],
     progress: Callable[[], object] = lambda: None,
 ) -> Simulated:
-    """Serve a stream.
-
-    Args:
-        simulation: at its beginning.
-        texts: by domain.
-        progress: called after every request.
-    """
+    """Serve a stream; texts: by domain; progress: called after every request."""
     served = []
     for place in stream:
         served.append(simulation.serve(place.phase, texts[place.domain][place.text]))
@@ -213,25 +193,9 @@ def simulate(
     )
 
 
-def misses_of(steps: Sequence[Step]) -> float:
-    """s of eq. 8 as the device counts it, with r = 0: a step is a miss where its path ends at a
-    node that has a child. Where it ends at a leaf nothing was rejected."""
-    return float(sum(step.accepted[-1] in step.parent for step in steps))
-
-
-def _shape(drafter: SpecBlockModel, nodes: int) -> TreeShape:
-    return serving_shape(drafter, nodes=nodes) if nodes else serving_shape(drafter)
-
-
 def record_of(request: str, sequence: EvalSequence, tau: float = 0.0) -> Record:
-    """The record that serving would leave of a text: up to `PROMPT_ROWS` of its prompt's end, then
-    its answer, `ROWS` in all.
-
-    Args:
-        request: id.
-        sequence: of at least two tokens.
-        tau: see `Record`.
-    """
+    """The record that serving would leave of a text of at least two tokens: up to `PROMPT_ROWS` of
+    its prompt's end, then its answer, `ROWS` in all."""
     begin = max(0, sequence.prompt - PROMPT_ROWS)
     end = min(begin + ROWS, len(sequence.tokens) - 1)
     number = torch.arange(begin, end) + 1  # of the token that each row predicts from
@@ -243,3 +207,74 @@ def record_of(request: str, sequence: EvalSequence, tau: float = 0.0) -> Record:
         number >= sequence.prompt,
         tau,
     )
+
+
+def tau_of(served: Sequence[Served]) -> float | None:
+    """Tokens per step over some requests; None over none."""
+    steps = sum(each.steps for each in served)
+    return sum(each.tokens for each in served) / steps if steps else None
+
+
+def figures(found: Simulated) -> Figures:
+    """Return the figures of one policy on one stream."""
+    served, phases = found.served, dict.fromkeys(each.phase for each in found.served)
+    of = {phase: [each for each in served if each.phase == phase] for phase in phases}
+    seconds = sum(each.seconds for each in served)
+    return {
+        "requests": len(served),
+        "tau": tau_of(served),
+        "tau_by_phase": {phase: tau_of(each) for phase, each in of.items()},
+        "tau_of_last_quarter": {
+            phase: tau_of(each[-max(1, len(each) // 4) :]) for phase, each in of.items()
+        },
+        "tau_by_window": [tau_of(served[n : n + WINDOW]) for n in range(0, len(served), WINDOW)],
+        "tokens_per_second": sum(each.tokens for each in served) / seconds,
+        "training_share": sum(each.training for each in served) / seconds,
+        "updates": found.updates,
+        "swaps": found.swaps,
+        "refused": found.refused,
+        "returns": found.returns,
+        "records": found.books,
+    }
+
+
+def table(results: Mapping[str, Figures]) -> str:
+    """Return a row per stream and policy: means over the seeds, and for tokens/s their range.
+
+    Args:
+        results: figures by "STREAM, seed N: POLICY".
+    """
+    rows = [["stream", "policy", "τ", "by phase (last quarter)", "tokens/s", "× frozen"]]
+    rows[0] += ["training", "updates (heads, full)", "swaps", "refused", "returns"]
+    cells: dict[tuple[str, str], dict[str, Figures]] = {}
+    for key, found in results.items():
+        place, _, policy = key.partition(": ")
+        stream, _, seed = place.partition(", seed ")
+        cells.setdefault((stream, policy), {})[seed] = found
+    for (stream, policy), seeds in cells.items():
+        frozen, found = cells.get((stream, "frozen"), {}), list(seeds.values())
+        speeds = {seed: each["tokens_per_second"] for seed, each in seeds.items()}
+        times = [speeds[n] / frozen[n]["tokens_per_second"] for n in speeds if n in frozen]
+
+        def mean(*names: str, found: list[Figures] = found) -> float:
+            values = found
+            for name in names:
+                values = [each.get(name, 0) for each in values]
+            return fmean(len(each) if isinstance(each, list) else each for each in values)
+
+        phases = [
+            f"{phase} {mean('tau_by_phase', phase):.2f} ({mean('tau_of_last_quarter', phase):.2f})"
+            for phase in found[0]["tau_by_phase"]
+        ]
+        least, most = min(speeds.values()), max(speeds.values())
+        rows.append(
+            [
+                *(stream, policy, f"{mean('tau'):.3f}", ", ".join(phases)),
+                f"{fmean(speeds.values()):.1f} ({least:.1f} – {most:.1f})",
+                f"{fmean(times):.3f}" if times else "–",
+                f"{100 * mean('training_share'):.1f} %",
+                ", ".join(f"{mean('updates', arm):.1f}" for arm in ("heads", "full")),
+                *(f"{mean(name):.1f}" for name in ("swaps", "refused", "returns")),
+            ]
+        )
+    return markdown_table(rows)

@@ -22,28 +22,17 @@ VOCAB = 2048
 
 @dataclass(frozen=True)
 class Call:
-    """One request over HTTP.
+    """One request over HTTP."""
 
-    Attributes:
-        key: of this request alone, within all traffic of a seed.
-        kinds: what was drawn for it.
-        path: of the endpoint.
-        body: JSON's types; bytes: sent as they are.
-        leaves_after: events of a stream after which the client closes its connection.
-        patience: seconds after which it does in any case.
-        refused: the server has to answer with an error of the client's.
-    """
-
-    key: str
-    kinds: tuple[str, ...]
+    key: str  # of this request alone, within all traffic of a seed
+    kinds: tuple[str, ...]  # what was drawn for it
     path: str
-    body: dict[str, Any] | bytes
-    leaves_after: int | None = None
-    patience: float | None = None
-    refused: bool = False
+    body: dict[str, Any] | bytes  # bytes: sent as they are
+    leaves_after: int | None = None  # events of a stream after which the client closes it
+    patience: float | None = None  # seconds after which it does in any case
+    refused: bool = False  # the server has to answer with an error of the client's
 
     def patient(self) -> Call:
-        """The same request of a client that stays until the end."""
         return replace(self, leaves_after=None, patience=None)
 
 
@@ -59,6 +48,7 @@ SCHEMA = {
     },
     "required": ["name", "size", "kind"],
 }
+FORMAT = {"type": "json_schema", "json_schema": {"name": "entry", "schema": SCHEMA}}
 SAMPLING: Weighted = {
     "greedy": (6, {"temperature": 0}),
     "T = 0.3": (1, {"temperature": 0.3}),
@@ -85,15 +75,7 @@ CONSTRAINTS: Weighted = {
     "regex": (2, {"structured_outputs": {"regex": "[a-z]{3,12}(, [a-z]{3,12}){0,9}"}}),
     "choice": (1, {"structured_outputs": {"choice": ["a tree", "a chain", "a list of words"]}}),
     "JSON": (2, {"structured_outputs": {"json": SCHEMA}}),
-    "JSON by response format": (
-        1,
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "entry", "schema": SCHEMA},
-            }
-        },
-    ),
+    "JSON by response format": (1, {"response_format": FORMAT}),
 }
 EXTRAS: Weighted = {
     "text only": (12, {}),
@@ -120,8 +102,6 @@ PROMPTS: Weighted = {
 MAX_TOKENS = (1, 1, 2, 8, 24, 24, 48, 48, 80, 120)
 WRONG = 0.06
 """Share of requests that are wrong."""
-
-
 _TOO_MANY = 1 << 20
 
 WRONG_KEYS: dict[str, dict[str, Any]] = {
@@ -167,14 +147,7 @@ def wrong_requests(model: str, prompt: list[int]) -> list[tuple[str, str, dict[s
 
 
 class Traffic:
-    """Requests without end.
-
-    Args:
-        seed: of all that is drawn.
-        model: its name for the server.
-        tokenizer: file of the target's tokenizer.
-        texts: prompts are cut from them.
-    """
+    """Requests without end, with prompts cut from `texts`; model: its name for the server."""
 
     def __init__(self, seed: int, model: str, tokenizer: Path, texts: Sequence[str]) -> None:
         from tokenizers import Tokenizer
@@ -182,14 +155,12 @@ class Traffic:
         self.seed, self.model = seed, model
         self.tokenizer = Tokenizer.from_file(str(tokenizer))
         rng = random.Random(f"{seed} texts")
-        cuts = [self._cut(rng, texts) for _ in range(64)]
-        self.tokens: list[list[int]] = [self.tokenizer.encode(text).ids for text in cuts]
+        long, self.tokens = [text for text in texts if len(text) > 8_000], []
+        for _ in range(64):
+            text = rng.choice(long)
+            begin = text.index("\n", rng.randrange(len(text) - 6_000)) + 1
+            self.tokens.append(self.tokenizer.encode(text[begin:][:5_000]).ids)
         self.shared = [ids[:160] for ids in self.tokens[:6]]
-
-    def _cut(self, rng: random.Random, texts: Sequence[str]) -> str:
-        text = rng.choice([text for text in texts if len(text) > 8_000])
-        start = rng.randrange(len(text) - 6_000)
-        return text[text.index("\n", start) + 1 :][:5_000]
 
     def call(self, key: str) -> Call:
         """The request of a key."""
@@ -256,14 +227,12 @@ class Traffic:
         return short
 
     def _chat(self, rng: random.Random, prompt: list[int]) -> dict[str, Any]:
-        """The prompt as the last of one or of three messages."""
-        turns = (
-            [prompt] if rng.random() < 0.6 else [self.shared[0][:60], prompt[:40], prompt[40:200]]
-        )
+        turns = [prompt]
+        if rng.random() >= 0.6:
+            turns = [self.shared[0][:60], prompt[:40], prompt[40:200]]
         contents = [self.tokenizer.decode(turn) for turn in turns if turn]
         roles = ("user", "assistant", "user")
-        said = [{"role": role, "content": text} for role, text in zip(roles, contents)]
-        return {"messages": said}
+        return {"messages": [{"role": r, "content": text} for r, text in zip(roles, contents)]}
 
 
 def _pick(rng: random.Random, table: Weighted) -> str:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 NGRAM = {"kind": "ngram"}
+LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+"""Of vLLM's n-gram lookup."""
 
 POLICIES: dict[str, dict[str, str]] = {
     "route": {"draft_policy": "route"},
@@ -18,12 +20,10 @@ POLICIES: dict[str, dict[str, str]] = {
 
 
 def specblock(folder: Path | str, **options: Any) -> dict[str, Any]:
-    """A SpecBlock head."""
     return {"kind": "specblock", "model": str(folder), **options}
 
 
 def eagle3(folder: Path | str, **options: Any) -> dict[str, Any]:
-    """An EAGLE-3 head, whose tree grows level by level."""
     return {"kind": "eagle3", "model": str(folder), **options}
 
 

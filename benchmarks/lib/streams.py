@@ -17,13 +17,7 @@ AGAIN = "home again"
 
 @dataclass(frozen=True)
 class Place:
-    """One request of a stream.
-
-    Attributes:
-        phase: figures are taken over its requests.
-        domain: `HOME`, `AWAY`, or one that follows.
-        text: index into the domain's texts; the same one may come again.
-    """
+    """One request of a stream: figures are taken over a phase; text: index into the domain's."""
 
     phase: str
     domain: int
@@ -56,7 +50,6 @@ def ordered(length: int, seed: int, domains: int = 2) -> list[Place]:
 
 
 def stationary(length: int, seed: int, domains: int = 2) -> list[Place]:
-    """Home alone."""
     return _places([HOME] * length, domains)
 
 
@@ -96,7 +89,6 @@ STREAMS: dict[str, Callable[[int, int, int], list[Place]]] = {
 
 
 def make_stream(name: str, length: int, seed: int, domains: int = 2) -> list[Place]:
-    """Return a stream by name; domains: home and the others."""
     if name not in STREAMS:
         raise TrainError(f"There is no stream {name!r}: choose one of {', '.join(STREAMS)}.")
     return STREAMS[name](length, seed, domains)
@@ -112,7 +104,6 @@ def texts_needed(streams: Sequence[Stream], domains: int = 2) -> list[int]:
 
 
 def _places(order: Sequence[int], domains: int) -> list[Place]:
-    """Requests for new texts of these domains."""
     names = ["home", *(f"away {n}" if domains > 2 else "away" for n in range(1, domains))]
     seen: Counter[int] = Counter()
     places = []

@@ -43,15 +43,8 @@ def make_versions(trained: Path, other: Path) -> Versions:
 
 
 class Swaps:
-    """Refreshes drafters of an engine around every step that proposes.
-
-    Args:
-        versions: see `make_versions`.
-        heads: indices of the drafters, all of them SpecBlock.
-
-    Attributes:
-        count: swaps by version; those of NaN were refused.
-    """
+    """Refreshes the SpecBlock drafters `heads` of an engine around every step that proposes;
+    count: swaps by version, of which those of NaN were refused."""
 
     def __init__(
         self, speculator: Any, versions: Versions, heads: Sequence[int] = (0,), seed: int = 0
@@ -98,7 +91,6 @@ class Swaps:
         return self._accepted() - self._accepted_before
 
     def require(self, swaps: int, accepted: int) -> None:
-        """Assert that enough was tested."""
         assert self.count.keys() == self.versions.keys(), f"not all versions: {self.count}"
         assert self.count.total() >= swaps, f"{self.count.total()} swaps, not {swaps}"
         assert self.accepted >= accepted, f"{self.accepted} drafts accepted, not {accepted}"

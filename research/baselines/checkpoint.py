@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from baselines.config import FalconShape, MedusaShape, SmallShape
 from baselines.falcon import FalconModel
+from baselines.groups import FalconShape, MedusaShape, SmallShape
 from baselines.medusa import MedusaModel
 from baselines.parallelspec import ParallelSpecModel
 from baselines.sps import SmallLanguageModel

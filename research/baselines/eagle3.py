@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
-from baselines.folder import write_folder
 from baselines.groups import KeyValue, extend, group_attention, masked_attention, shape_like
-from baselines.positions import NamedLearner, loss_and_choice
+from baselines.positions import NamedLearner, loss_and_choice, write_folder
 from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
@@ -95,7 +94,6 @@ class Eagle3(NamedLearner, Eagle3Model):
         return draft_eagle3(self, sequence, shape)
 
     def save(self, directory: Path) -> None:
-        """A checkpoint for vLLM's method "eagle3"."""
         tensors = self.state_dict()
         if len(self.d2t) == len(self.t2d):
             # vLLM has no place for a mapping where there is nothing to map.

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from baselines.config import FalconShape
-from baselines.folder import write_folder
 from baselines.group_attention import FalconAttention
 from baselines.groups import (
+    FalconShape,
     KeyValue,
+    Trunk,
     draw_weights,
     earlier_rows,
     extend,
@@ -36,10 +36,8 @@ from baselines.groups import (
     sizes_like,
 )
 from baselines.options import FalconConfig
-from baselines.positions import Positions, PositionsLearner
-from baselines.served_draft import ServedDraft
+from baselines.positions import Positions, PositionsLearner, served, write_folder
 from baselines.static_tree import TreePlan, default_hits
-from baselines.trunk import Trunk
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.drafters.common.layers import Attend, RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
@@ -228,10 +226,9 @@ class Falcon(PositionsLearner, FalconModel):
         self.hits.copy_(right / count)
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
-        options = FalconConfig(calibrate_drafts=False)
         # So many slots that the tree is the whole plan.
         slots = (self.budget + 1) * self.config.block_size
-        return ServedDraft(FalconDrafter, self, options, self.budget, sequence, lookahead=slots)
+        return served(FalconDrafter, self, self.budget, sequence, slots)
 
     def save(self, directory: Path) -> None:
         """What we serve; the tree is shaped by the hit rates as they are then."""

@@ -25,11 +25,10 @@ from vllm_specblock.tree import pack_bits
 
 
 class GroupRows:
-    """Builds the PagedAttention of committed rows; with k = 1 they are plain causal.
+    """Builds the PagedAttention of committed rows; with `size` k = 1 they are plain causal.
 
     Args:
         caches: one [blocks, kv heads, block size · k, 2D] per drafter layer.
-        size: k.
         max_position: positions at or beyond it have no slot (the model's length limit).
     """
 
@@ -198,10 +197,8 @@ def newest_rows(rows: CommittedTokens, requests: Tensor | None = None) -> Commit
 
 
 def rows_after(rows: CommittedTokens, count: int, max_position: int) -> CommittedTokens:
-    """The next `count` rows of requests that have one row each; each row is its own request.
-
-    Rows at positions from `max_position` on have no slot.
-    """
+    """The next `count` rows of requests that have one row each; each row is its own request, and
+    those from `max_position` on have no slot."""
     ahead = torch.arange(1, count + 1, device=rows.position.device)
     position, index = ((x[:, None] + ahead).flatten() for x in (rows.position, rows.index))
     names = (*rows.PER_ROW, *rows.PER_REQUEST)
@@ -230,11 +227,7 @@ def joined(rows: CommittedTokens, more: CommittedTokens) -> CommittedTokens:
 def _apart(count: int, device: torch.device) -> dict[str, Any]:
     """Fields of `count` requests of one row each."""
     start = torch.arange(count + 1, device=device)
-    return {
-        "row_start": start.int(),
-        "row_start_host": [*range(count + 1)],
-        "last": start[:-1],
-    }
+    return {"row_start": start.int(), "row_start_host": [*range(count + 1)], "last": start[:-1]}
 
 
 def _cut(cache: Tensor, size: int) -> Tensor:

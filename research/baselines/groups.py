@@ -1,4 +1,4 @@
-"""Drafters whose rows each carry a group of entries: sizes, weights, and attention in training.
+"""Drafters whose rows each carry a group of entries: sizes, layers, and attention in training.
 
 An entry sees some entries of earlier rows (the prefix) and some of its own row's group, never
 other rows' groups. Symbols: B windows, R rows, n entries per row, H hidden size, D head size.
@@ -7,23 +7,88 @@ other rows' groups. Symbols: B windows, R rows, n entries per row, H hidden size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_specblock.drafters.common.config import check_rope_scaling, default_layer_ids, layers_of
-from vllm_specblock.drafters.specblock.config import TargetInfo
+from vllm_specblock.drafters.common.config import (
+    Count,
+    NetworkShape,
+    check_rope_scaling,
+    default_layer_ids,
+    layers_of,
+)
+from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
+from vllm_specblock.drafters.common.rope import Rotary
+from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
 from vllm_specblock.train.attention import sdpa
 
 KeyValue = tuple[Tensor, Tensor]
-Shape, Made = TypeVar("Shape", bound=BaseModel), TypeVar("Made")
+Shape = TypeVar("Shape", bound=BaseModel)
 
 _ROWS_AT_ONCE = 32
 """Rows that attend together: of their own entries they compute those of each other in vain."""
+
+
+# ParallelSpec's shape is `DrafterConfig`, whose `block_size` is the positions of one forward. What
+# that says of the rank head and the shift is not read, here and in `FalconShape`.
+
+
+class MedusaShape(BaseModel):
+    """Attributes: hidden_size: Ht, the target's; num_heads: K; num_layers: blocks of each head."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hidden_size: Count
+    vocab_size: Count
+    draft_vocab_size: Count
+    num_heads: Count
+    num_layers: Count
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.hidden_size
+
+    def target_layers(self, num_layers: int) -> tuple[int, ...]:
+        """What follows all layers of the target: the state that its LM head reads."""
+        return (num_layers,)
+
+
+class FalconShape(DrafterConfig):
+    """`block_size` is k, tokens of one forward.
+
+    k divides every block of vLLM's cache, which holds a multiple of 16 tokens.
+
+    Attributes:
+        forwards: F; the tree is at most F·k deep.
+        lstm_layers: before the decoder layers.
+    """
+
+    block_size: Literal[1, 2, 4, 8, 16]
+    hidden_size: Annotated[int, Field(ge=2, multiple_of=2)]
+    forwards: Count
+    lstm_layers: Count
+
+
+class SmallShape(NetworkShape):
+    """A Llama with tied embeddings; the attributes are those of its config.json."""
+
+    draft_vocab_size: Count
+    tie_word_embeddings: Literal[True] = True
+    max_position_embeddings: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    @property
+    def target_hidden_size(self) -> None:
+        """It reads no state of the target."""
+
+    def target_layers(self, num_layers: int) -> tuple[int, ...]:
+        return ()
 
 
 def sizes_like(
@@ -33,13 +98,10 @@ def sizes_like(
     layer_ids: tuple[int, int, int] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Return keys of a DrafterConfig whose layers are like the target's.
+    """Return keys of a DrafterConfig whose layers are like those of a Llama- or Qwen3-like target.
 
-    Args:
-        target_config: transformers config of a Llama- or Qwen3-like target.
-        block_size: entries per row.
-        layer_ids: of the target's features; None: the usual ones.
-        changes: other keys, such as `intermediate_size` and `num_hidden_layers`.
+    block_size: entries per row; layer_ids: of the target's features, None: the usual ones; changes:
+    other keys, such as `intermediate_size`.
     """
     raw = target_config.to_dict()
     size, vocab_size = raw["hidden_size"], raw["vocab_size"]
@@ -68,13 +130,6 @@ def shape_like(
     layers = like["target"].layer_ids or default_layer_ids(target_config.num_hidden_layers)
     fields = {key: value for key, value in like.items() if key in kind.model_fields}
     return kind(**fields | {"layer_ids": layers})
-
-
-def seeded(seed: int, make: Callable[[], Made]) -> Made:
-    """Call `make` with a seed; the global generator is left alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make()
 
 
 def draw_weights(network: nn.Module, std: float | None = None) -> None:
@@ -154,3 +209,49 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) ->
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
     return mixed.transpose(1, 2)
+
+
+class Trunk(nn.Module):
+    """Input and decoder layers of drafters that read the target's features, as EAGLE does.
+
+    An entry is a feature of a token, the target's or the drafter's own, fused with the embedding of
+    the token after it.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.condition_proj = nn.Linear(3 * config.target_hidden_size, size, bias=False)
+        self.condition_norm = RMSNorm(size, eps)
+        self.token_norm = RMSNorm(size, eps)
+        self.fuse = nn.Linear(2 * size, size, bias=False)
+        self.rotary = Rotary(config)  # every entry has a position of its own
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+
+    def condition(self, features: Tensor) -> Tensor:
+        """The target's features [..., 3·Ht] -> [..., H]."""
+        # Linear layers may keep their weights in another dtype.
+        return self.condition_proj(features.to(self.condition_norm.weight.dtype))
+
+    def entry(self, condition: Tensor, embedding: Tensor) -> Tensor:
+        """condition [..., H], embedding of the token after it [..., H] -> [..., H]."""
+        token = self.token_norm(embedding.to(condition.dtype))
+        return self.fuse(torch.cat([self.condition_norm(condition), token], dim=-1))
+
+    def forward(
+        self, entries: Tensor, position: Tensor, attend: Attend, keep: Tensor | None = None
+    ) -> Tensor:
+        """Run all layers over n entries [..., H] at RoPE `position` [...] int64.
+
+        attend: called with the layer's number, query [n, 1, nh, D], key and value [n, 1, nkv, D].
+        keep: [Q] int64, entries whose states are returned; None: all.
+
+        Returns:
+            [..., H] or [Q, H], before the final norm.
+        """
+        rope = self.rotary(position.flatten(), entries.dtype)
+        hidden = entries.reshape(-1, 1, entries.shape[-1])
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            hidden = layer(index, hidden, rope, attend, keep if index == last else None)
+        return hidden[:, 0] if keep is not None else hidden.view(entries.shape)

@@ -20,14 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from baselines.folder import write_folder
 from baselines.groups import group_attention, shape_like
-from baselines.positions import PositionsLearner
-from baselines.served_draft import ServedDraft
+from baselines.positions import PositionsLearner, served, write_folder
 from vllm_specblock.drafters.dflash.config import ARCHITECTURE, DFlashShape
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
 from vllm_specblock.drafters.dflash.model import DFlashModel
-from vllm_specblock.drafters.options import DFlashConfig
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 
 
@@ -41,7 +38,6 @@ class FrozenHead(nn.Module):
         self.register_buffer("weight", weight.clone())
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., H] -> [..., Vd]."""
         return linear(states, self.weight.to(states.dtype))
 
 
@@ -65,13 +61,8 @@ class DFlash(PositionsLearner, DFlashModel):
         masks: int = 7,
         **sizes: Any,
     ) -> DFlashShape:
-        """Sizes of a drafter for a target.
-
-        Args:
-            mask_token_id: a token of the target that texts hardly have.
-            masks: K.
-            sizes: as `sizes_like` takes them, such as `intermediate_size` and `layer_ids`.
-        """
+        """mask_token_id: a token of the target that texts hardly have; masks: K; sizes: as
+        `sizes_like` takes them."""
         own = {"masks": masks, "mask_token_id": mask_token_id, "causal": cls.kind == "jetspec"}
         return shape_like(
             DFlashShape, target_config, draft_vocab_size, **sizes, **own, qk_norm=True
@@ -112,8 +103,7 @@ class DFlash(PositionsLearner, DFlashModel):
     def draft_along(self, sequence: EvalSequence) -> Draft:
         network = copy(self)
         network.__class__ = DFlashModel  # whose forward runs blocks
-        options = DFlashConfig(calibrate_drafts=False)
-        return ServedDraft(DFlashDrafter, network, options, self.budget, sequence)
+        return served(DFlashDrafter, network, self.budget, sequence)
 
     def save(self, directory: Path) -> None:
         """What we serve, in the authors' layout, which vLLM's own method "dflash" loads, too."""

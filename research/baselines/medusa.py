@@ -8,6 +8,7 @@ paper's static tree ours is the exact best N of the product of the heads' distri
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from baselines.config import MedusaShape
-from baselines.folder import write_folder, write_mapping
+from baselines.groups import MedusaShape
 from baselines.options import MedusaConfig
-from baselines.positions import Positions, PositionsLearner
-from baselines.served_draft import LAST, ServedDraft
+from baselines.positions import Positions, PositionsLearner, served, write_folder, write_mapping
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens
@@ -52,7 +51,6 @@ class ResidualBlocks(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., Ht] -> [..., Ht]."""
         for layer in self.layers:
             x = x + silu(layer(x))
         return x
@@ -124,8 +122,8 @@ class Medusa(PositionsLearner, MedusaModel):
         return self.outcome(states, train_batch, weights)
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
-        options = MedusaConfig(calibrate_drafts=False)
-        return ServedDraft(MedusaDrafter, self, options, self.budget, sequence, layers=(LAST,))
+        last = replace(sequence, hidden=sequence.last)
+        return served(MedusaDrafter, self, self.budget, last, layers=(0,))
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint for us and for vLLM's method "medusa", which drafts a chain.

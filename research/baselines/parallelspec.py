@@ -17,13 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baselines.folder import write_folder
 from baselines.group_attention import GroupRows, joined, newest_rows, rows_after
-from baselines.groups import draw_weights, earlier_rows, group_attention, sizes_like
+from baselines.groups import Trunk, draw_weights, earlier_rows, group_attention, sizes_like
 from baselines.options import ParallelSpecConfig
-from baselines.positions import Positions, PositionsLearner
-from baselines.served_draft import ServedDraft
-from baselines.trunk import Trunk
+from baselines.positions import Positions, PositionsLearner, served, write_folder
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.drafters.common.layers import RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
@@ -117,10 +114,8 @@ class ParallelSpec(PositionsLearner, ParallelSpecModel):
         return self.outcome(states, train_batch, [1.0] * self.config.block_size)
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
-        options = ParallelSpecConfig(calibrate_drafts=False)
-        return ServedDraft(ParallelSpecDrafter, self, options, self.budget, sequence)
+        return served(ParallelSpecDrafter, self, self.budget, sequence)
 
     def save(self, directory: Path) -> None:
-        """What we serve."""
         config = {"architectures": ["ParallelSpec"]} | self.config.model_dump(mode="json")
         write_folder(directory, "parallelspec", config, self.state_dict())

@@ -7,21 +7,74 @@ predicts x_{i+1+k}.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Self
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from baselines.groups import draw_weights, seeded
+from baselines.groups import draw_weights
+from vllm_specblock.drafters.common.checkpoint_files import CONFIG, MAPPING, WEIGHTS
 from vllm_specblock.drafters.common.layers import DraftLM
+from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
+from vllm_specblock.drafters.detect import KIND
+from vllm_specblock.drafters.registry import DRAFTERS
+from vllm_specblock.train.data.shards import replace, write_json
+from vllm_specblock.train.eval.drafting import ServedDraft
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
+    EvalSequence,
     Learner,
     LossOutput,
     TrainBatch,
     draft_labels,
 )
 from vllm_specblock.train.losses import head_loss
+
+
+def served(
+    kind: type[NetworkDrafter],
+    network: nn.Module,
+    nodes: int,
+    sequence: EvalSequence,
+    slots: int | None = None,
+    layers: tuple[int, ...] = (0, 1, 2),
+    **options: Any,
+) -> ServedDraft:
+    """Draft along a text with the drafter that serves, in trees of `nodes` nodes.
+
+    slots: of the cache, after the root; layers: indices into the features; options: of the kind.
+    """
+    made = DRAFTERS[kind.kind].options(calibrate_drafts=False, **options)
+    drafter = kind(network, sequence.embed, made, nodes, 1, slots, layers)
+    return ServedDraft(drafter, sequence, slots=slots)
+
+
+def write_folder(
+    directory: Path, kind: str | None, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> None:
+    """Write config.json and model.safetensors, floating-point tensors in bf16.
+
+    kind: None where the layout of config.json names the drafter by itself.
+    """
+    stored = {
+        name: (value.bfloat16() if value.is_floating_point() else value).detach().cpu().clone()
+        for name, value in tensors.items()
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    replace(
+        directory / WEIGHTS,
+        lambda aside: safetensors.torch.save_file(stored, aside, {"format": "pt"}),
+    )
+    named = {} if kind is None else {KIND: kind}
+    write_json(directory / CONFIG, config | named | {"torch_dtype": "bfloat16"})
+
+
+def write_mapping(directory: Path, d2t: Tensor, t2d: Tensor) -> None:
+    """Write the draft vocabulary, for a folder whose tensors are another engine's."""
+    mapping = {"d2t": d2t.cpu().clone(), "t2d": t2d.cpu().clone()}
+    replace(directory / MAPPING, lambda aside: torch.save(mapping, aside))
 
 
 class Positions(DraftLM):
@@ -38,7 +91,6 @@ class NamedLearner(Learner):
     """First weights and draft vocabulary; goes before the network among the base classes.
 
     Args:
-        shape: sizes of the network.
         d2t: [Vd] int64, target id − draft id.
         t2d: [V] bool, whether a target id has a draft id.
         head: [Vd, H], first weights of the LM head; None: random.
@@ -72,7 +124,6 @@ class NamedLearner(Learner):
 
     @staticmethod
     def shape_like(target_config: Any, draft_vocab_size: int, **sizes: Any) -> Any:
-        """Sizes of a drafter for a target."""
         raise NotImplementedError
 
     @classmethod
@@ -92,7 +143,9 @@ class NamedLearner(Learner):
         target_config: of transformers; seed: of the weights; sizes: see `shape_like`.
         """
         shape = cls.shape_like(target_config, len(d2t), **sizes)
-        return seeded(seed, lambda: cls(shape, d2t, t2d, head, budget))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return cls(shape, d2t, t2d, head, budget)
 
 
 class PositionsLearner(NamedLearner):

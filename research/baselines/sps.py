@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
 
-from baselines.config import SmallShape
-from baselines.folder import write_folder, write_mapping
 from baselines.group_attention import GroupRows, joined, newest_rows, rows_after
-from baselines.groups import draw_weights, masked_attention
+from baselines.groups import SmallShape, draw_weights, masked_attention
 from baselines.options import SpSConfig
-from baselines.positions import NamedLearner, loss_and_choice
-from baselines.served_draft import ServedDraft
+from baselines.positions import (
+    NamedLearner,
+    loss_and_choice,
+    served,
+    write_folder,
+    write_mapping,
+)
 from vllm_specblock.drafters.common.config import layers_of
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
@@ -201,8 +204,7 @@ class SmallModel(NamedLearner, SmallLanguageModel):
         return LossOutput(loss, *tally, torch.zeros_like(loss))
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
-        options = SpSConfig(calibrate_drafts=False, depth=self.depth)
-        return ServedDraft(SpSDrafter, self, options, self.depth, sequence, layers=())
+        return served(SpSDrafter, self, self.depth, sequence, depth=self.depth)
 
     def save(self, directory: Path) -> None:
         """What we serve, and a transformers model for vLLM's method "draft_model"."""

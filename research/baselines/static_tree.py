@@ -41,23 +41,17 @@ def default_hits(positions: int, width: int) -> Tensor:
 class PlanStep(NamedTuple):
     """One forward of a static tree. S starts, the nodes whose block it drafts; n nodes.
 
-    source: [S] int64, the start of the step before that each start descends from.
-    path: [S, k] int64, the nodes (0-based) of the last k depths of each start's path.
-    node: [n] int64, the nodes that the step adds.
-    place, rank: [n] int64, each node's position among all S·k, and its choice there.
-    width: choices per position that the nodes take.
-    before: starts of the later steps up to this one. The first step's is in the cache for good.
     ancestry: per start those of the later steps on its path, itself included, as numbers from
         `before` of step 2 on.
     """
 
-    source: Tensor
-    path: Tensor
-    node: Tensor
-    place: Tensor
-    rank: Tensor
-    width: int
-    before: int
+    source: Tensor  # [S] int64, the start of the step before that each start descends from
+    path: Tensor  # [S, k] int64, the nodes (0-based) of the last k depths of each start's path
+    node: Tensor  # [n] int64, the nodes that the step adds
+    place: Tensor  # [n] int64, each node's position among all S·k
+    rank: Tensor  # [n] int64, its choice there
+    width: int  # choices per position that the nodes take
+    before: int  # starts of the later steps up to this one; the first step's is in the cache
     ancestry: list[list[int]]
 
 

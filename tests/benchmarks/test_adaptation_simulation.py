@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from adaptation import app
+from adaptation_serving import LEARNERS
 from typer.testing import CliRunner
 
 from vllm_specblock.adapt.adaptation import AdaptationConfig
+from vllm_specblock.adapt.options import parse_adapt
 from vllm_specblock.adapt.trainer.trainer import TrainerConfig
 
 PAIR = Path(__file__).parents[2] / "examples" / "tiny_pair"
@@ -65,6 +67,11 @@ def test_wrong_options_are_one_sentence(prompts, tmp_path, given, status, messag
     assert result.exit_code == status
     assert message in result.stderr and "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_served_learners_are_asked_for_in_the_words_of_the_options():
+    for adapt in filter(None, LEARNERS.values()):
+        assert parse_adapt(adapt, "specblock", "") is not None
 
 
 def test_what_is_simulated_learns_as_serving_does():

@@ -36,15 +36,8 @@ def test_the_profile_has_the_tau_that_was_asked_for(model, tau):
 def test_every_engine_that_drafts_is_imposed_upon_and_plain_vllm_is_not():
     place = Place(Path("t"), Path("d"), Path("e"), [0.8, 0.7], {})
     found = end_to_end.engines(place, [12, 60], [3], gpu=True)
-    assert list(found) == [
-        PLAIN,
-        "n-gram @ 3",
-        "EAGLE-3 chain @ 3",
-        "SpecBlock @ 12",
-        "SpecBlock @ 60",
-        "SpecBlock, 8 bits @ 60",
-        "SpecBlock, adaptive @ 60",
-    ]
+    ours = [f"SpecBlock{kind}" for kind in (" @ 12", " @ 60", ", 8 bits @ 60", ", adaptive @ 60")]
+    assert list(found) == [PLAIN, "n-gram @ 3", "EAGLE-3 chain @ 3", *ours]
     assert found.pop(PLAIN) is None
     for keys in found.values():
         assert len(keys["synthetic_acceptance_rates"]) == keys["num_speculative_tokens"]
@@ -55,14 +48,8 @@ def fake_run(calls, failing=()):
         calls.append((arguments, job))
         if any(part in json.dumps(arguments["speculative_config"]) for part in failing):
             raise EngineFailed("The engine ended with code 1: no memory")
-        counters = {
-            TOKENS: 400,
-            STEPS: 100,
-            DRAFTING: 50_000_000,
-            DEVICE: 0,
-            counted.STEPS: 100,
-            counted.TOKENS: 400,
-        }
+        counters = {TOKENS: 400, STEPS: 100, DRAFTING: 50_000_000, DEVICE: 0}
+        counters |= {counted.STEPS: 100, counted.TOKENS: 400}
         return {"seconds": 2.0, "counters": counters}
 
     return run

@@ -8,16 +8,12 @@ import sys
 import fuzz_kernels
 import pytest
 from fuzz_kernels import fuzz, main
-from lib.fuzz_case import Case
-from lib.fuzz_cases import LOOPS
+from lib.fuzz_cases import LOOPS, Case
 from vllm_specblock.triton_kernels import optional_numba
 
 loops = pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
 LAUNCHED = {
-    "verification: store, mask, walk": {
-        "_build_tree_mask_kernel",
-        "_accept_path_kernel",
-    },
+    "verification: store, mask, walk": {"_build_tree_mask_kernel", "_accept_path_kernel"},
     "commit: keys and values move": {"_move_path_kernel"},
     "selection of nodes": {"_select_kernel"},
     "growth of SpecBlock trees": {"_attach_and_select_kernel"},
@@ -63,17 +59,8 @@ def test_kernels_under_the_interpreter(tmp_path):
     """In a process of its own: what was decided about kernels here is not undone."""
     pytest.importorskip("triton")
     out = tmp_path / "fuzz.json"
-    fuzz_kernels.subprocess.run(
-        [
-            sys.executable,
-            fuzz_kernels.__file__,
-            "--triton",
-            "--trees=3",
-            "--seed=7",
-            f"--out={out}",
-        ],
-        check=True,
-    )
+    command = [sys.executable, fuzz_kernels.__file__, "--triton", "--trees=3", "--seed=7"]
+    fuzz_kernels.subprocess.run([*command, f"--out={out}"], check=True)
     found = json.loads(out.read_text())["kernels"]
     assert found.keys() == LAUNCHED.keys()
     for name, kernels in LAUNCHED.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu_idle import DRAFTING, STEP, Gap, summarise
+from gpu_idle import DRAFTING, STEP, summarise
 
 
 def event(cat: str, name: str, ts: float, dur: float) -> dict:
@@ -38,7 +38,8 @@ def test_idle_time_of_each_step():
     assert summary.step_us == [100, 200]
     # 5 between two kernels and 10 at the end; 30 at the beginning.
     assert summary.idle == pytest.approx([0.15, 0.15])
-    assert summary.gaps == [Gap(40, "draft", "gemm"), Gap(5, "attention", "copy")]
+    gaps = [tuple(gap.values()) for gap in summary.gaps]
+    assert gaps == [(40, "draft", "gemm"), (5, "attention", "copy")]
     assert summary.parts == {STEP: 80, DRAFTING: 50}
     assert summary.launches == {"a step": 3, STEP: 2, DRAFTING: 1}
     text = summary.text("a GPU")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import never_slower
 import psutil
-from lib.engines import ENGINES
-from never_slower import default_methods
+from never_slower import ENGINES, default_methods
 from support.engines import DRAFTER, TARGET
 
 from vllm_specblock.bench.config import BenchConfig

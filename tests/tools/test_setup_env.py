@@ -12,38 +12,33 @@ WHEELS = "https://download.pytorch.org/whl/cpu"
 
 
 class Machine:
-    """Remembers every command; `fails` says which do not work."""
+    """Remembers every command, without the interpreter's folder; `fails` does not work."""
 
     def __init__(self):
         self.commands: list[str] = []
-        self.fails = lambda command: False
+        self.fails = "nothing"
 
     def __call__(self, command):
         short = " ".join(command).replace(" -m pip --disable-pip-version-check", "")
-        self.commands.append(short.replace(str(SCRIPT.parents[1]), "."))
-        return not self.fails(self.commands[-1])
+        self.commands.append(short.replace(str(SCRIPT.parents[1]), ".").split("/bin/")[-1])
+        return self.commands[-1] != self.fails
 
 
 @pytest.fixture
 def setup(monkeypatch, tmp_path):
     module = load_script(SCRIPT)
-    machine, has = Machine(), {"uv": None, "nvidia-smi": None}
+    machine = Machine()
     monkeypatch.setattr(module, "_call", machine)
-    monkeypatch.setattr(module.shutil, "which", has.get)
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
     monkeypatch.setattr(module.platform, "system", lambda: "Linux")
     monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(module.venv, "create", lambda folder, with_pip: None)
     monkeypatch.setattr(module, "_imports", lambda python: None)
     monkeypatch.setattr(module, "_name_the_distribution", lambda python: None)
-    module.machine, module.has, module.monkeypatch = machine, has, monkeypatch
+    module.machine, module.monkeypatch = machine, monkeypatch
     module.folder = tmp_path / "v"
     module.folder.mkdir()
     return module
-
-
-def tail(commands):
-    """The commands without the interpreter's folder."""
-    return [command.split("/bin/")[-1] for command in commands]
 
 
 TORCH = "python install --quiet torch==2.13.0+cpu"
@@ -56,7 +51,7 @@ REST = [
 
 def test_a_cpu_in_steps(setup):
     setup.set_up(setup.folder)
-    assert tail(setup.machine.commands) == [TORCH, *REST]
+    assert setup.machine.commands == [TORCH, *REST]
     # The second call finds it ready, and a change of what is wanted does not.
     setup.set_up(setup.folder)
     assert len(setup.machine.commands) == 4
@@ -66,10 +61,10 @@ def test_a_cpu_in_steps(setup):
 
 
 def test_where_no_index_is_set_up_pytorchs_own_is_asked(setup):
-    setup.machine.fails = lambda command: command == f"{setup.folder}/bin/{TORCH}"
+    setup.machine.fails = TORCH
     setup.set_up(setup.folder)
     by_itself = f"{TORCH} --extra-index-url {WHEELS}"
-    assert tail(setup.machine.commands) == [TORCH, by_itself, *REST]
+    assert setup.machine.commands == [TORCH, by_itself, *REST]
 
 
 @pytest.mark.parametrize(
@@ -100,4 +95,4 @@ def test_a_gpu_or_an_option_gets_the_cuda_build(setup, gpu, cuda, wanted):
     setup.monkeypatch.setattr(setup, "_has_gpu", lambda: gpu)
     setup.set_up(setup.folder, cuda)
     # `==` would also take the build for CPUs, 2.13.0+cpu, of a machine that keeps its wheel.
-    assert tail(setup.machine.commands) == [f"python install --quiet {wanted}", REST[-1]]
+    assert setup.machine.commands == [f"python install --quiet {wanted}", REST[-1]]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lib.simulation import Served, Simulated
-from lib.simulation_figures import figures, table
+from lib.simulation import Served, Simulated, figures, table
 from lib.streams import AWAY, HOME, STREAMS, make_stream, texts_needed
 
 

@@ -12,7 +12,6 @@ from baselines.falcon import Falcon
 from baselines.mask_blocks import DFlash, JetSpec
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
-from safetensors.torch import load_file
 from support.baseline_batches import (
     DRAFT_VOCAB,
     HIDDEN,
@@ -128,25 +127,17 @@ class Kind:
 
 MASKS = {"masks": 3, "mask_token_id": MASK, "budget": 15}
 FALLING = [0.8, 0.64, 0.512, 0.4096]
+LONG = {"forwards": FORWARDS, "lstm_layers": 2, "budget": 25}
+FOUR = {"positions": 4, "budget": 15}
 KINDS = {
     "medusa": Kind(Medusa, {"num_heads": 4, "num_layers": 2, "budget": 15}, medusa_rows, FALLING),
-    "parallelspec": Kind(
-        ParallelSpec, {"positions": 4, "budget": 15}, parallelspec_rows, [1.0] * 4
-    ),
-    "falcon, 2": Kind(
-        Falcon,
-        {"block": 2, "forwards": FORWARDS, "lstm_layers": 2, "budget": 25},
-        falcon_rows,
-        [1.0] * 2 * FORWARDS,
-        FORWARDS,
-    ),
-    "falcon, 4": Kind(
-        Falcon,
-        {"block": 4, "forwards": FORWARDS, "lstm_layers": 2, "budget": 25},
-        falcon_rows,
-        [1.0] * 4 * FORWARDS,
-        FORWARDS,
-    ),
+    "parallelspec": Kind(ParallelSpec, FOUR, parallelspec_rows, [1.0] * 4),
+    **{
+        f"falcon, {k}": Kind(
+            Falcon, LONG | {"block": k}, falcon_rows, [1.0] * k * FORWARDS, FORWARDS
+        )
+        for k in (2, 4)
+    },
     "dflash": Kind(DFlash, MASKS, mask_rows, [1.0, 0.60653, 0.36788], head=HEAD),
     "jetspec": Kind(JetSpec, MASKS, mask_rows, [1.0] * 3, head=HEAD),
 }
@@ -224,15 +215,9 @@ def test_learns(kind):
     assert before < 0.4 and after > 0.9
 
 
-def test_every_weight_learns_and_is_saved(drafter, train_batch, tmp_path):
+def test_every_weight_learns(drafter, train_batch):
     drafter(train_batch).loss.backward()
     assert all(weight.grad.abs().sum() > 0 for weight in drafter.parameters())
-    drafter.save(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    if isinstance(drafter, Medusa):  # vLLM wants its LM head over the whole vocabulary
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][drafter.t2d]
-    for name, weight in drafter.named_parameters():
-        assert torch.equal(tensors[name], weight.bfloat16()), name
 
 
 def test_half_precision_and_one_seed_one_drafter(kind, train_batch):

@@ -87,7 +87,7 @@ def test_chains_are_greedy_without_a_cache(learner):
     tokens = torch.randint(VOCAB, (14,))
     nothing = torch.full((14, 1), float("nan"))
     draft = learner.draft_along(EvalSequence(tokens, 3, nothing, nothing, refuse))
-    for root in (3, 4, 9, 9):
+    for root in (3, 4, 9, 10):
         text, score, chain, scores = tokens[: root + 1].tolist(), 0.0, [], []
         for _ in range(4):
             best = next_logprob(learner, text + chain).max(-1)

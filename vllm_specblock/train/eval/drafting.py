@@ -33,21 +33,22 @@ class ServedDraft:
         drafter: reads all states of the text.
         calibration: learns β of the logits from every step, as in serving; None: β is 1.
         temperature: at which the target wrote the text.
+        slots: cache slots that later forwards borrow after the root; default: N.
     """
 
     def __init__(
         self,
         drafter: NetworkDrafter,
         sequence: EvalSequence,
-        calibration: DraftCalibration | None,
-        temperature: float,
+        calibration: DraftCalibration | None = None,
+        temperature: float = 0.0,
+        slots: int | None = None,
     ) -> None:
         weight = next(drafter.model.parameters())
         device = weight.device
         self.drafter, self.tokens, self.calibration = drafter, sequence.tokens, calibration
         self.states = sequence.hidden.to(weight.dtype).chunk(len(drafter.layers), dim=-1)
-        # Later forwards borrow the slots of up to N tokens after the root.
-        pages = -(-(len(sequence.tokens) + drafter.num_nodes) // PAGE)
+        pages = -(-(len(sequence.tokens) + (slots or drafter.num_nodes)) // PAGE)
         drafter.max_model_len = pages * PAGE
         shapes = [
             (pages, PAGE * layer.entries_per_token, layer.num_kv_heads, 2 * layer.head_dim)

@@ -56,7 +56,7 @@ def install() -> None:
 def patch_interpreter(interpreter: ModuleType) -> None:
     """Add what the interpreter lacks, and replace what takes seconds in it."""
     tl = interpreter.tl
-    # Not from `sys.path`, where `benchmarks/kernels.py` would be Hugging Face's package `kernels`.
+    # By its path: `benchmarks/` is not importable in an engine.
     teach = runpy.run_path(str(Path(__file__).parents[4] / "benchmarks/lib/interpreter.py"))
     teach["teach_bf16_dot"](interpreter)
     teach["teach_whole_arrays"](interpreter)

@@ -1,6 +1,6 @@
 """Tree attention against FlashAttention and torch, 8-bit linear layers against full ones.
 
-    python benchmarks/kernels.py [--help]
+    python benchmarks/kernel_times.py [--help]
 
 On a GPU: bf16, shapes of an 8B target, CUDA graph replays, the L2 flushed between two. On a CPU the
 same code runs tiny, in float32, as a test of itself.
@@ -8,17 +8,77 @@ same code runs tiny, in float32, as a test of itself.
 
 from __future__ import annotations
 
+import statistics
+import timeit
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from lib.kernel_cases import LARGE, TINY, Case, cases
-from lib.results_store import MEASURED, ResultsStore, markdown_table
-from lib.timing import device_name, time_call
+from lib.results_store import MEASURED, ResultsStore, device_name, markdown_table
 
+BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12}
+"""Peak bytes/s of a GPU's memory (SXM, the largest variant), by a part of its name."""
+FLUSH_BYTES = 256 << 20
+"""Written between two calls: more than any L2 holds, and long enough for the host to be ahead."""
+WARM_UP = 3
+Timing = dict[str, Any]
 GOAL = 1.10
 """Tree attention over FlashAttention's time on a causal chain of the same size, at most."""
+
+
+def peak_bandwidth(device: torch.device) -> float | None:
+    """Bytes/s, or None for a device that is not in `BANDWIDTH`."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((rate for part, rate in BANDWIDTH.items() if part in name), None)
+
+
+def time_call(call: Callable[[], Any], device: torch.device, runs: int, moved: int) -> Timing:
+    """Time a call that moves so many bytes.
+
+    On a GPU replays of its CUDA graph are timed, without launch time; on a CPU the wall clock, with
+    warm caches.
+
+    Returns:
+        the median in µs, 10^9 bytes/s, and their share of the device's peak (None: unknown).
+    """
+    times = _replayed(call, runs) if device.type == "cuda" else _called(call, runs)
+    median, peak = statistics.median(times), peak_bandwidth(device)
+    rate = moved / (median * 1e-6)
+    share = rate / peak if peak else None
+    return {"median_us": median, "runs": runs, "bytes": moved, "gb_s": rate / 1e9, "share": share}
+
+
+def _called(call: Callable[[], Any], runs: int) -> list[float]:
+    took = timeit.repeat(call, number=1, repeat=WARM_UP + runs)
+    return [1e6 * seconds for seconds in took[WARM_UP:]]
+
+
+def _replayed(call: Callable[[], Any], runs: int) -> list[float]:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # a capture wants everything compiled and allocated before
+        for _ in range(WARM_UP):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    pairs = []
+    for _ in range(runs + WARM_UP):
+        flush.zero_()
+        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        pair[0].record()
+        graph.replay()
+        pair[1].record()
+        pairs.append(pair)
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in pairs[WARM_UP:]]
 
 
 def measure(case: Case, device: torch.device, runs: int) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-import kernels
+import kernel_times
 import pytest
 import torch
-from lib import kernel_cases, timing
+from lib import kernel_cases
 from typer.testing import CliRunner
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def test_the_command_on_a_cpu(tmp_path):
     import typer
 
     app = typer.Typer()
-    app.command()(kernels.main)
+    app.command()(kernel_times.main)
     path = tmp_path / "k.json"
     arguments = ["--device", "cpu", "--runs", "2", "--out", str(path)]
     first = CliRunner().invoke(app, [*arguments, "--only", "linear"])
@@ -48,5 +48,5 @@ def test_a_replayed_call_takes_as_long_as_its_bytes():
     source = torch.empty(1 << 29, dtype=torch.int8, device="cuda")
     copy = torch.empty_like(source)
     device = torch.device("cuda")
-    found = timing.time_call(lambda: copy.copy_(source), device, 20, 1 << 30)
+    found = kernel_times.time_call(lambda: copy.copy_(source), device, 20, 1 << 30)
     assert 0.4 < found["share"] < 1.05

@@ -1,0 +1,14 @@
+"""vLLM engines within the benchmark's own process; import this before vLLM."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def runner_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
