@@ -138,7 +138,7 @@ class Batch:
             if soft_cap:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
             if sinks is not None:
-                scores = torch.cat([scores, sinks.double()[:, None]], 1)
+                scores = torch.cat([scores, sinks.cpu().double()[:, None]], 1)
             weights = scores.softmax(1)[:, : len(entry)]
             out[t] = torch.einsum("hn,nhd->hd", weights, value) * value_scale
         return out
