@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trees import ancestor_sets, nodes, path_to, prefix, to_tree
+from support.trees import ancestor_sets, nodes, path_to, to_tree
 
 from vllm_specblock.tree import (
     MAX_NODES,
@@ -56,9 +56,6 @@ def test_ancestors_of_large_trees(size):
     assert mask.shape == (size + 1, size + 1)
     assert torch.equal(mask.sum(1)[1:], tree.depth[0] + 1)
     assert tree.ancestors.is_contiguous()
-    for cut in {1, 63, min(64, size)}:
-        alone = to_tree([plain[:cut]], cut).ancestors
-        assert torch.equal(prefix(tree, cut).ancestors, alone)
 
 
 @quick
@@ -102,16 +99,6 @@ def test_words_at_their_edges(count):
 def test_bits_pack_and_unpack(flags):
     flags = torch.tensor([flags])
     assert torch.equal(unpack_bits(pack_bits(flags), flags.shape[1]), flags)
-
-
-@quick
-@given(nodes(), st.data())
-def test_every_prefix_is_a_tree(plain, data):
-    tree = to_tree([plain], max(1, len(plain)))
-    cut = data.draw(st.integers(1, max(1, len(plain))))
-    best, alone = prefix(tree, cut), to_tree([plain[:cut]], cut)
-    for name in DraftTree.TENSORS:
-        assert torch.equal(getattr(best, name), getattr(alone, name)), name
 
 
 @quick

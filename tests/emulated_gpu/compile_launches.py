@@ -16,11 +16,10 @@ import hashlib
 import importlib
 import json
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).with_name("path")))
@@ -99,15 +98,12 @@ def llama_launches(architecture: int) -> list[str]:
     kernels = {attention: ["_tree_attention_kernel", "_merge_splits_kernel"],
                expand: ["_attach_and_start_kernel", "_attach_and_select_kernel"],
                select_tree: ["_select_kernel"]}  # fmt: skip
-    replaced = [
-        (attention_schedule, "shared_memory", lambda device: SHARED[architecture]),
-        (attention_schedule, "generation", lambda device: architecture // 10),
-    ]
-    for module, names in kernels.items():
-        replaced += [(module, name, Recorder(getattr(module, name), lines)) for name in names]
-    with ExitStack() as stack:
-        for each in replaced:
-            stack.enter_context(patch.object(*each))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_schedule, "shared_memory", lambda _: SHARED[architecture])
+        patch.setattr(attention_schedule, "generation", lambda _: architecture // 10)
+        for module, names in kernels.items():
+            for name in names:
+                patch.setattr(module, name, Recorder(getattr(module, name), lines))
         launch_llama(attention, expand, select_tree)
     return list(dict.fromkeys(lines))
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from support.scripts import load_script
 
-
-spec = importlib.util.spec_from_file_location("compiled", HERE / "compile_launches.py")
-compiled = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(compiled)
+compiled = load_script(Path(__file__).with_name("compile_launches.py"))
 TABLE = json.loads(compiled.TABLE.read_text())
 
 

@@ -9,7 +9,6 @@ import re
 import sys
 import traceback
 import zlib
-from collections import Counter
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ def generate(family: Family, folder: Path, mode: str) -> dict[str, Any]:
 
     Returns:
         `tokens` and counts, and of an engine that drafts `control`: tokens from trees whose mask
-        is a chain's. Or `refused`, a sentence before weights are loaded. Or `error` and `where`.
+        is a chain's. Or `refused`, a sentence before weights are loaded. Or `error`.
     """
     from vllm_specblock.config import OptionError
 
@@ -49,67 +48,44 @@ def generate(family: Family, folder: Path, mode: str) -> dict[str, Any]:
         text = str(error).replace(str(folder), "…")
         if isinstance(error, OptionError) and not loaded:
             return {"refused": text}
-        return {"error": f"{type(error).__name__}: {text}", "where": _innermost_frame(error)}
+        return {"error": f"{type(error).__name__}: {text}"}
 
 
 def _serve(family: Family, folder: Path, mode: str) -> dict[str, Any]:
-    from vllm import LLM, SamplingParams
+    from support.engines import make_engine
+    from vllm import SamplingParams
 
-    settings = {
-        "model": str(folder),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "block_size": 32,
-        "kv_cache_memory_bytes": 48 << 20,
-        "distributed_executor_backend": "uni",
-        "disable_log_stats": False,
-        **family.engine,
-    }
     drafts = MODES[mode]
     if drafts is not None:
-        if mode == "drafter":
-            drafts = {**drafts, "model": str(_untrained_drafter(folder))}
-        settings["speculative_config"] = {
-            "method": "specblock",
-            "num_speculative_tokens": NODES,
-            "enable_adaptive_verification": False,
-            **drafts,
-        }
-    llm = LLM(**settings)
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    common = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+        drafter = str(_untrained_drafter(folder)) if mode == "drafter" else None
+        drafts = {"num_speculative_tokens": NODES, "model": drafter, **drafts}
+    engine = make_engine(
+        drafts,
+        model=str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        kv_cache_memory_bytes=48 << 20,
+        **family.engine,
+    )
     prompts = _prompts()
-    greedy = [SamplingParams(temperature=0.0, **common) for _ in prompts]
-    seeded = [
-        SamplingParams(temperature=0.8, seed=seed, **common) for seed, _ in enumerate(prompts)
-    ]
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts * 2]
+    common = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+    params = [SamplingParams(temperature=0.0, **common) for _ in prompts]
+    params += [SamplingParams(temperature=0.8, seed=i, **common) for i, _ in enumerate(prompts)]
+    requests = list(zip(prompts * 2, params, strict=True))
+    batches = [[each] for each in requests] if mode == "alone" else [requests]
 
-    params = greedy + seeded
+    def serve() -> list[list[int]]:
+        answers = [each for batch in batches for each in engine.generate(*zip(*batch))]
+        return [answer.tokens for (answer,) in answers]
 
-    def serve() -> list[Any]:
-        if mode == "alone":
-            pairs = zip(requests, params, strict=True)
-            answers = [llm.generate(one, how, use_tqdm=False)[0] for one, how in pairs]
-        else:
-            answers = llm.generate(requests, params, use_tqdm=False)
-        return [answer.outputs[0] for answer in answers]
-
-    answers = serve()
-    counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    result = {
-        "layers": _layers(runner),
-        "tokens": [list(answer.token_ids) for answer in answers],
-    }
+    result = {"tokens": serve()}
     if drafts is None:
         return result
+    counts = engine.metrics
     _see_chains()
     return result | {
-        "control": [list(answer.token_ids) for answer in serve()],
+        "control": serve(),
         "accepted": int(counts["vllm:spec_decode_num_accepted_tokens"]),
         "drafted": int(counts["vllm:spec_decode_num_draft_tokens"]),
     }
@@ -123,31 +99,6 @@ def _prompts() -> list[list[int]]:
         book = [[draw.randrange(5, VOCAB) for _ in range(3)] for _ in range(words)]
         made.append([token for _ in range(length) for token in draw.choice(book)][:length])
     return made
-
-
-def _layers(runner: Any) -> dict[str, int]:
-    """Kind of cache → how many layers have one."""
-    kinds: Counter[str] = Counter()
-    for group in runner.kv_cache_config.kv_cache_groups:
-        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-        for name in group.layer_names:
-            spec = type(specs.get(name, group.kv_cache_spec)).__name__
-            words = re.sub("(?<=[a-z])(?=[A-Z])", " ", spec.removesuffix("Spec"))
-            kinds[words.removesuffix(" Attention").lower()] += 1
-    context = runner.vllm_config.compilation_config.static_forward_context
-    shared = sum(
-        getattr(layer, "kv_sharing_target_layer_name", None) is not None
-        for layer in context.values()
-    )
-    return dict(kinds) | ({"shared": shared} if shared else {})
-
-
-def _innermost_frame(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "vllm" in frame.filename] or frames
-    path = ours[-1].filename.rsplit("site-packages/", 1)[-1]
-    path = re.sub(r".*/(?=vllm_specblock/|triton_kernels/)", "", path)
-    return f"{path}:{ours[-1].lineno} {ours[-1].name}"
 
 
 # ---- changes of this process ----

@@ -39,6 +39,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from families import FAMILIES, Family
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "lib"))
 RESULTS = HERE / "results.json"
 BUILD = HERE.parents[1] / "build/targets"
 UNFINISHED = BUILD / "unfinished.json"
@@ -64,7 +65,7 @@ def main() -> int:
         results[name] = run(name, FAMILIES[name])
         write(store, results)
         entry, took = results[name], time.monotonic() - start
-        said = " ".join(str(entry[key]) for key in ("verdict", "reason", "where") if key in entry)
+        said = " ".join(str(entry[key]) for key in ("verdict", "reason") if key in entry)
         print(f"{name:28} {said} ({took:.0f} s)", flush=True)
     gc.unfreeze()
     if not options.only:
@@ -100,11 +101,10 @@ def judge(plain: dict[str, Any], trees: dict[str, Any]) -> dict[str, Any]:
     if "refused" in trees:
         return {"verdict": "refused", "reason": trees["refused"]}
     if "error" in plain:
-        return {"verdict": "cannot start", **_reason(plain)}
-    about = {"layers": plain["layers"]}
+        return {"verdict": "cannot start", "reason": _first_line(plain["error"])}
     if "error" in trees:
-        return {"verdict": "fails", **_reason(trees)} | about
-    about |= {"accepted": trees["accepted"], "drafted": trees["drafted"]}
+        return {"verdict": "fails", "reason": _first_line(trees["error"])}
+    about = {"accepted": trees["accepted"], "drafted": trees["drafted"]}
     if plain["tokens"] == trees["control"]:
         about["control"] = "identical"  # this family would not notice a wrong mask
     if plain["tokens"] == trees["tokens"]:
@@ -112,12 +112,10 @@ def judge(plain: dict[str, Any], trees: dict[str, Any]) -> dict[str, Any]:
     return {"verdict": "different", "reason": _differences(plain, trees)} | about
 
 
-def _reason(failed: dict[str, str]) -> dict[str, str]:
+def _first_line(error: str) -> str:
     """What is short enough for a table: pydantic's error has its own first line."""
-    lines = [line.strip() for line in failed["error"].splitlines() if line.strip()]
-    if lines[0].startswith("ValidationError"):
-        lines = lines[1:]
-    return {"reason": lines[0][:200], "where": failed["where"]}
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    return lines[1 if lines[0].startswith("ValidationError") else 0][:200]
 
 
 def _differences(plain: dict[str, Any], trees: dict[str, Any]) -> str:
@@ -143,14 +141,13 @@ def in_child(log: Path, work: Any, *arguments: Any) -> dict[str, Any]:
     child = FORK.Process(target=target)
     child.start()
     send.close()
-    where = {"where": log.name}
     try:
         if receive.poll(LIMIT_S):
             return receive.recv()
-        return where | {"error": f"no result in {LIMIT_S} s"}
+        return {"error": f"no result in {LIMIT_S} s, see {log.name}"}
     except EOFError:
         child.join()
-        return where | {"error": f"the process ended with {child.exitcode}"}
+        return {"error": f"the process ended with {child.exitcode}, see {log.name}"}
     finally:
         child.kill()
         child.join()
@@ -164,7 +161,7 @@ def _import_engines() -> None:
     torch.set_num_threads(1)
     load_general_plugins()
     for module in (
-        "vllm.entrypoints.llm",
+        "support.engines",
         "vllm.v1.worker.cpu_worker",
         "vllm.v1.worker.gpu.model_runner",
         "vllm_specblock.engine.runner.speculator",

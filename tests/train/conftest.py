@@ -1,54 +1,25 @@
-"""A drafter small enough to be compared with loops, and one that often guesses right."""
+"""A drafter that often guesses right, and options of short training runs."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from support.records import HIDDEN, VOCAB, small_drafter
 from support.training import short_run, write_pair
-
-from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
-from vllm_specblock.drafters.specblock.model import SpecBlockModel
-
-HIDDEN, VOCAB, DRAFT_VOCAB = 32, 20, 14
 
 
 @pytest.fixture
 def make_drafter():
-    def make(**changes) -> SpecBlockModel:
-        torch.manual_seed(3)
-        config = DrafterConfig(
-            **{
-                "hidden_size": HIDDEN,
-                "target_hidden_size": HIDDEN,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 8,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "block_size": 4,
-                "vocab_size": VOCAB,
-                "draft_vocab_size": DRAFT_VOCAB,
-                "rank_topk": 10,
-                "target": TargetInfo(hidden_size=HIDDEN, vocab_size=VOCAB, layer_ids=(2, 3, 4)),
-                **changes,
-            }
-        )
-        drafter = SpecBlockModel(config)
-        named = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values  # target ids it can name
-        drafter.t2d.zero_()[named] = True
-        drafter.d2t.copy_(named - torch.arange(DRAFT_VOCAB))
-        return drafter
-
-    return make
+    return small_drafter
 
 
 @pytest.fixture
-def lucky(make_drafter):
+def lucky():
     """A drafter whose first choice is draft id 3 or 7, by the sign of one product, and tokens
     [B, L] that are mostly those two: paths of every length occur."""
 
     def make(batch: int, length: int, **changes):
-        drafter = make_drafter(**changes)
+        drafter = small_drafter(**changes)
         with torch.no_grad():
             drafter.lm_head.weight.mul_(0.05)
             drafter.lm_head.weight[3] = torch.randn(HIDDEN)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from support.rank_pair import Script, digest, digest_of, served
+from support.rank_pair import Script, digest, digest_of, served_of
 
 from vllm_specblock.adapt.serving.swaps import Swaps
 
@@ -15,7 +15,7 @@ from vllm_specblock.adapt.serving.swaps import Swaps
 @pytest.fixture(params=["cpu", "gpu"])
 def turns(request, monkeypatch):
     """Turns of one rank until a version serves or is refused; as on a GPU: prepared in a thread."""
-    model, link = served(0), Script({})
+    model, link = served_of(0), Script({})
     swaps = Swaps(link, model)
     if request.param == "gpu":
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())

@@ -14,6 +14,8 @@ from vllm_specblock.triton_kernels.attention.tree_attention import (
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.triton_kernels.attention.tree_attention_reference import tree_attention
 
+from vllm_specblock.tree import pack_bits
+
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 LAYOUTS = {
     "heads first": (0, 1, 2, 3),
@@ -29,38 +31,38 @@ class Chunk:
     context: int
     length: int
 
-    def lens(self):
+    @property
+    def lens(self) -> tuple[int, int]:
+        """Queries and entries."""
         return self.length, self.context + self.length
 
-    def rows(self, generator):
+    def rows(self, generator) -> list[tuple[int, set[int]]]:
+        """Per query the length of the prefix that it sees, and the bits of its mask."""
         return [(self.context + i + 1, set()) for i in range(self.length)]
 
 
-@dataclass
-class Tree:
-    """A root and `nodes` nodes with random parents after `context` entries."""
+class Tree(Chunk):
+    """A root and `nodes` nodes with random parents, after `context` entries."""
 
-    context: int
-    nodes: int
-
-    def lens(self):
-        return self.nodes + 1, self.context + self.nodes + 1
+    def __init__(self, context: int, nodes: int) -> None:
+        super().__init__(context, nodes + 1)
 
     def rows(self, generator):
         ancestors = [{0}]
-        for node in range(1, self.nodes + 1):
+        for node in range(1, self.length):
             # Low parents make wide trees, high ones deep trees: take some of both.
             low = int(torch.randint(0, node, (), generator=generator))
             ancestors.append(ancestors[node - 1 if node % 2 else low] | {node})
         return [(self.context, seen) for seen in ancestors]
 
 
-@dataclass
-class Blind:
+class Blind(Chunk):
     """Queries that see nothing, as padding does."""
 
-    length: int
+    def __init__(self, length: int) -> None:
+        super().__init__(0, length)
 
+    @property
     def lens(self):
         return self.length, 0
 
@@ -130,20 +132,16 @@ class Batch:
             entry = torch.tensor(sorted(entries)[-(window or len(entries)) :])
             block = self.block_table[request].cpu()[entry // block_size].long()
             kv = self.kv_cache.cpu()[block, :, entry % block_size].double()  # [n, nkv, 2D]
-            for head in range(num_heads):
-                key, value = kv[:, head // group].split(size, dim=-1)
-                scores = key @ self.query[t, head].cpu().double() * size**-0.5 * key_scale
-                if soft_cap:
-                    scores = soft_cap * torch.tanh(scores / soft_cap)
-                if sinks is not None:
-                    scores = torch.cat([scores, sinks[head].double()[None]])
-                    value = torch.cat([value, torch.zeros(1, size, dtype=torch.float64)])
-                out[t, head] = scores.softmax(0) @ value * value_scale
+            key, value = kv.repeat_interleave(group, 1).split(size, dim=-1)
+            scores = torch.einsum("nhd,hd->hn", key, self.query[t].cpu().double())
+            scores = scores * size**-0.5 * key_scale
+            if soft_cap:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.cpu().double()[:, None]], 1)
+            weights = scores.softmax(1)[:, : len(entry)]
+            out[t] = torch.einsum("hn,nhd->hd", weights, value) * value_scale
         return out
-
-
-def signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
 
 
 def make_batch(
@@ -167,7 +165,7 @@ def make_batch(
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = torch.Generator().manual_seed(seed)  # trees do not depend on the cache's geometry
-    lens = [r.lens() for r in requests]
+    lens = [r.lens for r in requests]
     blocks = [-(-entries // block_size) for _, entries in lens]
     order = torch.randperm(sum(blocks) + 3, generator=generator)
     shape = [len(order), num_kv_heads, block_size, 2 * head_size]
@@ -176,7 +174,7 @@ def make_batch(
     # Every layout above is its own inverse permutation.
     kv_cache = kv_cache.permute(order_in_memory)
     block_table = torch.zeros(len(requests), max(*blocks, 1) + 2, dtype=torch.int32)
-    prefix, mask_words, visible, start = [], [], [], [0]
+    prefix, seen_bits, visible, start = [], [], [], [0]
     taken = 0
     for r, request in enumerate(requests):
         num_queries, num_entries = lens[r]
@@ -187,12 +185,10 @@ def make_batch(
         entries = torch.randn(num_entries, num_kv_heads, 2 * head_size, generator=generator)
         entries = entries.to(cache_dtype or dtype).to(dtype)
         kv_cache[own[entry // block_size], :, entry % block_size] = entries
-        window = getattr(request, "context", 0)
         for prefix_len, bits in request.rows(shapes):
-            packed = sum(1 << j for j in bits)
             prefix.append(prefix_len)
-            mask_words.append([signed(packed >> 64 * w & (1 << 64) - 1) for w in range(num_words)])
-            visible.append((r, set(range(prefix_len)) | {window + j for j in bits}))
+            seen_bits.append([j in bits for j in range(64 * num_words)])
+            visible.append((r, set(range(prefix_len)) | {request.context + j for j in bits}))
         start.append(start[-1] + num_queries)
     total = start[-1] + tail
     query = torch.randn(total, num_kv_heads * group, head_size, generator=generator)
@@ -205,8 +201,8 @@ def make_batch(
         torch.tensor(start, dtype=rows, device=device),
         torch.tensor([entries for _, entries in lens], dtype=rows, device=device),
         torch.tensor(prefix + [0] * tail, dtype=rows, device=device),
-        torch.tensor(mask_words + [[0] * num_words] * tail, dtype=torch.int64, device=device),
-        torch.tensor([getattr(r, "context", 0) for r in requests], dtype=rows, device=device),
+        torch.nn.functional.pad(pack_bits(torch.tensor(seen_bits)), (0, 0, 0, tail)).to(device),
+        torch.tensor([r.context for r in requests], dtype=rows, device=device),
         visible,
     )
 

@@ -61,27 +61,10 @@ def rows_of(
     )
 
 
-def zero_rows(page: int, width: int, layers: int = 3, max_len: int = 64) -> CommittedTokens:
-    """Two requests of 9 and 3 rows without a value in them: for fake tensors."""
-    integers = {"dtype": torch.int64}
-    return CommittedTokens(
-        states=tuple(torch.zeros(12, width) for _ in range(layers)),
-        source=torch.arange(12),
-        token=torch.zeros(12, **integers),
-        position=torch.zeros(12, **integers),
-        index=torch.zeros(12, **integers),
-        kv_slot=torch.zeros(12, **integers),
-        row_start=torch.zeros(3, dtype=torch.int32),
-        row_start_host=[0, 9, 12],
-        last=torch.zeros(2, **integers),
-        start=torch.zeros(2, **integers),
-        block_table=torch.zeros(2, 8, dtype=torch.int32),
-        block_size=page,
-        max_position=20,
-        text=torch.zeros(4, max_len, dtype=torch.int32),
-        req_idx=torch.zeros(2, **integers),
-        temperature=torch.zeros(2),
-    )
+def zero_rows(page: int, width: int, max_len: int = 64) -> CommittedTokens:
+    """Two requests of 9 and 3 rows of zeros."""
+    states, text = torch.zeros(3, 2, 9, width), torch.zeros(2, max_len)
+    return rows_of([(0, 9), (0, 3)], torch.zeros(2, 8).long(), states, text, page)
 
 
 def advance(drafter: Drafter, rows: CommittedTokens) -> None:

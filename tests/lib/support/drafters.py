@@ -66,20 +66,18 @@ class ScriptedHead(Drafter):
         return self._scatter(ahead[: self.draw.randint(0, self.max_depth)])
 
     def _scatter(self, path: list[int]) -> list[tuple[int, int]]:
+        """A random tree of all node slots, with `path` in some of them."""
         nodes: list[tuple[int, int]] = []
-        depth, tip, done = [0], 0, 0
-        while len(nodes) < self.num_nodes:
-            left = self.num_nodes - len(nodes)
-            if done < len(path) and (self.draw.random() < 0.3 or left <= len(path) - done):
-                nodes.append((tip, path[done]))
-                depth.append(depth[tip] + 1)
-                tip, done = len(nodes), done + 1
-                continue
-            up = self.draw.choice([n for n, d in enumerate(depth) if d < self.max_depth])
-            what = self.draw.randrange(3, self.vocab)
-            siblings = [token for parent, token in nodes if parent == up]
-            if siblings and self.draw.random() < 0.2:
-                what = self.draw.choice(siblings)
+        depth, tip, ahead = [0], 0, iter(path)
+        slots = set(self.draw.sample(range(self.num_nodes), len(path)))
+        for slot in range(self.num_nodes):
+            if slot in slots:
+                up, what, tip = tip, next(ahead), slot + 1
+            else:
+                up = self.draw.choice([n for n, d in enumerate(depth) if d < self.max_depth])
+                siblings = [token for parent, token in nodes if parent == up]
+                again = siblings and self.draw.random() < 0.2
+                what = self.draw.choice(siblings) if again else self.draw.randrange(3, self.vocab)
             nodes.append((up, what))
             depth.append(depth[up] + 1)
         return nodes

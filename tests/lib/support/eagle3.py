@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
@@ -38,7 +39,7 @@ def small_eagle3(own_embedding: bool = False, **changes: Any) -> Eagle3Model:
 
 
 class PlainEagle3:
-    """Every state is computed from the whole path before it, row by row and head by head.
+    """Every state is computed from the whole path before it, row by row.
 
     features: [≥ end, 3·Ht] of the committed text; text: [> end], the root is text[end].
     """
@@ -63,7 +64,9 @@ class PlainEagle3:
 
         def attend(layer, query, key, value):
             seen[layer].append((key[0], value[0]))
-            return attention(query[0], seen[layer])[None]
+            keys, values = (torch.stack(each, 1)[None] for each in zip(*seen[layer]))
+            mixed = scaled_dot_product_attention(query[..., None, :], keys, values, enable_gqa=True)
+            return mixed[..., 0, :]
 
         def row(token, feature, position):
             at = torch.tensor([position])
@@ -96,12 +99,3 @@ class PlainEagle3:
                     level |= children(path, score)
             found |= level
         return dict(sorted(found.items(), key=lambda node: -node[1])[: shape.budget])
-
-
-def attention(query: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """[heads, D] of one row over the keys and values seen; two heads share each."""
-    out = []
-    for head, one in enumerate(query):
-        score = torch.stack([one @ key[head // 2] for key, _ in seen]) / one.shape[0] ** 0.5
-        out.append(score.softmax(0) @ torch.stack([value[head // 2] for _, value in seen]))
-    return torch.stack(out)

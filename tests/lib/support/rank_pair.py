@@ -16,16 +16,15 @@ from typing import Any
 import torch
 from support.adapting import VOCAB, Pair
 from support.records import HIDDEN, small_drafter
+from support.refreshed import served, values, weights
 
 from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.serving import observer
 from vllm_specblock.adapt.serving.swaps import EVERY, Swaps, _prepare
 from vllm_specblock.adapt.versions import StagedVersion
-from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.refresh import held
 
 
 class TwoRanks:
@@ -70,25 +69,20 @@ def drafter_of(seed: int) -> SpecBlockModel:
         return small_drafter(seed, vocab=VOCAB)
 
 
-def weights(seed: int) -> dict[str, torch.Tensor]:
-    made = drafter_of(seed)
-    return {name: value.detach() for name, value in made.named_parameters()}
-
-
-def served(seed: int) -> SpecBlockModel:
-    return process_after_loading(drafter_of(seed).eval(), None)
+def served_of(seed: int) -> SpecBlockModel:
+    return served(drafter_of(seed))
 
 
 def digest(drafter: SpecBlockModel) -> str:
     """Of every tensor that serves, bit for bit."""
     found = sha256()
-    for _, value in sorted(held(drafter)):
-        found.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    for _, value in sorted(values(drafter).items()):
+        found.update(value.numpy())
     return found.hexdigest()[:8]
 
 
 def digest_of(seed: int) -> str:
-    return digest(served(seed))
+    return digest(served_of(seed))
 
 
 class Script:
@@ -109,7 +103,7 @@ class Script:
         if not come:
             return None
         number = [self.arrivals.pop(turn) for turn in sorted(come)][-1]
-        tensors = weights(abs(number))
+        tensors = weights(drafter_of(abs(number)))
         if number < 0:
             tensors["norm.weight"] = tensors["norm.weight"] * float("nan")
         return StagedVersion(abs(number), 0, Action.FULL, tensors, abs(number))
@@ -158,7 +152,7 @@ def scripted(
     late: tuple[int, int] = (0, 0),
 ) -> SimpleNamespace:
     """What serves after each turn; late: per rank, see `swaps_of`."""
-    model, link = served(0), Script(arrivals[number])
+    model, link = served_of(0), Script(arrivals[number])
     versions, seen = swaps_of(link, model, ranks, late[number]), []
     for link.now in range(1, turns + 1):
         versions.turn()
@@ -172,15 +166,15 @@ def starting(ranks: TwoRanks, number: int, bad: bool) -> SimpleNamespace:
     Args:
         bad: the second rank cannot read it.
     """
-    model, reads = served(0), 0
+    model, reads = served_of(0), 0
 
     def current() -> StagedVersion | None:
         nonlocal reads
         reads += 1
         if bad:
-            return None if number else StagedVersion(5, 0, Action.FULL, weights(5), 5)
+            return None if number else StagedVersion(5, 0, Action.FULL, weights(drafter_of(5)), 5)
         seed = 7 if number or reads > 1 else 6
-        return StagedVersion(seed, 0, Action.FULL, weights(seed), seed)
+        return StagedVersion(seed, 0, Action.FULL, weights(drafter_of(seed)), seed)
 
     link = Script({})
     link.current = current
@@ -190,7 +184,7 @@ def starting(ranks: TwoRanks, number: int, bad: bool) -> SimpleNamespace:
 
 def linked(ranks: TwoRanks, number: int, folder: Path) -> SimpleNamespace:
     """A start with a version that is current in a folder, where a person then chooses another."""
-    model, pair = served(3), Pair.at(folder / "pair")
+    model, pair = served_of(3), Pair.at(folder / "pair")
     drafter: Any = SimpleNamespace(model=model)
     target: Any = SimpleNamespace(
         model=str(pair.target), get_hidden_size=lambda: HIDDEN, dtype=torch.float32

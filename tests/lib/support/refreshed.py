@@ -18,13 +18,6 @@ def values(drafter: SpecBlockModel) -> dict[str, Tensor]:
     }
 
 
-def assert_equal(drafter: SpecBlockModel, wanted: dict[str, Tensor]) -> None:
-    found = values(drafter)
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
-
-
 def served(
     model: SpecBlockModel, dtype: torch.dtype = torch.float32, quantization: str | None = None
 ) -> SpecBlockModel:

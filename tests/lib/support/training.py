@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.targets import tiny_target
 
 from vllm_specblock.train.config import TrainConfig, parse
 from vllm_specblock.train.data import shards
@@ -19,17 +19,8 @@ VOCAB = 40
 
 def write_pair(folder: Path) -> Path:
     """A random target in folder/target, and a repeating pattern in folder/d.safetensors."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=7,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,  # its law is far from flat: there is something to learn
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "target")
+    target = tiny_target(0, vocab_size=VOCAB, num_hidden_layers=7, num_key_value_heads=2)
+    target.save_pretrained(folder / "target")
     pattern = torch.randint(VOCAB, (12,))
     starts = torch.randint(12, (40,)).tolist()
     save_tokens(folder / "d.safetensors", [pattern.repeat(4)[s : s + 24] for s in starts])

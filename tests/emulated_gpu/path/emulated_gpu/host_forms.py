@@ -11,26 +11,29 @@ import itertools
 import operator
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace as Arguments
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from vllm_specblock.triton_kernels.tree.candidate_keys import (
-    CLOSED,
-    DEPTH_ONE,
-    FIRST,
-    INDEX_BITS,
-    MAX_DEPTH,
-    PATH_FACTOR,
-    ROOT_HASH,
+from vllm_specblock.triton_kernels.attention import tree_attention as attention
+from vllm_specblock.triton_kernels.attention.tree_attention_reference import (
+    tree_attention as attention_of,
 )
+from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
+from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
+from vllm_specblock.triton_kernels.layers import fp8_linear as fp8
+from vllm_specblock.triton_kernels.layers.best_of_chunks import top_logprobs
+from vllm_specblock.triton_kernels.layers.layer_shift import shift
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head import rank_features
+from vllm_specblock.triton_kernels.layers.rope import Rope
+from vllm_specblock.triton_kernels.layers.rope import rotate_pair as rotate
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
 from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 
 from emulated_gpu.vllm_operators import fa3_fwd, reshape_and_cache_flash
-from vllm_specblock import candidates
-from vllm_specblock.cpu import sampling
+from vllm_specblock.cpu import gumbel, sampling
 from vllm_specblock.verify.accept_path import accept_path_rows
 from vllm_specblock.verify.tree_mask import build_tree_mask
 
@@ -56,247 +59,118 @@ def reshape_and_cache(a: Arguments, grid: Grid) -> None:
 
 def tree_attention(a: Arguments, grid: Grid) -> None:
     """One launch, split or whole: what is split writes its result, and no part of it."""
-    rule, out = a.seen, a.into.out
-    dense = rule.query_start, rule.seq_len, rule.tree_start, rule.prefix_len
+    seen, out = a.seen, a.into.out
+    dense = seen.query_start, seen.seq_len, seen.tree_start, seen.prefix_len
     assert all(each.is_contiguous() for each in dense), "the kernel reads them without strides"
-    starts, most = rule.query_start.tolist(), grid[1]
+    starts, most = seen.query_start.tolist(), grid[1]
     if most > a.num_requests:
         out[starts[-1] : a.num_tokens] = 0
         most = a.num_requests
     many = a.whole_from is not None and starts[a.whole_from] > starts[a.whole_from - 1]
     if a.whole_from is not None and many != a.READ.WHOLE:
         return
-    mask_bits, size = 32 * a.READ.MASK_WORDS32, a.READ.BLOCK_SIZE
+    # With a scale of keys the reference computes in float32.
+    key_scale = torch.ones(()) if a.key_scale_ptr is None else a.key_scale_ptr
+    cap = a.soft_cap if a.READ.CAPPED else 0.0
+    scores = attention.ScoreOptions(a.scale, cap, key_scale, a.into.value_scale, a.into.sinks)
+    words = seen.mask_words.view(torch.int64)
     for i, (first, stop) in enumerate(itertools.pairwise(starts[: most + 1])):
-        if not a.above < (stop - first) * a.TILE.GROUP <= a.up_to:
-            continue
-        entry = torch.arange(min(int(rule.seq_len[i]), a.max_seq_len))
-        seen = entry < rule.prefix_len[first:stop, None]
-        if rule.prefix_from is not None:
-            seen &= entry >= rule.prefix_from[first:stop, None]
-        column = entry - rule.tree_start[i]
-        inside = (column >= 0) & (column < mask_bits)
-        column = column.clamp(0, mask_bits - 1)
-        bits = rule.mask_words[first:stop][:, column >> 5] >> (column & 31)
-        seen |= ((bits & 1) != 0) & inside
-        used = seen.any(0).nonzero().flatten()
-        entries = a.kv_cache_ptr[rule.block_table[i, used // size].long(), :, used % size]
-        out[first:stop] = attend(a.query_ptr[first:stop], entries, seen[:, used], a)
-
-
-def attend(query: torch.Tensor, entries: torch.Tensor, seen: torch.Tensor, a: Arguments):
-    """query [n, nh, D], entries [L, nkv, 2D], seen [n, L] -> [n, nh, D]."""
-    entries = entries.float().repeat_interleave(a.TILE.GROUP, dim=1)
-    keys, values = entries.split(a.TILE.HEAD, dim=-1)
-    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * a.scale
-    if a.key_scale_ptr is not None:
-        scores *= a.key_scale_ptr
-    if a.READ.CAPPED:
-        scores = a.soft_cap * torch.tanh(scores / a.soft_cap)
-    scores = scores.masked_fill(~seen, float("-inf"))
-    # An extra score with value zero: the sink, or what a row sees that sees nothing.
-    sink = torch.tensor([-1e30]) if a.into.sinks is None else a.into.sinks.float()
-    sink = sink.view(-1, 1, 1).expand(*scores.shape[:2], 1)
-    weights = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
-    out = torch.einsum("hqk,khd->qhd", weights, values)
-    return out if a.into.value_scale is None else out * a.into.value_scale
+        length = stop - first
+        if a.above < length * a.TILE.GROUP <= a.up_to:
+            rows, request = slice(first, stop), slice(i, i + 1)
+            oldest = None if seen.prefix_from is None else seen.prefix_from[rows]
+            one = attention.VisibleEntries(
+                seen.block_table[request], torch.tensor([0, length]), seen.seq_len[request],
+                seen.prefix_len[rows], oldest, words[rows], seen.tree_start[request],
+            )  # fmt: skip
+            bounds = attention.BatchBounds({length}, a.max_seq_len)
+            query, into = a.query_ptr[rows], out[rows]
+            attention_of.reference(query, a.kv_cache_ptr, one, bounds, scores, into)
 
 
 def rotate_pair(a: Arguments, grid: Grid) -> None:
-    for of, count in ((a.query, a.queries), (a.key, a.keys)):
-        states, out, norm, at = of.source, of.out, of.norm, torch.arange(count)
-        rows = at // a.ROPE.EACH
-        if of is a.query and a.keep_ptr is not None:
-            rows = a.keep_ptr[rows]
-            states = states[rows * a.ROPE.EACH + at % a.ROPE.EACH] if a.ROPE.PICKS else states
-        angle = (a.base_ptr[rows] + at % a.ROPE.EACH).float()[:, None, None] * a.turn_ptr[
-            a.ROPE.HALF :
-        ]
-        cos, sin = (x.to(out.dtype).float() for x in (angle.cos(), angle.sin()))
-        wide = states.float()
-        if norm is not None:
-            wide = rms_normed(wide, norm, a.eps).to(out.dtype).float()
-        left, right = wide.split(a.ROPE.HALF, dim=-1)
-        kept = (left * cos).to(out.dtype).float() - right * sin
-        other = (right * cos).to(out.dtype).float() + left * sin
-        out.view_as(states).copy_(torch.cat([kept, other], -1))
+    position = a.base_ptr[:, None] + torch.arange(a.ROPE.EACH)
+    angle = position.float()[..., None, None] * a.turn_ptr
+    rope = Rope(a.base_ptr, a.turn_ptr, (angle.cos(), angle.sin()))
+    both, norms = (a.query, a.key), None
+    if a.query.norm is not None:
+        norms = [partial(rms_normed, weight=of.norm, eps=a.eps) for of in both]
+    states = (of.source.unflatten(0, (-1, a.ROPE.EACH)) for of in both)
+    for of, rotated in zip(both, rotate(*states, rope, a.keep_ptr, norms), strict=True):
+        of.out.view(rotated.shape).copy_(rotated)
 
 
 def rms_normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    return wide.to(x.dtype)
 
 
 def add_norm(a: Arguments, grid: Grid) -> None:
     left = a.left_ptr if a.keep_ptr is None else a.left_ptr[a.keep_ptr]
     a.total_ptr.view(a.right_ptr.shape).copy_(left.float() + a.right_ptr.float())
-    a.normed_ptr.copy_(rms_normed(a.total_ptr.float(), a.weight_ptr, a.eps))
+    a.normed_ptr.copy_(rms_normed(a.total_ptr, a.weight_ptr, a.eps))
 
 
 def norm_pair(a: Arguments, grid: Grid) -> None:
     left = a.left_ptr if a.rows_ptr is None else a.left_ptr[a.rows_ptr]
     pairs = (left, a.left_weight_ptr), (a.right_ptr, a.right_weight_ptr)
-    both = [rms_normed(x.float(), weight, a.eps) for x, weight in pairs]
+    both = [rms_normed(x, weight, a.eps) for x, weight in pairs]
     a.out_ptr.view(grid[0], -1).copy_(torch.cat(both, -1))
 
 
 def layer_shift(a: Arguments, grid: Grid) -> None:
-    hidden = a.hidden_ptr.float()
-    previous = torch.cat([hidden[:, :1], hidden[:, :-1]], 1)
-    a.out_ptr.copy_(F.linear(torch.cat([hidden, previous], -1), a.weight_ptr.float()))
+    a.out_ptr.copy_(shift.reference(a.hidden_ptr.float(), a.weight_ptr.float()))
 
 
 def fp8_linear(a: Arguments, grid: Grid) -> None:
-    total = F.linear(a.x_ptr.float(), a.weight_ptr.float()) * a.scale_ptr
-    if a.residual_ptr is not None:
-        total += a.residual_ptr.view(total.shape).float()
-    a.out_ptr.copy_(total)
+    residual = None if a.residual_ptr is None else a.residual_ptr.view(a.out_ptr.shape)
+    x = a.x_ptr.float()
+    a.out_ptr.copy_(fp8.fp8_linear.reference(x, a.weight_ptr, a.scale_ptr, residual))
 
 
-def best_of_chunk(a: Arguments, grid: Grid) -> None:
-    rows, chunks, width = *grid[:2], a.CHUNK
-    pad = (0, chunks * width - a.vocab)
-    x = F.pad(a.logits_ptr.float() * a.scale, pad, value=float("-inf")).view(rows, chunks, width)
-    inside = torch.arange(chunks * width).view(chunks, width) < a.vocab
-    largest = x.amax(-1)
-    below = torch.where(inside, x - largest[..., None], 0.0)
-    weight = torch.where(inside, below.exp(), 0.0)
-    sums = a.out.sums.view(rows, 4, chunks).transpose(0, 1)
-    sums[0], sums[1] = largest, weight.sum(-1)
-    if a.SPREAD:
-        sums[2] = (weight * below).sum(-1)
-    if a.out.beta is not None:
-        sharp = a.out.beta.flatten()[torch.arange(rows) // a.out.rows_each, None, None]
-        sums[3] = torch.where(inside, (sharp * below).exp(), 0.0).sum(-1)
-    bits = torch.where(x == x, x, float("-inf")).view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    keys = (ordered << 32) | (0x7FFFFFFF - torch.arange(chunks * width).view(chunks, width))
-    a.out.best.view(rows, chunks, a.TOP).copy_(keys.topk(a.TOP, -1).values)
-
-
-def merge_chunks(a: Arguments, grid: Grid) -> tuple[torch.Tensor, ...]:
-    rows = grid[0]
-    keys = a.chunks.best.view(rows, -1).topk(a.MERGE.TOP, -1).values
-    ordered = (keys >> 32).int()
-    values = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
-    index = 0x7FFFFFFF - (keys & 0x7FFFFFFF)
-    largest, weight, spread, sharper = a.chunks.sums.view(rows, 4, -1).unbind(1)
-    most = largest.amax(-1)
-    lower = largest - most[:, None]
-    total = (weight * lower.exp()).sum(-1)
-    if a.chunks.beta is None:
-        scores = values - (most + total.log())[:, None]
-    else:
-        sharp = a.chunks.beta.flatten()[torch.arange(rows) // a.chunks.rows_each, None]
-        scores = (sharper * (sharp * lower).exp()).sum(-1, keepdim=True).log()
-        scores = sharp * (values - most[:, None]) - scores
+def merge_chunks(a: Arguments, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits, and the best of them; the chunks' launch has computed nothing."""
+    logits, beta = a.chunked.logits_ptr.float() * a.chunked.scale, a.chunks.beta
+    ordered = torch.where(logits.isnan(), float("-inf"), logits)
+    values, index = ordered.sort(dim=-1, descending=True, stable=True)
     index = index[:, : a.WIDTH]
-    a.logprob_ptr.view(rows, -1).copy_(scores[:, : a.WIDTH])
-    a.token_ptr.view(rows, -1).copy_(index + a.offset_ptr[index])
-    return values, most, lower, weight, spread, total
+    if beta is not None:
+        beta = beta.flatten().repeat_interleave(a.chunks.rows_each)
+    logprob = top_logprobs(logits, values[:, : a.WIDTH], beta)
+    a.logprob_ptr.view(logprob.shape).copy_(logprob)
+    a.token_ptr.view(index.shape).copy_(index + a.offset_ptr[index])
+    return logits, values
 
 
 def merge_and_rank(a: Arguments, grid: Grid) -> None:
-    values, most, lower, weight, spread, total = merge_chunks(a, grid)
-    if a.SCOPE == 0:
-        within = most + total.log()
-        entropy = total.log() - ((spread + weight * lower) * lower.exp()).sum(-1) / total
-    else:
-        below = (values - most[:, None])[:, : a.SCOPE]
-        mass = below.exp().sum(-1)
-        within = most + mass.log()
-        entropy = mass.log() - (below.exp() * below).sum(-1) / mass
-    features = [
-        values[:, : a.LOGPROBS] - within[:, None],
-        most[:, None] - values[:, [1, 2, 4]],
-        (values[:, :1] - within[:, None]).exp(),
-        entropy[:, None],
-    ]
-    psi = torch.cat(features, -1).to(a.of_state_ptr.dtype).float()
-    columns = a.first_ptr[:, a.size : a.size + a.LOGPROBS + 5].float()
-    state = F.silu(a.of_state_ptr.float() + psi @ columns.T)
+    logits, values = merge_chunks(a, grid)
+    psi = rank_features(values[:, : a.LOGPROBS], values[:, : a.SCOPE] if a.SCOPE else logits)
+    psi = psi.to(a.of_state_ptr.dtype).float()
+    state = F.silu(a.of_state_ptr.float() + psi @ a.first_ptr[:, a.size :].float().T)
     a.bucket_ptr.copy_((state @ a.second_ptr.float().T).argmax(-1))
 
 
-def attach_block(a: Arguments, requests: int) -> torch.Tensor:
-    """Attach [R, rows, K, B] candidates; returns their keys as starts."""
-    grow, given, cells = a.GROW, a.drafts, (requests, a.GROW.ROWS, a.GROW.K, a.GROW.B)
-    token, path_hash, key, parent, may_start, _ = a.fields_ptr.unbind()
-    score, first = a.score_ptr, 1 + a.done * grow.K * grow.B
-    if grow.ROOT:
-        for field, value in ((token, 0), (path_hash, ROOT_HASH), (key, 0), (parent, 0), (score, 0)):
-            field[:, 0] = value
-        node = torch.zeros(requests, 1, dtype=torch.int64)
-        total, text, above = score[:, :1], path_hash[:, :1], key[:, :1]
-    else:
-        node = given.start_node
-        total = torch.where(given.start_valid, score.gather(1, node), float("-inf"))
-        text, above = path_hash.gather(1, node), key.gather(1, node) & (MAX_DEPTH * DEPTH_ONE)
-        if grow.REOPENS:
-            begun = torch.where(given.start_valid, text, ROOT_HASH)
-            a.started_ptr.flatten(1)[:, a.done - 1 :][:, : grow.S] = begun
-    word, width = given.top_token.view(cells), torch.tensor(grow.B)
-    if given.bucket is not None:
-        width = given.branching[given.bucket].view(cells[:3])[..., None]
-    wanted = torch.arange(grow.B) < width.clamp(min=1)
-    gain = torch.where(wanted, given.top_logprob.view(cells), float("-inf"))
-    gain = gain.fmin(torch.zeros(()))  # 0 for NaN, as in a kernel: padding rows have any value
-    totals, texts = torch.empty_like(gain), torch.empty_like(word)
-    total, text = total[..., None], text[..., None]
-    for k in range(grow.K):
-        totals[:, :, k] = total + gain[:, :, k]
-        texts[:, :, k] = word[:, :, k] + text * PATH_FACTOR
-        total, text = totals[:, :, k, :1], texts[:, :, k, :1]
-    index = first + torch.arange(gain[0].numel()).view(cells[1:])
-    depth = (1 + torch.arange(grow.K)) * DEPTH_ONE
-    rank = (totals.abs().view(torch.int32).long() << 32) + above[..., None, None]
-    rank += depth[:, None] + index
-    up = (index - torch.arange(grow.B) - grow.B).expand(cells).clone()
-    up[:, :, 0] = node[..., None]
-    here = slice(first, first + index.numel())
-    fields = [(token, word), (path_hash, texts), (key, rank), (parent, up), (score, totals)]
-    open_key = torch.where(width > 0, rank, rank | CLOSED)
-    if grow.REOPENS:
-        open_key[:, 0, -1, 0] |= FIRST
-        fields.append((may_start, open_key))
-    for field, values in fields:
-        field[:, here] = values.flatten(1)
-    return open_key.flatten(1)
-
-
-def attach_and_start(a: Arguments, grid: Grid) -> None:
-    open_key, grow, count = attach_block(a, grid[0]), a.GROW, a.COUNT
-    token, path_hash, key, _, may_start, _ = a.fields_ptr.unbind()
-    final = (a.done + grow.ROWS) * grow.K * grow.B
-    if grow.STARTED:
-        path_hash, key = path_hash[:, :count], key[:, :count]
-        order, winner = candidates.join(key, path_hash)
-        best = torch.empty_like(order, dtype=torch.bool)
-        best.scatter_(1, order, winner == torch.arange(count))
-        started = a.started_ptr.flatten(1)[:, : grow.STARTED]
-        free = best & ~(path_hash[..., None] == started[:, None]).any(-1)
-        closed = torch.arange(1, count) | CLOSED
-        open_key = torch.where(free[:, 1:], may_start[:, 1:count], closed)
-    open_key = F.pad(open_key, (0, max(0, grow.S - open_key.shape[1])), value=final | CLOSED)
-    chosen = open_key.sort(1).values[:, : grow.S]
-    node = chosen & INDEX_BITS
-    drafted = (node - 1) // grow.B
-    found = node, token.gather(1, node), drafted // grow.K, drafted % grow.K, chosen < CLOSED
-    for out, values in zip(a.starts, found, strict=True):
-        out.copy_(values)
-
-
-def attach_and_select(a: Arguments, grid: Grid) -> None:
-    attach_block(a, grid[0])
-    count, depth = a.SELECT.COUNT, a.GROW.K * a.GROW.BLOCKS
-    token, path_hash, key, parent = a.fields_ptr[:4, :, :count].unbind()
-    texts = path_hash if a.JOINS else None
-    chosen = candidates.select.reference(
-        token, parent, a.score_ptr[:, :count], key, texts, a.SELECT.BUDGET, depth
-    )
-    for name in a.tree._fields[:-1]:
-        getattr(a.tree, name).copy_(getattr(chosen, name))
-    _, node = candidates.keep(key, texts, a.SELECT.BUDGET)
-    a.tree.node.view(node.shape).copy_(node)
+def grow(a: Arguments, grid: Grid) -> None:
+    """Attach a block by the loops for CPUs, which keep the same tensors."""
+    made, given, last = a.GROW, a.drafts, hasattr(a, "tree")
+    shape = TreeShape(
+        made.K, made.BLOCKS, made.S, tuple(given.branching.tolist()),
+        budget=a.SELECT.BUDGET if last else 1,
+        by_level=not (a.JOINS if last else made.REOPENS),
+    )  # fmt: skip
+    growing = CompiledGrowing(shape, given.branching, grid[0])
+    growing.fields, growing.score, growing.started = a.fields_ptr, a.score_ptr, a.started_ptr
+    starts = None
+    if not made.ROOT:
+        growing.block = 1 + (a.done - 1) // made.S
+        starts = NextStarts(given.start_node, None, None, None, given.start_valid)
+    cells = grid[0], made.ROWS, made.K, made.B
+    gain = given.top_logprob.view(cells).fmin(torch.zeros(()))  # 0 for NaN, as in a kernel
+    bucket = None if given.bucket is None else given.bucket.view(cells[:3])
+    found = growing.attach(starts, gain, given.top_token.view(cells), bucket)
+    for into, values in zip(a.tree if last else a.starts, found, strict=True):
+        into.view(values.shape).copy_(values)
 
 
 def accept_path(a: Arguments, grid: Grid) -> None:
@@ -354,43 +228,6 @@ def move_path(a: Arguments, grid: Grid) -> None:
                 ctypes.memmove(entry(slot), data, len(data))
 
 
-def gumbel_sample(a: Arguments, grid: Grid) -> None:
-    assert a.logits_cache_ptr is None and not a.IS_DRAFTING and not a.USE_FP64
-    (rows, blocks), size = grid[:2], a.BLOCK_SIZE
-    request = a.expanded_idx_mapping_ptr[:rows].long()
-    seed, temperature = a.seeds_ptr[request].long(), a.temp_ptr[request].float()
-    seed, temperature = (x.masked_fill(request < 0, 0)[:, None] for x in (seed, temperature))
-    column = torch.arange(blocks * size)
-    noise = uniform(seed, seed >> 32, a.pos_ptr[:rows, None].long(), column)
-    noise = -torch.log(-torch.log1p(-noise))
-    logits = a.logits_ptr[:rows].float()
-    if a.APPLY_TEMPERATURE:
-        logits = torch.where(temperature != 0, logits / temperature, logits)
-    logits = F.pad(logits, (0, blocks * size - a.vocab_size), value=float("-inf"))
-    logits = torch.where(temperature != 0, logits + noise, logits).view(rows, blocks, size)
-    largest, index = logits.max(-1)
-    a.local_max_ptr.copy_(largest)
-    a.local_argmax_ptr.copy_(index + size * torch.arange(blocks))
-
-
-def uniform(*keys: torch.Tensor) -> torch.Tensor:
-    """vLLM's `murmur3_uniform32`, of int64 tensors that hold 32 bits each."""
-    low = 0xFFFFFFFF
-
-    def turned(x: torch.Tensor, by: int) -> torch.Tensor:
-        return (x << by | x >> 32 - by) & low
-
-    h = torch.zeros(1, dtype=torch.int64)
-    for key in keys:
-        key = turned((key & low) * 0xCC9E2D51 & low, 15) * 0x1B873593 & low
-        h = turned(h ^ key, 13) * 5 + 0xE6546B64 & low
-    h = h ^ 16
-    h = (h ^ h >> 16) * 0x85EBCA6B & low
-    h = (h ^ h >> 13) * 0xC2B2AE35 & low
-    h = h ^ h >> 16
-    return (h >> 16).float() * 2.0**-16 + ((h & 0xFFFF).float() + 0.5) * 2.0**-32
-
-
 FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "kernel_unified_attention": (unified_attention, ""),
     "reshape_and_cache_kernel_flash": (reshape_and_cache, "key_cache_ptr value_cache_ptr"),
@@ -400,15 +237,12 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "_norm_pair_kernel": (norm_pair, "out_ptr"),
     "_layer_shift_kernel": (layer_shift, "out_ptr"),
     "_fp8_linear_kernel": (fp8_linear, "out_ptr"),
-    "_best_of_chunk_kernel": (best_of_chunk, "out.best"),
     "_merge_and_rank_kernel": (merge_and_rank, "logprob_ptr token_ptr"),
     "topk_tokens._merge_kernel": (merge_chunks, "logprob_ptr token_ptr"),
-    "expand._attach_and_start_kernel": (
-        attach_and_start,
-        "starts.node starts.token starts.valid score_ptr",
-    ),
+    # Starts that are not valid differ.
+    "expand._attach_and_start_kernel": (grow, "starts.valid score_ptr"),
     "expand._attach_and_select_kernel": (
-        attach_and_select,
+        grow,
         "score_ptr tree.token tree.parent tree.depth tree.logprob tree.size tree.ancestors",
     ),
     "_accept_path_kernel": (accept_path, "path_ptr accepted_ptr output_ptr num_sampled_ptr"),
@@ -419,7 +253,8 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "_penalties_kernel": (on_cpu(sampling.penalties), "logits_ptr"),
     "_min_p_kernel": (on_cpu(sampling.min_p), "logits_ptr"),
     "_temperature_kernel": (on_cpu(sampling.temperature), "logits_ptr"),
-    "_gumbel_sample_kernel": (gumbel_sample, "local_argmax_ptr"),
+    # It writes a row's best into the first block's place.
+    "_gumbel_sample_kernel": (on_cpu(gumbel.gumbel_sample), ""),
     "_move_path_kernel": (move_path, ""),
 }
 """By a kernel's name, or its module's and its own where two have one name: its form, and the
@@ -429,6 +264,8 @@ SECONDS = {
     "reduce_segments": "kernel_unified_attention",
 }
 """Kernels that finish another's work, which a host form has done by itself."""
+FIRST = "_best_of_chunk_kernel"
+"""The kernel whose work the form of the kernel after it does."""
 EVERY = 256
 """One in so many launches of a kernel runs in the interpreter, too."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-7}
@@ -439,12 +276,15 @@ def known(kernel: Callable) -> str | None:
     """Return the name of a kernel that has a form, or whose work another's form has done."""
     name = kernel.__name__
     names = f"{kernel.__module__.split('.')[-1]}.{name}", name
-    return next((each for each in names if each in FORMS or each in SECONDS), None)
+    return next((each for each in names if each in (*FORMS, *SECONDS, FIRST)), None)
 
 
 draw = random.Random(0)
 unfinished: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 """By a first kernel's name, if its last launch was interpreted: its results, and the host's."""
+
+chunked: dict[int, tuple[Arguments, bool]] = {}
+"""By the address of its results: a launch of `FIRST`, and whether it was interpreted."""
 
 
 @torch.inference_mode()  # as what they write to may be made in it
@@ -457,8 +297,14 @@ def run(name: str, given: dict[str, Any], grid: Grid, interpret: Callable[[], No
             compare(name, pairs)
         return
     unfinished.pop(name, None)
-    (form, results), arguments = FORMS[name], Arguments(**given)
-    if name == "kernel_unified_attention" or draw.randrange(EVERY):
+    arguments, interprets = Arguments(**given), not draw.randrange(EVERY)
+    if name == FIRST:
+        chunked[arguments.out.best.data_ptr()] = arguments, interprets
+        return interpret() if interprets else None
+    if "chunks" in given:
+        arguments.chunked, interprets = chunked.pop(arguments.chunks.best.data_ptr())
+    form, results = FORMS[name]
+    if name == "kernel_unified_attention" or not interprets:
         form(arguments, grid)
         return
     found = [operator.attrgetter(result)(arguments) for result in results.split()]
