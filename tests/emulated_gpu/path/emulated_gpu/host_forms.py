@@ -108,7 +108,6 @@ def rotate_pair(a: Arguments, grid: Grid) -> None:
         rows = at // a.ROPE.EACH
         if of is a.query and a.keep_ptr is not None:
             rows = a.keep_ptr[rows]
-            states = states[rows * a.ROPE.EACH + at % a.ROPE.EACH] if a.ROPE.PICKS else states
         angle = (a.base_ptr[rows] + at % a.ROPE.EACH).float()[:, None, None] * a.turn_ptr[
             a.ROPE.HALF :
         ]
@@ -301,8 +300,7 @@ def attach_and_select(a: Arguments, grid: Grid) -> None:
 
 def accept_path(a: Arguments, grid: Grid) -> None:
     rows = DrawnRows(a.token_ptr, a.drawn_ptr, a.first_row_ptr, a.req_idx_ptr)
-    trees = a.parent_ptr, a.depth_ptr, a.ancestors_ptr, a.path_ptr, a.accepted_ptr
-    output, sampled = accept_path_rows.reference(rows, *trees)
+    output, sampled = accept_path_rows.reference(rows, a.trees)
     a.output_ptr.copy_(output)
     a.num_sampled_ptr.copy_(sampled)
 
@@ -411,7 +409,7 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
         attach_and_select,
         "score_ptr tree.token tree.parent tree.depth tree.logprob tree.size tree.ancestors",
     ),
-    "_accept_path_kernel": (accept_path, "path_ptr accepted_ptr output_ptr num_sampled_ptr"),
+    "_accept_path_kernel": (accept_path, "trees.path trees.accepted output_ptr num_sampled_ptr"),
     "_build_tree_mask_kernel": (
         tree_mask,
         "out.prefix_len out.mask_words out.tree_start out.position out.node_position",
