@@ -57,5 +57,6 @@ def _needs_gradient(x: object) -> bool:
 def _first_tensor(x: Any) -> torch.Tensor:
     """Return the first tensor of a tensor, a sequence or an object with attributes."""
     while not isinstance(x, torch.Tensor):
-        x = x[0] if isinstance(x, tuple | list) else next(iter(vars(x).values()))
+        parts = x if isinstance(x, tuple | list) else vars(x).values()
+        x = next(part for part in parts if isinstance(part, torch.Tensor) or part)
     return x

@@ -38,9 +38,7 @@ def rank_key(
 ) -> torch.Tensor:
     """Return the sort key of candidates.
 
-    Args:
-        score: [...] fp32, cumulative log-score, at most 0; −inf: unwanted.
-        tie: [...] int64, depth << 24 | index.
+    score: fp32, cumulative log-score, at most 0; −inf: unwanted. tie: int64, depth << 24 | index.
     """
     return torch.add(tie, score.abs().view(torch.int32), alpha=1 << 32, out=out)
 
@@ -67,9 +65,9 @@ def keep(
     """Choose the best N = `budget` of candidates, one of each text; arguments as in `select`.
 
     Returns:
-        candidate: [R, N] int64, of each node; 0 (the root): slot not in use.
-        node: [R, C] int64, of each candidate, with those joined to it; 0: the root, above N: over
-            the budget. Undefined for unwanted candidates.
+        [R, N] int64, the candidate of each node; 0 (the root): slot not in use.
+        [R, C] int64, the node of each candidate; above N: over the budget; undefined for unwanted
+            candidates.
     """
     if path_hash is None:
         order = key.sort(dim=1).values & INDEX_BITS
@@ -129,11 +127,8 @@ def select(
         score: fp32, cumulative log-score, never above the parent's.
         key: int64, see `rank_key`.
         path_hash: int64, see `extend_hash`; None if no two texts are equal.
-        budget: N.
+        budget: N, at most 256, else ValueError.
         max_depth: no path is longer.
-
-    Raises:
-        ValueError: more than 256 node slots.
     """
     candidate, node = keep(key, path_hash, budget)
     used = candidate > 0
@@ -157,10 +152,8 @@ def select_nodes(
 ) -> DraftTree:
     """Call `select` for candidates without the root, which is prepended.
 
-    Args (each [R, C]):
-        token, score, path_hash: as in `select`.
-        parent: int64, 0 for the root, else 1 + the number of the candidate.
-        depth: int64, 1 for a child of the root; broadcasts.
+    parent: 0 for the root, else 1 + the number of the candidate. depth: int64, 1 for a child of the
+    root; broadcasts.
     """
 
     def rooted(values: torch.Tensor, root: int) -> torch.Tensor:

@@ -20,13 +20,13 @@ METHOD = "specblock"
 DEFAULT_NODES = 60
 """Draft nodes per request and step when `num_speculative_tokens` is not given (paper, §4.1)."""
 
-DEFAULT_NODES_ON_CPU = 12
-"""CPU matrix products of a root and 12 nodes cost as much as one row; rows beyond 16 cost more."""
-
 
 def default_nodes(on_cpu: bool) -> int:
-    """Return the nodes of a tree when `num_speculative_tokens` is not given."""
-    return DEFAULT_NODES_ON_CPU if on_cpu else DEFAULT_NODES
+    """Return the nodes of a tree when `num_speculative_tokens` is not given.
+
+    CPU matrix products of a root and 12 nodes cost as much as one row; rows beyond 16 cost more.
+    """
+    return 12 if on_cpu else DEFAULT_NODES
 
 
 VLLM_KEYS = frozenset(
@@ -69,10 +69,8 @@ class CombineConfig(Options):
     def shares(self, num_nodes: int) -> tuple[int, int]:
         """Return the nodes that each drafter drafts, for a verified tree of `num_nodes`.
 
-        With routing or a joint budget, either drafter may need all of them.
-
-        Raises:
-            OptionError: a split of fewer than two nodes.
+        With routing or a joint budget, either drafter may need all of them. Raises OptionError for
+        a split of fewer than two.
         """
         if self.draft_policy == "route" or self.budget == "joint":
             return num_nodes, num_nodes
@@ -100,8 +98,7 @@ def parse_drafter(
         num_nodes: of its trees; some defaults depend on it.
 
     Raises:
-        OptionError: an unknown key, a wrong type or a value out of range. One sentence that
-            names the key, what was given and what is accepted.
+        OptionError: as `parse_options`.
     """
     options = drafter_kind(kind).options
     if num_nodes is not None:
@@ -122,9 +119,7 @@ def split_keys(
 ) -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any]]:
     """Split a `speculative_config` into (first drafter, second or None, combination).
 
-    Raises:
-        OptionError: `second_drafter` is no dictionary; keys for two drafters are given without it;
-            an unknown kind of drafter.
+    Raises OptionError if they do not go together.
     """
     ours = {k: v for k, v in given.items() if k not in VLLM_KEYS or k in SOURCE_KEYS}
     second = ours.pop("second_drafter", None)
@@ -152,11 +147,7 @@ def split_keys(
 
 
 def check_num_nodes(value: Any) -> int:
-    """Check and return `num_speculative_tokens`, the nodes N of one request's tree.
-
-    Raises:
-        OptionError: not a whole number in 1 … 256 (the ancestor mask holds 256 nodes).
-    """
+    """Return `num_speculative_tokens`, the nodes N of one request's tree, or raise OptionError."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_NODES:
         raise OptionError(
             f"speculative_config key 'num_speculative_tokens' is {value!r}, but it must be a "

@@ -34,21 +34,17 @@ _Kind = TypeVar("_Kind", bound=Options)
 
 
 def parse_options(
-    model: type[_Kind],
-    given: dict[str, Any],
-    where: str,
-    whose: str,
-    beside: Collection[str] = (),
+    model: type[_Kind], given: dict[str, Any], where: str, whose: str, beside: Collection[str] = ()
 ) -> _Kind:
     """Parse keys as an options model.
 
     Args:
-        where: put before a key in messages.
-        whose: appended to "accepted" in messages.
+        where: put before a key in messages; whose: appended to "accepted" in them.
         beside: keys that are allowed, but parsed elsewhere.
 
     Raises:
-        OptionError: one sentence on the first wrong one.
+        OptionError: an unknown key, a wrong type or a value out of range. One sentence that
+            names the first, what was given and what is accepted.
     """
     try:
         return model(**given)

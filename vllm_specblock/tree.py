@@ -47,19 +47,6 @@ def pack_bits(flags: torch.Tensor) -> torch.Tensor:
     return (flags.unflatten(-1, (num_words, _WORD)).long() << shift).sum(-1)
 
 
-def _own(num_nodes: int, device: torch.device) -> torch.Tensor:
-    """[N+1, W+1] int64: node i has bit i in the first W columns and 1 in the last; root: zeros."""
-    count = words_for(num_nodes)
-    own = torch.zeros(count, _WORD, count + 1, dtype=torch.int64, device=device)
-    # Bit b of word w belongs to row 64·w + b. 1 << 63 is the sign bit.
-    own[..., :count].diagonal(dim1=0, dim2=2).copy_(
-        (1 << torch.arange(_WORD, device=device))[:, None]
-    )
-    own[..., count].fill_(1)
-    own[0, 0].zero_()
-    return own.flatten(0, 1)[: num_nodes + 1]
-
-
 def climb(parent: torch.Tensor, max_depth: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ancestors of every node as bits, and their depths.
 
@@ -72,20 +59,19 @@ def climb(parent: torch.Tensor, max_depth: int | None = None) -> tuple[torch.Ten
             to i, both included. A slot not in use has the root's bit and its own.
         depth: [R, N] int32, 1 for a child of the root, and for a slot not in use.
     """
-    # Pointer doubling: after step s every node knows 2^s nodes of its path. Each step adds only
-    # new nodes, so the union of bits is their sum; the depth is one more column.
     num_requests, num_nodes = parent.shape
     # Unused slots (−1) become children of the root: they need an ancestor to attend to.
     jump = torch.nn.functional.pad(parent.clamp(min=0).long(), (1, 0))
-    path = _own(num_nodes, parent.device).expand(num_requests, -1, -1)
+    path = torch.eye(num_nodes + 1, dtype=torch.bool, device=parent.device)
+    path[:, 0].fill_(True)
+    path = path.expand(num_requests, -1, -1)
     longest = num_nodes if max_depth is None else min(max_depth, num_nodes)
+    # Pointer doubling: after step s every node knows 2^s nodes of its path.
     for step in range(max(0, longest - 1).bit_length()):
         if step:
             jump = jump.gather(1, jump)
-        path = path + path.gather(1, jump[..., None].expand_as(path))
-    words = path[..., :-1].clone(memory_format=torch.contiguous_format)
-    words[..., 0].bitwise_or_(1)
-    return words, path[:, 1:, -1].int()
+        path = path | path.gather(1, jump[..., None].expand_as(path))
+    return pack_bits(path), path[:, 1:, 1:].sum(-1, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -115,8 +101,7 @@ class DraftTree:
     ) -> DraftTree:
         """Return a tree of sorted nodes; arguments as the attributes, and as in `climb`.
 
-        Raises:
-            ValueError: more than 256 node slots.
+        Raises ValueError for more than 256 node slots.
         """
         check_budget(token.shape[1])
         ancestors, depth = climb(parent, max_depth)
@@ -164,9 +149,7 @@ class DraftTree:
     def _with(
         self, other: DraftTree, pick: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> DraftTree:
-        tree = DraftTree(
-            *(pick(getattr(self, name), getattr(other, name)) for name in self.TENSORS)
-        )
+        tree = DraftTree(*(pick(getattr(self, x), getattr(other, x)) for x in self.TENSORS))
         if self.origin is None and other.origin is None:
             return tree
         return replace(tree, origin=pick(self.origins(), other.origins()))
@@ -175,12 +158,10 @@ class DraftTree:
         """Return [R, N+1, N+1] bool: column j is on the path to node i."""
         return unpack_bits(self.ancestors, self.token.shape[1] + 1)
 
-    def best_path(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the path with the most expected accepted tokens, the sum of exp(logprob).
+    def chains_where(self, condition: torch.Tensor) -> DraftTree:
+        """Reduce the trees to their best path where `condition` [R] is not 0.
 
-        Returns:
-            entry: [R, N] int64, entries (node − 1) of the path from the top down, then the rest.
-            length: [R] int32, nodes on the path.
+        It is the path with the most expected accepted tokens, the sum of exp(logprob).
         """
         on_path = self.ancestor_mask()[:, 1:, 1:]  # [R, N, N]
         used = self.parent >= 0
@@ -190,12 +171,8 @@ class DraftTree:
         path = on_path.gather(1, end[:, None, None].expand(-1, 1, count))[:, 0] & used
         # Nodes of a path ascend with their depth: to the front in order, the rest behind.
         entry = torch.where(path, self.depth, count + 1).argsort(dim=1, stable=True)
-        return entry, path.sum(1).int()
-
-    def chains_where(self, condition: torch.Tensor) -> DraftTree:
-        """Reduce the trees to their best path where `condition` [R] is not 0."""
-        entry, length = self.best_path()
-        chain = DraftTree.chain(self.token.gather(1, entry), self.logprob.gather(1, entry), length)
+        token, logprob = self.token.gather(1, entry), self.logprob.gather(1, entry)
+        chain = DraftTree.chain(token, logprob, path.sum(1).int())
         if self.origin is not None:
             origin = torch.where(chain.parent >= 0, self.origin.gather(1, entry), 0)
             chain = replace(chain, origin=origin)

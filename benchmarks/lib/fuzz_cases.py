@@ -104,10 +104,9 @@ def verification(rng: random.Random, draw: torch.Generator) -> Case:
         rows = BatchRows(position, query_start, ends, slot, first_row, row, slots, node.int())
         mask.fill(rows, states.depth, states.ancestors)
         drawn_rows = DrawnRows(token.int(), drawn, first_row, slot)
-        output, sampled = accept_path_rows(drawn_rows, *states.trees)
-        stored = *states.trees, states.score, states.origin
+        output, sampled = accept_path_rows(drawn_rows, states.trees)
         seen = mask.prefix_len, mask.mask_words, mask.tree_start, mask.position
-        return output, sampled, *stored, *seen, mask.node_position
+        return output, sampled, *states.trees, *seen, mask.node_position
 
     return Case(requests, call)
 
@@ -242,11 +241,11 @@ def routing(rng: random.Random, draw: torch.Generator) -> Case:
     chain = torch.rand(requests, generator=draw) < 0.3
 
     def call() -> Tensors:
-        tree, chosen, agreed = route(first, second, how)
+        tree, agreed = route(first, second, how)
         kept = TreeStates(requests, nodes, deepest, "cpu")
         tokens = kept.store(torch.arange(requests), tree, chain)
         found = kept.parent, kept.depth, kept.ancestors, kept.origin, kept.score
-        return tokens, *found, chosen, agreed
+        return tokens, *found, agreed
 
     return Case(requests, call)
 

@@ -88,7 +88,7 @@ class ImposedSampler(TreeSampler):
         taken = (low[request, node] <= draw) & (draw < high[request, node])
         token = torch.where(rows.token < 0, rows.token, taken.to(rows.token.dtype))
         walked = rows._replace(token=token, drawn=torch.ones_like(rows.drawn))
-        _, num_sampled = accept_path_rows(walked, *states.trees)
+        _, num_sampled = accept_path_rows(walked, states.trees)
         # Tokens of the path's nodes, and after the last of them what the target drew.
         path, ends = states.path[slots], num_sampled[:, None] - 1
         at = (first[:-1, None] + path).clamp(max=most)

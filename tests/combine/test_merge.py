@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trees import nodes, prefix, texts, to_tree
+from support.trees import nodes, prefix, to_tree
 
 from vllm_specblock.combine.merge import merge as merge_and_agree
-from vllm_specblock.tree import MAX_NODES, DraftTree
+from vllm_specblock.tree import DraftTree
 from vllm_specblock.verify.accept_path import accept_path
 
 HOWS = ["disjoint", "trie"]
@@ -130,26 +130,21 @@ def test_both_ways_accept_the_same_text(pair, seed):
     assert torch.equal(disjoint.output, trie.output)
 
 
-@quick
-@given(pairs(), st.integers(1, 24))
-def test_a_trie_says_each_text_once_and_no_less(pair, budget):
-    disjoint, trie = (merge(*pair, how, budget) for how in HOWS)
-    for request in range(len(trie.origin)):
-        said = node_texts(trie, request)
-        assert len(said) == len(set(said))
-        assert set(node_texts(disjoint, request)) <= set(said)
-        scores = [texts(tree, request) for tree in pair]
-        for text, score in texts(trie, request).items():
-            # `texts` keeps the last of a head's own twins, which is not the best.
-            assert score >= max(known.get(text, float("-inf")) for known in scores)
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_the_largest_trees(how):
-    draw = random.Random(3)
-    plain = [[(draw.randint(0, node), draw.randrange(4)) for node in range(256)] for _ in "12"]
-    pair = [to_tree([one], MAX_NODES) for one in plain]
-    tree = merge(*pair, how, MAX_NODES)
-    found = zip(tree.parent[0].tolist(), tree.token[0].tolist())
-    expected = merge_plainly(pair, 0, how, MAX_NODES)
-    assert list(found) == [(up, token) for up, token, *_ in expected]
+def test_figure_1_of_the_paper():
+    """1 ↦ 4, 2 ↦ 5, 3 ↦ 6, by hand; scores fall from node to node, which keeps that order."""
+    plain = [(0, 11), (0, 12), (1, 13)], [(0, 21), (1, 22), (1, 23)]
+    falls = -torch.arange(1.0, 7).view(2, 1, 3)
+    pair = [replace(to_tree([one], 3), logprob=fall) for one, fall in zip(plain, falls)]
+    tree = merge(*pair, "disjoint", 6)
+    assert tree.token[0].tolist() == [11, 12, 13, 21, 22, 23]
+    assert tree.parent[0].tolist() == [0, 0, 1, 0, 4, 4]
+    assert tree.depth[0].tolist() == [1, 1, 2, 1, 2, 2]
+    assert tree.ancestor_mask()[0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0, 0],
+        [1, 0, 0, 0, 1, 0, 0],
+        [1, 0, 0, 0, 1, 1, 0],
+        [1, 0, 0, 0, 1, 0, 1],
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,8 +35,13 @@ def test_before_anything_is_seen_scores_are_believed():
 def teach(table, logprob, rate, count=400, kind=0):
     """`count` trees whose node i was reached with the frequency rate[i]."""
     reached = torch.arange(count)[:, None] < torch.tensor(rate) * count
-    trees = logprob.expand(count, -1)
-    table.learn(kinds(count, kind), trees, reached, torch.ones_like(reached))
+    learn(table, logprob.expand(count, -1), reached, torch.ones_like(reached), kind)
+
+
+def learn(table, logprob, reached, judged, kind=0):
+    temperature = torch.full((len(logprob),), float(kind))
+    verdicts = {"logprob": logprob, "reached": reached, "judged": judged}
+    table.learn_from(SimpleNamespace(temperature=temperature, **verdicts))
 
 
 def test_nodes_are_worth_what_such_nodes_were():
@@ -73,22 +80,13 @@ def test_rates_are_the_nearest_that_fall(data):
         torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-3, atol=1e-4)
 
 
-def test_nodes_that_were_cut_or_are_none_say_nothing():
-    table = AcceptanceEstimator("cpu")
-    logprob = torch.tensor([[-0.1, -0.2, NEVER]])
-    judged = torch.tensor([[True, False, False]])
-    table.learn(torch.zeros(1, dtype=torch.int64), logprob, torch.ones(1, 3).bool(), judged)
-    assert table.reached.sum() == table.judged.sum() == 1
-
-
-def test_old_steps_fade_but_only_when_something_new_is_seen():
+def test_old_steps_fade_when_something_new_is_seen_and_unverified_nodes_do_not_count():
     table = AcceptanceEstimator("cpu", decay=0.5)
-    kind, logprob = torch.zeros(1, dtype=torch.int64), torch.tensor([[-0.1]])
-    seen = torch.ones(1, 1, dtype=torch.bool)
+    logprob, seen = torch.tensor([[-0.1, -0.2, NEVER]]), torch.ones(1, 3).bool()
     for _ in range(2):
-        table.learn(kind, logprob, seen, seen)
-    assert table.reached.sum() == 1.5
-    table.learn(kind, logprob, seen, ~seen)
+        learn(table, logprob, seen, torch.tensor([[True, False, True]]))
+    assert table.reached.sum() == table.judged.sum() == 1.5
+    learn(table, logprob, seen, ~seen)
     assert table.reached.sum() == 1.5
 
 

@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_specblock.feedback.calibration import (
-    GREEDY,
-    OWN_MEMORY,
-    OWN_RANGE,
-    RANGE,
-    SAMPLING,
-    DraftCalibration,
-)
+from vllm_specblock.feedback.calibration import GREEDY, RATES, SAMPLING, DraftCalibration
 
 HEAT = torch.tensor([0.0, 0.2, 0.8, 1.0, 2.0])
 
@@ -54,29 +47,22 @@ def test_scores_come_to_add_up_to_what_is_accepted(temperature, right):
     assert found == pytest.approx(right, rel=0.15)
 
 
-def test_greedy_and_sampling_requests_do_not_learn_from_each_other():
-    calibration = DraftCalibration("cpu")
-    greedy, sampling = calibration.log.tolist()
-    one, many = torch.ones(3), torch.full((3,), 4)
-    calibration.learn(torch.zeros(3), one, many, torch.ones(3).bool())
-    assert calibration.log[0] > greedy and calibration.log[1] == sampling
-    calibration.learn(torch.ones(3), one, 0 * many, torch.ones(3).bool())
-    assert calibration.log[1] < sampling and calibration.trees.tolist() == [3, 3]
-
-
-def test_a_cold_request_teaches_what_decides_for_it():
-    """At a temperature near 0 it is the greedy target's β that is used, and to blame."""
+@pytest.mark.parametrize(("heat", "moves"), [(0.0, 0), (1.0, 1), (0.1, 0)])
+def test_greedy_and_sampling_requests_do_not_learn_from_each_other(heat, moves):
+    """At a temperature near 0 the greedy target's β is used."""
     calibration = DraftCalibration("cpu")
     before = calibration.log.clone()
-    calibration.learn(torch.tensor([0.1]), torch.ones(1), torch.tensor([5]), torch.ones(1).bool())
-    assert calibration.log[0] > before[0] and calibration.log[1] == before[1]
+    heats, live = torch.full((3,), heat), torch.ones(3).bool()
+    calibration.learn(heats, torch.ones(3), torch.full((3,), 5), live)
+    assert calibration.log[moves] > before[moves] and calibration.trees[moves] == 3
+    assert calibration.log[1 - moves] == before[1 - moves] and calibration.trees[1 - moves] == 0
 
 
 def test_it_stays_within_its_range():
     calibration = DraftCalibration("cpu")
     all_live = torch.ones(64).bool()
     for heat in (0.0, 1.0):
-        for accepted, bound in ((60, RANGE[1]), (0, RANGE[0])):
+        for accepted, bound in ((60, 4.0), (0, 0.25)):
             for _ in range(400):
                 calibration.learn(
                     torch.full((64,), heat), torch.ones(64), torch.full((64,), accepted), all_live
@@ -106,5 +92,5 @@ def test_a_factor_stays_within_its_range_and_counts_live_trees():
     accepted, live = torch.tensor([60, 60]), torch.tensor([True, False])
     for _ in range(400):
         calibration.learn(torch.ones(2), torch.ones(2), accepted, live, req_idx)
-    assert calibration.own.exp().tolist() == pytest.approx([OWN_RANGE, 1])
-    assert calibration.own_trees.tolist() == [OWN_MEMORY, 0]
+    assert calibration.own.exp().tolist() == pytest.approx([4.0, 1])
+    assert calibration.own_trees.tolist() == [RATES.own_memory, 0]

@@ -57,15 +57,14 @@ def test_drafting_pauses_after_a_loss_of_two_steps():
     assert 9 <= sum(found[: -len(paused(found)) : 2]) <= 13
 
 
-@pytest.mark.parametrize("draft, wait", [(0.1, 67), (0.3, 201)])
-def test_a_pause_ends_with_a_trial_of_four_steps_that_it_has_paid_for(draft, wait):
-    found = paused(served(0.0, draft))[:5]
-    assert found[1::2] == [4, 4]
-    assert found[::2] == pytest.approx([wait] * 3, abs=2)  # 4 · draft / 0.006
-
-
-def test_a_dear_trial_comes_in_time_and_then_less_often():
-    assert paused(served(0.0, 1.0))[:4] == pytest.approx([224, 4, 4 / 0.006 - 224, 4], abs=2)
+@pytest.mark.parametrize(
+    "draft, waits", [(0.1, [67] * 3), (0.3, [201] * 3), (1.0, [224, 4 / 0.006 - 224])]
+)
+def test_a_pause_ends_with_a_trial_of_four_steps_that_it_has_paid_for(draft, waits):
+    """It takes 4 · draft / 0.006 steps; a dear trial comes in time, and then less often."""
+    found = paused(served(0.0, draft))
+    assert found[1:4:2] == [4, 4]
+    assert found[: 2 * len(waits) : 2] == pytest.approx(waits, abs=2)
 
 
 def test_plain_steps_are_timed_now_and_then():

@@ -7,6 +7,7 @@ find out last.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -247,31 +248,24 @@ def test_select_compiles(compiler, count, joins):
     select_tree.select_triton(key, key, key.float(), key, key if joins else None, 60, 12)
 
 
-def test_growth_compiles(compiler):
+GROWN = [
+    expand.TreeShape(4, 3, 4, (4, 4, 4, 4), 60),
+    *(
+        expand.TreeShape.levels(*sizes, 60)
+        for sizes in ((3, 10, 8), (2, 1, 1), (3, 10, 1), (2, 32, 32))
+    ),
+]
+
+
+@pytest.mark.parametrize("shape", GROWN, ids=str)
+def test_growth_compiles(compiler, shape):
     starting, _ = compiler(expand, may_spill=False)
-    growing = expand.Growing(expand.TreeShape(4, 3, 4, (4, 4, 4, 4), 60), whole(4), 1)
-
-    def block(rows):
-        token = whole(1, rows, 4, 4)
-        return token.float(), token, token[..., 0]
-
-    starts = growing.attach(None, *block(1))
-    starts = growing.attach(starts, *block(4))
-    growing.attach(starts, *block(4))
-    assert len(starting.compiled) == 2
-
-
-@pytest.mark.parametrize(
-    ("depth", "top_k", "width"), [(3, 10, 8), (2, 1, 1), (3, 10, 1), (2, 32, 32)]
-)
-def test_growing_levels_compiles(compiler, depth, top_k, width):
-    starting, _ = compiler(expand, may_spill=False)
-    levels = expand.Growing(expand.TreeShape.levels(depth, top_k, width, 60), whole(4), 2)
-    grown = None
-    for rows in [1] + [width] * (depth - 1):
-        said = whole(2, rows, 1, top_k)
-        grown = levels.attach(grown, said.float(), said)
-    assert len(starting.compiled) == depth - 1
+    growing, starts = expand.Growing(shape, whole(4), 2), None
+    for rows in [1] + [shape.num_starts] * (shape.num_blocks - 1):
+        token = whole(2, rows, shape.block_size, shape.width)
+        bucket = None if shape.by_level else token[..., 0]
+        starts = growing.attach(starts, token.float(), token, bucket)
+    assert len(starting.compiled) == shape.num_blocks - 1
 
 
 @pytest.mark.parametrize("num_nodes", [1, 64, 256])
@@ -280,29 +274,27 @@ def test_storing_and_merging_compile(compiler, num_nodes):
     tree, column = DraftTree.empty(3, num_nodes, "cpu"), whole(3, 3)[:, 0]
     new = replace(tree, origin=tree.token.to(torch.uint8))
     kept = store_tree.KeptTrees(
-        tree.parent, tree.token, tree.logprob, tree.ancestors, new.origin, tree.size
+        tree.parent, tree.token, tree.logprob, tree.ancestors, new.origin, tree.size, tree.token
     )
     for chain in (None, column.bool(), column):
         store_tree.store_trees_triton(column, new, kept, chain, None, tree.token)
     store_tree.store_trees_triton(tree.size, tree, kept, column, column.bool(), tree.token)
-    for_both = vars(tree), vars(tree), num_nodes != 64
-    merge_trees.merge_trees_triton(*for_both, num_nodes, 12)
+    merge_trees.merge_trees_triton(tree, tree, num_nodes != 64, num_nodes, 12)
 
 
 @pytest.mark.parametrize(("size", "starts", "mask_words"), [(1, 10, 1), (4, 4, 1), (8, 40, 15)])
 def test_metadata_of_blocks_compiles(compiler, size, starts, mask_words):
     compiler(first_block_metadata, later_block_metadata)
     first = whole(20)
-    first_block_metadata.first_block_metadata_triton(
-        first, first[1:], first, first[:4].int(), first[:3], size
-    )
+    of_step = {"position": first, "index": first[1:], "kv_slot": first, "last": first[:3]}
+    step = SimpleNamespace(**of_step, row_start=first[:4].int())
+    first_block_metadata.first_block_metadata_triton(step, size)
     row, known, rows = whole(2, starts), whole(5, 3), 1 + 3 * starts
     for last, reach in ((known[:2, 0], None), (row[:, 0], whole(2, 5))):
         later_block_metadata.later_block_metadata_triton(
             expand.NextStarts(row, row, row, row, row.bool()),
-            later_block_metadata.CommittedRows(known[:, 1], known[:, 1], last),
+            later_block_metadata.CommittedRows(known[:, 1], known[:, 1], last, whole(2, 9).int()),
             whole(rows, size, mask_words),
-            torch.zeros(2, 9, dtype=torch.int32),
             later_block_metadata.RowPointers(whole(2, rows), whole(2, rows, mask_words), reach),
             3,
             16,
@@ -360,14 +352,10 @@ def test_verification_compiles(compiler, num_nodes):
         ancestors,
         build_tree_mask.MaskTensors(row.int(), ancestors[0], start[:3], row, row),
     )
-    accept_path.accept_path_triton(
-        accept_path.DrawnRows(row.int(), row, start, slot),
-        whole(5, num_nodes).int(),
-        depth,
-        ancestors,
-        whole(5, 9),
-        row[:5].int(),
-    )
+    path = whole(5, 9)
+    trees = whole(5, num_nodes).int(), depth, None, ancestors, None, row[:5].int(), path
+    rows = accept_path.DrawnRows(row.int(), row, start, slot)
+    accept_path.accept_path_triton(rows, store_tree.KeptTrees(*trees))
     starts, confidence = row[:9].int(), torch.zeros(5, num_nodes)
     reallocate_drafts.reallocate_drafts_triton(
         confidence, row[:3], whole(2, 3).int(), 1, 1, starts, starts

@@ -61,17 +61,10 @@ def walked(plain, target_probs: torch.Tensor) -> Counter:
     # The noise is keyed by the position: nodes of equal text draw the same token.
     sampled = sampled[:, [texts.index(own) for own in texts]]
     tree = to_tree([plain], len(plain))
-    every = (RUNS, -1)
     depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
-    accepted_paths = accept_path(
-        tree.token.expand(*every),
-        tree.parent.expand(*every),
-        depth.expand(*every),
-        tree.ancestors.expand(*every, -1),
-        torch.ones(RUNS, len(plain), dtype=torch.bool),
-        sampled,
-        int(depth.max()),
-    )
+    fields = tree.token, tree.parent, depth, tree.ancestors, torch.ones(1, len(plain)).bool()
+    every = (x.expand(RUNS, *x.shape[1:]) for x in fields)
+    accepted_paths = accept_path(*every, sampled, int(depth.max()))
     return Counter(
         tuple(output[: count + 1])
         for output, count in zip(accepted_paths.output.tolist(), accepted_paths.accepted.tolist())
@@ -79,8 +72,7 @@ def walked(plain, target_probs: torch.Tensor) -> Counter:
 
 
 def excess(counts: Counter, target_probs: dict[tuple, float]) -> float:
-    """Pearson's χ² against `target_probs`, in standard deviations above what the law itself
-    gives."""
+    """Pearson's χ², in standard deviations above what the law itself gives."""
     if not counts.keys() <= target_probs.keys():  # a text that cannot be committed
         return math.inf
     common = {key: p for key, p in target_probs.items() if p * RUNS >= 5}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -30,54 +32,37 @@ def packing_on_cpu(kv_cache: torch.Tensor, amx: bool | None = None) -> Packing |
     return packing_of(kv_cache, torch.cpu._is_amx_tile_supported() if amx is None else amx)
 
 
+@dataclass(eq=False)
 class TreeAttentionBatch:
     """Queries of R requests in order, and their visible entries by the rule of `tree_attention.py`.
 
-    Args (T queries, R requests, W words):
-        block_table: [R, max blocks] int32.
-        query_start: [R+1] int32, and `query_start_host`, the same on the host.
-        seq_len: [R] int32, number of visible entries of the request.
-        max_seq_len: upper bound of `seq_len` for all replays of the launch.
-        prefix_len: [≥T] int32.
-        mask_words: [≥T, W] int64.
-        tree_start: [≥R] int32.
-        max_query_len: upper bound of a request's queries for all replays; default: from
-            `query_start_host`.
-        unknown_up_to: requests of up to this many queries may have other lengths than in
-            `query_start_host`, with the same bits as in any batch; 0: none.
-
-    The first layer computes shared values: set `plan` to None when the tensors change.
+    T queries, W words. The first layer computes shared values: set `plan` to None when the tensors
+    change.
     """
 
-    def __init__(
-        self,
-        block_table: torch.Tensor,
-        query_start: torch.Tensor,
-        query_start_host: list[int],
-        seq_len: torch.Tensor,
-        max_seq_len: int,
-        prefix_len: torch.Tensor,
-        mask_words: torch.Tensor,
-        tree_start: torch.Tensor,
-        max_query_len: int | None = None,
-        unknown_up_to: int = 0,
-    ):
-        self.block_table, self.query_start, self.seq_len = block_table, query_start, seq_len
-        self.prefix_len, self.mask_words, self.tree_start = prefix_len, mask_words, tree_start
-        self.query_start_host = query_start_host
-        self.max_seq_len = max_seq_len
-        self.host_lens = {end - start for start, end in itertools.pairwise(query_start_host)}
-        self.max_query_len = max_query_len or max(self.host_lens)
-        self.unknown_up_to = unknown_up_to
-        # Keyed by window, for a packed cache by more.
-        self.plan: dict[Any, Any] | None = None
+    block_table: torch.Tensor  # [R, max blocks] int32
+    query_start: torch.Tensor  # [R+1] int32
+    query_start_host: list[int]  # the same
+    seq_len: torch.Tensor  # [R] int32, visible entries of the request
+    max_seq_len: int  # upper bound of `seq_len` for all replays of the launch
+    prefix_len: torch.Tensor  # [≥T] int32
+    mask_words: torch.Tensor  # [≥T, W] int64
+    tree_start: torch.Tensor  # [≥R] int32
+    # Upper bound of a request's queries for all replays; None: from `query_start_host`.
+    max_query_len: int | None = None
+    # Requests of up to this many queries may have other lengths than in `query_start_host`, with
+    # the same bits as in any batch; 0: none.
+    unknown_up_to: int = 0
+    # Keyed by window, for a packed cache by more.
+    plan: dict[Any, Any] | None = field(default=None, init=False)
 
-    @property
+    @cached_property
     def bounds(self) -> BatchBounds:
         """Host numbers that determine the launches."""
-        longest, lengths = self.max_query_len, set() if self.unknown_up_to else self.host_lens
-        query_lens = {longest, *(length for length in lengths if length < longest)}
-        return BatchBounds(query_lens, self.max_seq_len, self.unknown_up_to)
+        lengths = {end - start for start, end in itertools.pairwise(self.query_start_host)}
+        longest = self.max_query_len or max(lengths)
+        shorter = () if self.unknown_up_to else (n for n in lengths if n < longest)
+        return BatchBounds({longest, *shorter}, self.max_seq_len, self.unknown_up_to)
 
     def attend(
         self,

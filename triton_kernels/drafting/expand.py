@@ -29,26 +29,16 @@ _DEPTH_BITS = MAX_DEPTH * DEPTH_ONE  # of a key
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Sizes of an expansion.
+    """Sizes of an expansion; raises ValueError for paths of more than 255 tokens."""
 
-    Attributes:
-        block_size: K, positions per block.
-        num_blocks: M.
-        num_starts: S, rows of every block after the first.
-        branching: children per rank bucket; at a position of 0 only the chain's own node is
-            attached, and no block starts.
-        budget: N, nodes of the tree.
-        by_level: a block starts from nodes of the block before it only, and no two texts are equal.
-
-    Raises:
-        ValueError: paths of more than 255 tokens.
-    """
-
-    block_size: int
-    num_blocks: int
-    num_starts: int
+    block_size: int  # K, positions per block
+    num_blocks: int  # M
+    num_starts: int  # S, rows of every block after the first
+    # Children per rank bucket; at a position of 0 only the chain's own node is attached, and no
+    # block starts.
     branching: tuple[int, int, int, int]
-    budget: int
+    budget: int  # N, nodes of the tree
+    # A block starts from nodes of the block before it only, and no two texts are equal.
     by_level: bool = False
 
     def __post_init__(self) -> None:

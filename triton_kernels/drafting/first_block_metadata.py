@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,53 +24,39 @@ class FirstBlockMetadata(NamedTuple):
     kept_prefix: torch.Tensor  # [R·K] int32
 
 
-def first_block_metadata_triton(
-    position: torch.Tensor,
-    index: torch.Tensor,
-    kv_slot: torch.Tensor,
-    row_start: torch.Tensor,
-    last: torch.Tensor,
-    block_size: int,
-) -> FirstBlockMetadata:
+def first_block_metadata_triton(rows: Any, block_size: int) -> FirstBlockMetadata:
     """Launch the kernel; arguments as `first_block_metadata` has them."""
-    rows, requests, K = len(position), len(last), block_size
+    num_rows, requests, K = len(rows.position), len(rows.last), block_size
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=position.device)
+        return torch.empty(shape, dtype=dtype, device=rows.position.device)
 
     made = FirstBlockMetadata(
-        empty(rows, K, dtype=torch.int64),
-        empty(rows * K),
-        empty(rows, dtype=torch.int64),
+        empty(num_rows, K, dtype=torch.int64),
+        empty(num_rows * K),
+        empty(num_rows, dtype=torch.int64),
         *(empty(size) for size in (requests + 1, requests, requests + 1, requests * K)),
     )
-    given = (x.contiguous() for x in (position, index, kv_slot, row_start, last))
-    most = max(rows * K, requests * K, requests + 1)
+    given = rows.position, rows.index, rows.kv_slot, rows.row_start, rows.last
+    most = max(num_rows * K, requests * K, requests + 1)
     _first_block_metadata_kernel[(cdiv(most, _CELLS),)](
-        *given, made, rows, requests, K=K, num_warps=4
+        *(x.contiguous() for x in given), made, num_rows, requests, K=K, num_warps=4
     )
     return made
 
 
 @op(first_block_metadata_triton)
-def first_block_metadata(
-    position: torch.Tensor,
-    index: torch.Tensor,
-    kv_slot: torch.Tensor,
-    row_start: torch.Tensor,
-    last: torch.Tensor,
-    block_size: int,
-) -> FirstBlockMetadata:
-    """Return the metadata; tensors as `CommittedTokens` has them, block_size: K."""
-    K, device = block_size, position.device
+def first_block_metadata(rows: Any, block_size: int) -> FirstBlockMetadata:
+    """Return the metadata of `CommittedTokens`; block_size: K."""
+    K, last, device = block_size, rows.last, rows.position.device
     k = torch.arange(K, device=device)
-    see = (index[:, None] * K + k + 1).int()  # [T, K]
+    see = (rows.index[:, None] * K + k + 1).int()  # [T, K]
     return FirstBlockMetadata(
-        kv_index=torch.where(kv_slot >= 0, kv_slot * K, -K)[:, None] + k,
+        kv_index=torch.where(rows.kv_slot >= 0, rows.kv_slot * K, -K)[:, None] + k,
         prefix_len=see.flatten(),
-        base=position + 1,
-        query_start=row_start * K,
-        ends=((index[last] + 1) * K).int(),
+        base=rows.position + 1,
+        query_start=rows.row_start * K,
+        ends=((rows.index[last] + 1) * K).int(),
         kept_start=torch.arange(0, len(last) * K + 1, K, dtype=torch.int32, device=device),
         kept_prefix=see[last].flatten(),
     )

@@ -29,7 +29,6 @@ def later_block_metadata_triton(
     starts: NextStarts,
     committed: CommittedRows,
     own: torch.Tensor,
-    block_table: torch.Tensor,
     kept: RowPointers,
     block: int,
     token_block: int,
@@ -60,12 +59,10 @@ def later_block_metadata_triton(
         committed,
         strides_of(committed),
         own,
-        block_table,
-        block_table.stride(0),
         kept,
         metadata,
         requests,
-        block_table.shape[1],
+        committed.block_table.shape[1],
         1 + (block - 2) * count,
         max_position,
         ROWS=rows,
@@ -85,7 +82,6 @@ def later_block_metadata(
     starts: NextStarts,
     committed: CommittedRows,
     own: torch.Tensor,
-    block_table: torch.Tensor,
     kept: RowPointers,
     block: int,
     token_block: int,
@@ -96,9 +92,8 @@ def later_block_metadata(
 
     Args:
         starts: of the block.
-        committed: of the step; `last`: [R] int64, which of them drafts.
+        committed: of the step.
         own: [rows, K, W] int64 contiguous, the bits up to each position of a row.
-        block_table: [R, max blocks] int32.
         kept: row 0's is not read.
         token_block: tokens in one block of the table.
         max_position: positions at or beyond it have no slot.
@@ -123,8 +118,9 @@ def later_block_metadata(
     limit = max_position - (rope - newest)  # [R]
     at = newest[:, None] + first_row + torch.arange(S, device=device)  # [R, S] places to borrow
     there = at < limit[:, None]
-    table_block = (at // token_block).clamp(max=block_table.shape[1] - 1)
-    kv_slot = block_table.gather(1, table_block).long() * token_block
+    table = committed.block_table
+    kv_slot = table.gather(1, (at // token_block).clamp(max=table.shape[1] - 1)).long()
+    kv_slot = kv_slot * token_block
     kv_slot = torch.where(there, kv_slot + at % token_block, -1)
     window = ((newest + 1) * K).int()
     gone = max(first_row - S, 0) if by_level else 0
@@ -143,11 +139,12 @@ def later_block_metadata(
 
 
 class CommittedRows(NamedTuple):
-    """The step's committed rows."""
+    """The step's committed rows, and the tables of the requests that draft."""
 
     position: torch.Tensor  # [T] int64
     place: torch.Tensor  # [T] int64, `index` of `CommittedTokens`
-    last: torch.Tensor  # [R] int64
+    last: torch.Tensor  # [R] int64, the row that each request drafts from
+    block_table: torch.Tensor  # [R, max blocks] int32
 
 
 class RowPointers(NamedTuple):
@@ -165,8 +162,6 @@ def _later_block_metadata_kernel(
     committed,  # CommittedRows
     strides,  # CommittedRows, their strides
     own_ptr,  # [ROWS, K, W] int64
-    block_table_ptr,  # [R, table_width] int32
-    table_stride,
     kept,  # RowPointers
     out,  # LaterBlockMetadata
     num_requests,  # R
@@ -228,7 +223,7 @@ def _later_block_metadata_kernel(
     at = newest + first_row + start  # the place to borrow
     real = at < longest
     column = tl.minimum(at // TOKENS, table_width - 1)
-    borrowed = block_table_ptr + request.to(tl.int64) * table_stride + column
+    borrowed = committed.block_table + request.to(tl.int64) * strides.block_table + column
     kv_slot = tl.load(borrowed, mask=inside & real, other=-1).to(tl.int64) * TOKENS
     kv_slot = tl.where(real, kv_slot + at % TOKENS, -1)
     tl.store(out.kv_index + cell, tl.where(kv_slot >= 0, kv_slot * K, -K) + k, mask=inside)

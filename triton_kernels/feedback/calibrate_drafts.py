@@ -19,12 +19,12 @@ _TILE = 2048  # nodes of several requests that the program looks at together
 class LearnRates(NamedTuple):
     """Learning rates and bounds of a calibration."""
 
-    lowest: float  # of `log`
+    lowest: float  # bounds of log β, or of log(β · temperature)
     highest: float
     prior: float  # trees that count before the first one
     memory: float  # trees that count at most
-    own_most: float  # of `own`
-    own_prior: float
+    own_most: float  # bound of a request's own factor, in either direction, as a log
+    own_prior: float  # as `prior` and `memory`, of one request
     own_memory: float
 
 

@@ -17,22 +17,14 @@ _TILE = 2048  # nodes of several requests that a program looks at
 
 
 class Drafted(NamedTuple):
-    """Drafts for R requests.
+    """Drafts for R requests."""
 
-    Attributes:
-        live: [R] bool or integers; other requests are skipped (mid-prompt, padding).
-        second: [R] bool, the second drafter ran; None: there is none.
-        agreed: [R] bool, both drafters' trees begin with the same token; None likewise.
-        size, other_size: [R] int32, nodes of each drafter's tree.
-        beta, other_beta: [R] fp32, β that it was grown with; None: 1.
-    """
-
-    live: Any
-    second: Any
-    agreed: Any
-    size: Any
-    beta: Any
-    other_size: Any = None
+    live: Any  # [R] bool or integers; other requests are skipped (mid-prompt, padding)
+    second: Any  # [R] bool, the second drafter ran; None: there is none
+    agreed: Any  # [R] bool, both drafters' trees begin with the same token; None likewise
+    size: Any  # [R] int32, nodes of the first drafter's tree
+    beta: Any  # [R] fp32, β that it was grown with; None: 1
+    other_size: Any = None  # as `size` and `beta`, of the second drafter
     other_beta: Any = None
 
 

@@ -14,29 +14,19 @@ class SlabTensors(NamedTuple):
 
     Row i of a slab belongs to the token x_p, p = begin + i. A row's place depends only on its
     position, so a repeated step writes the same rows.
-
-    Attributes:
-        states: [G, W, 3·Ht], the target's states at x_p, columns low, mid, high.
-        last: [G, W, Ht], of the same dtype, what the target's LM head reads at x_p.
-        token: [G, W] int32, x_{p+1}.
-        begin: [G] int32, first position.
-        end: [G] int32, position after the newest row; `begin` if there is none.
-        of_slot: [S] int32, the slab of the request in each slot; −1: not recorded.
-        missed: [S] fp32, s [SpecBlock, eq. 8], as far as a step can know it: 1 for every walk that
-            ends at a node with children, whose probabilities all went to wrong tokens.
-        steps: [S] int32, target steps with a tree.
-        committed: [S] int32, tokens committed in these.
     """
 
-    states: torch.Tensor
-    last: torch.Tensor
-    token: torch.Tensor
-    begin: torch.Tensor
-    end: torch.Tensor
-    of_slot: torch.Tensor
+    states: torch.Tensor  # [G, W, 3·Ht], the target's states at x_p, columns low, mid, high
+    last: torch.Tensor  # [G, W, Ht], of the same dtype, what the target's LM head reads at x_p
+    token: torch.Tensor  # [G, W] int32, x_{p+1}
+    begin: torch.Tensor  # [G] int32, first position
+    end: torch.Tensor  # [G] int32, position after the newest row; `begin` if there is none
+    of_slot: torch.Tensor  # [S] int32, the slab of the request in each slot; −1: not recorded
+    # [S] fp32, s [SpecBlock, eq. 8], as far as a step can know it: 1 for every walk that ends at a
+    # node with children, whose probabilities all went to wrong tokens.
     missed: torch.Tensor
-    steps: torch.Tensor
-    committed: torch.Tensor
+    steps: torch.Tensor  # [S] int32, target steps with a tree
+    committed: torch.Tensor  # [S] int32, tokens committed in these
 
     @classmethod
     def empty(
@@ -70,25 +60,17 @@ class SlabTensors(NamedTuple):
 class StepToRecord(NamedTuple):
     """What a step committed, and the verdicts on the trees it ran on.
 
-    Attributes (T rows, R requests, B rows of the target's batch, N nodes):
-        request: [T] int64, request of each row.
-        source: [T] int64, the row of `states` and `last` that it is.
-        token, position: [T] int64, x_{p+1} and p.
-        cache_slot: [T] int64, −1 for padding.
-        newest: [R] int64, the newest row of each request.
-        states: three of [B, Ht], of the low, mid and high layer.
-        last: [B, Ht], of the same dtype.
-        result: of the step; `score` and `temperatures` are not looked at.
-        parent: [S, N] int32, parents of nodes 1 … N of the trees under verification.
+    T rows, R requests, B rows of the target's batch, N nodes.
     """
 
-    request: torch.Tensor
-    source: torch.Tensor
-    token: torch.Tensor
-    position: torch.Tensor
-    cache_slot: torch.Tensor
-    newest: torch.Tensor
+    request: torch.Tensor  # [T] int64, request of each row
+    source: torch.Tensor  # [T] int64, its row of `states` and `last`
+    token: torch.Tensor  # [T] int64, x_{p+1}
+    position: torch.Tensor  # [T] int64, p
+    cache_slot: torch.Tensor  # [T] int64, −1 for padding
+    newest: torch.Tensor  # [R] int64, the newest row of each request
+    # [B, Ht] each, of the low, mid and high layer.
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    last: torch.Tensor
-    result: VerificationResult
-    parent: torch.Tensor
+    last: torch.Tensor  # [B, Ht], of the same dtype
+    result: VerificationResult  # `score` and `temperatures` are not read
+    parent: torch.Tensor  # [S, N] int32, parents of nodes 1 … N of the trees under verification

@@ -93,18 +93,12 @@ class AcceptedRows(NamedTuple):
 
     A request's rows are its `base` rows up to and including the root, then its nodes in tree
     order.
-
-    Attributes:
-        query_start: [R] int32, first batch row of each request.
-        base: [R] int64.
-        path: [R, D+1] int64, node at each position; column 0 is the root.
-        accepted: [R] int32, draft nodes on the path.
     """
 
-    query_start: torch.Tensor
-    base: torch.Tensor
-    path: torch.Tensor
-    accepted: torch.Tensor
+    query_start: torch.Tensor  # [R] int32, first batch row of each request
+    base: torch.Tensor  # [R] int64
+    path: torch.Tensor  # [R, D+1] int64, node at each position; column 0 is the root
+    accepted: torch.Tensor  # [R] int32, draft nodes on the path
 
 
 def move_path_triton(

@@ -19,33 +19,22 @@ class StepRows(NamedTuple):
 
     A request's rows are its base rows and, with drafts, D rows for its path, accepted or not. The
     first four attributes are an `AcceptedRows`.
-
-    Attributes:
-        query_start, base, path, accepted: see `AcceptedRows`.
-        request, local: [T] int64, request of each row, and the row's index in that request.
-        row_start: [R+1] int32, first row of each request.
-        positions, slot_mapping: [≥ batch rows] int64, of the batch's rows.
-        req_idx: [R] integers, the request slot.
-        text: [slots, longest request] int32, this step's tokens included.
-        temperature: [slots] fp32.
-        hidden: [R] int64, tokens in masked blocks.
-        first: [R] int64, the first position to store.
     """
 
     query_start: torch.Tensor
     base: torch.Tensor
     path: torch.Tensor
     accepted: torch.Tensor
-    request: torch.Tensor
-    local: torch.Tensor
-    row_start: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    req_idx: torch.Tensor
-    text: torch.Tensor
-    temperature: torch.Tensor
-    hidden: torch.Tensor
-    first: torch.Tensor
+    request: torch.Tensor  # [T] int64, request of each row
+    local: torch.Tensor  # [T] int64, the row's index in that request
+    row_start: torch.Tensor  # [R+1] int32, first row of each request
+    positions: torch.Tensor  # [≥ batch rows] int64, of the batch's rows
+    slot_mapping: torch.Tensor  # [≥ batch rows] int64
+    req_idx: torch.Tensor  # [R] integers, the request slot
+    text: torch.Tensor  # [slots, longest request] int32, this step's tokens included
+    temperature: torch.Tensor  # [slots] fp32
+    hidden: torch.Tensor  # [R] int64, tokens in masked blocks
+    first: torch.Tensor  # [R] int64, the first position to store
 
 
 class CommittedRows(NamedTuple):

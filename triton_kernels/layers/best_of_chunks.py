@@ -47,9 +47,6 @@ def best_of_chunks(
         beta: [R] fp32, or None.
         spread: also compute the entropy over the whole vocabulary.
         scale: factor on the logits, above 0.
-
-    Returns:
-        the chunks, and the constants for merging them.
     """
     vocab = logits.shape[-1]
     logits = logits.detach().reshape(-1, vocab).contiguous()
@@ -84,15 +81,9 @@ def best_of_chunks(
 def top_logprobs(
     logits: torch.Tensor, best: torch.Tensor, beta: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return log softmax(β · logits) at the best logits.
+    """Return log softmax(β · logits [R, ..., Vd]) at `best` of them, [R, ..., B] float32.
 
-    Args:
-        logits: [R, ..., Vd].
-        best: [R, ..., B], some of them.
-        beta: [R] fp32, β; None: 1.
-
-    Returns:
-        [R, ..., B] float32.
+    beta: [R] fp32, β; None: 1.
     """
     logits, best = logits.float(), best.float()
     if beta is not None:

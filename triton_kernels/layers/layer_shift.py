@@ -14,7 +14,6 @@ from torch import nn
 
 from ..op import op
 from ..optional_triton import cdiv, jit, tl
-from .norms import Norm
 
 
 def layer_shift_triton(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -63,7 +62,7 @@ def beside_previous(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def layer_shift(
-    hidden: torch.Tensor, weight: torch.Tensor | nn.Module, norm: Norm
+    hidden: torch.Tensor, weight: torch.Tensor | nn.Module, norm: nn.RMSNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mix each block position with the one before it, and norm the result.
 

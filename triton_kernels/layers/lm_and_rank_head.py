@@ -16,43 +16,30 @@ FEATURE_LOGPROBS = 10
 """Log-probabilities among the rank features."""
 
 
-def rank_features(top: torch.Tensor, within: torch.Tensor) -> torch.Tensor:
-    """Return ψ, the rank head's features of a draft distribution (appendix B).
+def top_and_features(
+    logits: torch.Tensor, width: int, scope: int | None
+) -> tuple[torch.return_types.topk, torch.Tensor]:
+    """Return the best logits, and ψ, the rank head's features (appendix B), by one top-k.
 
     Args:
-        top: [..., 10], the largest logits, descending.
-        within: [..., n], the logits over which probabilities and entropy are taken.
+        logits: [..., Vd].
+        width: minimum number of best logits, if there are as many.
+        scope: logits over which probabilities and entropy are taken, at least 10; None: all.
 
     Returns:
-        [..., 15] float32: log-probabilities of the top 10; gaps of the first logit to ranks 2,
-        3 and 5; probability of the first; entropy in nats.
+        the top-k, at least 10; [..., 15] float32: log-probabilities of the top 10, gaps of the
+        first logit to ranks 2, 3 and 5, probability of the first, entropy in nats.
     """
-    top, within = top.float(), within.float()
+    reach = scope or FEATURE_LOGPROBS
+    found = logits.topk(min(max(reach, width), logits.shape[-1]))
+    top = found.values[..., :FEATURE_LOGPROBS].float()
+    within = (logits if scope is None else found.values[..., :reach]).float()
     total = within.logsumexp(-1, keepdim=True)
     logprob, spread = top - total, within - total
     entropy = -(spread.exp() * spread).sum(-1, keepdim=True)
     best = top[..., :1]  # slices: indexing by a list would copy it to the device, and sync
     gaps = (best - top[..., 1:3], best - top[..., 4:5])
-    return torch.cat([logprob, *gaps, logprob[..., :1].exp(), entropy], dim=-1)
-
-
-def top_and_features(
-    logits: torch.Tensor, width: int, scope: int | None
-) -> tuple[torch.return_types.topk, torch.Tensor]:
-    """Return the best logits and ψ, with one top-k for both.
-
-    Args:
-        logits: [..., Vd].
-        width: minimum number of best logits, if there are as many.
-        scope: logits over which ψ is taken, at least 10; None: all.
-
-    Returns:
-        the top-k, at least 10, and [..., 15] float32. Ties are left to `torch.topk`.
-    """
-    reach = scope or FEATURE_LOGPROBS
-    top = logits.topk(min(max(reach, width), logits.shape[-1]))
-    within = logits if scope is None else top.values[..., :reach]
-    return top, rank_features(top.values[..., :FEATURE_LOGPROBS], within)
+    return found, torch.cat([logprob, *gaps, logprob[..., :1].exp(), entropy], dim=-1)
 
 
 def lm_and_rank_head_triton(

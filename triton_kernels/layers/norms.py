@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
+from torch import nn
 
 from ..op import op
 from ..optional_triton import jit, next_power_of_2, tl
 
 
-class Norm(Protocol):
-    """An RMS norm over H with an explicit epsilon; torch's own may lack one."""
-
-    eps: float
-
-    @property
-    def weight(self) -> torch.Tensor: ...
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
-
-
 def add_norm_triton(
     left: torch.Tensor,
     right: torch.Tensor,
-    norm: Norm,
+    norm: nn.RMSNorm,
     keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel, one program per entry; strides are arbitrary."""
@@ -60,8 +48,8 @@ def add_norm_triton(
 def norm_pair_triton(
     left: torch.Tensor,
     right: torch.Tensor,
-    left_norm: Norm,
-    right_norm: Norm,
+    left_norm: nn.RMSNorm,
+    right_norm: nn.RMSNorm,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch the kernel, two programs per row; elements of a row are consecutive."""
@@ -95,14 +83,14 @@ def _warps(columns: int) -> int:
 
 @op(add_norm_triton)
 def add_norm(
-    left: torch.Tensor, right: torch.Tensor, norm: Norm, keep: torch.Tensor | None = None
+    left: torch.Tensor, right: torch.Tensor, norm: nn.RMSNorm, keep: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a sum and its norm: (left[keep] + right, norm of it).
 
     Args:
         left: [T, ..., H].
         right: [Q, ..., H]; the two are broadcast.
-        norm: over H.
+        norm: over H, with an epsilon.
         keep: [Q] int64, rows of `left` to use (then no broadcast); None: all, and Q = T.
     """
     total = (left if keep is None else left[keep]) + right
@@ -113,8 +101,8 @@ def add_norm(
 def norm_pair(
     left: torch.Tensor,
     right: torch.Tensor,
-    left_norm: Norm,
-    right_norm: Norm,
+    left_norm: nn.RMSNorm,
+    right_norm: nn.RMSNorm,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return two normed tensors [..., H] concatenated, [..., 2H]; the norms share an epsilon.

@@ -15,17 +15,13 @@ from ..optional_triton import cdiv, jit, next_power_of_2, tl
 
 
 class Rope(NamedTuple):
-    """Rotation of T rows of K positions: position k of row t by (base[t] + k) · turn.
+    """Rotation of T rows of K positions: position k of row t by (base[t] + k) · turn."""
 
-    Attributes:
-        base: [T] int64.
-        turn: [D] float32, radians per position; the first half are the second half's negatives,
-            since sin is odd and cos even: the minus of the rotation sits in sin.
-        table: cos and sin of the angles, each [T, K, 1, D]; None: the kernel rotates.
-    """
-
-    base: torch.Tensor
+    base: torch.Tensor  # [T] int64
+    # [D] float32, radians per position; the first half are the second half's negatives, since sin
+    # is odd and cos even: the minus of the rotation sits in sin.
     turn: torch.Tensor
+    # cos and sin of the angles, each [T, K, 1, D]; None: the kernel rotates.
     table: tuple[torch.Tensor, torch.Tensor] | None
 
 
@@ -39,10 +35,10 @@ def rotate_pair(
     """Return queries and keys, optionally normed per head, rotated to their positions.
 
     Args:
-        query: [Q, ..., heads, D], or [T, ..., heads, D], of all rows.
+        query: [Q, ..., heads, D].
         key: [T, ..., kv heads, D], all of one dtype.
         rope: T·K positions; with a table torch runs (differentiable), without one the kernel.
-        keep: [Q] int64, rows of the returned queries; None: all, and Q = T.
+        keep: [Q] int64, rows of the queries; None: all, and Q = T.
         norms: Qwen3's over D, of the queries and of the keys, with one epsilon; None: none.
     """
     if rope.table is None:
@@ -54,7 +50,6 @@ def rotate_pair(
     key = _rotate(key, cos, sin)
     if keep is not None:
         cos, sin = cos[keep], sin[keep]
-        query = query[keep] if len(query) == len(key) else query
     return _rotate(query, cos, sin), key
 
 
@@ -72,8 +67,7 @@ def rotate_pair_triton(
     norms: tuple[nn.RMSNorm, nn.RMSNorm] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel; arguments as in `rotate_pair`. Elements of a head are consecutive."""
-    kept = len(query) if keep is None else len(keep)
-    query_out, key_out = query.new_empty(kept, *query.shape[1:]), key.new_empty(key.shape)
+    query_out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
     queries, keys = (x.shape[:-2].numel() for x in (query_out, key_out))
     (query_heads, size), key_heads = query.shape[-2:], key.shape[-2]
     half_places = next_power_of_2(size // 2)
@@ -94,7 +88,6 @@ def rotate_pair_triton(
             0.0 if key_norm is None else key_norm.eps,
             RopeConstants(
                 EACH=keys // len(rope.base),
-                PICKS=keep is not None and len(query) == len(key),
                 HALF=size // 2,
                 QUERY_TILES=query_tiles,
                 HEADS=heads,
@@ -127,7 +120,6 @@ class RopeConstants(NamedTuple):
     """Compile-time constants."""
 
     EACH: int  # K, positions of a row
-    PICKS: bool  # queries are of all rows
     HALF: int  # D / 2
     QUERY_TILES: int
     HEADS: int  # of a tile
@@ -161,17 +153,15 @@ def _rotate_pair_kernel(
         frequency = tl.load(turn_ptr + ROPE.HALF + column, mask=column < ROPE.HALF, other=0.0)
         angle = position.to(tl.float32) * frequency
         if asks:
-            source = row * ROPE.EACH + at % ROPE.EACH if ROPE.PICKS else at
-            _rotate_tile(query, source, at, tile, angle, eps, ROPE)
+            _rotate_tile(query, at, tile, angle, eps, ROPE)
         else:
-            _rotate_tile(key, at, at, tile - ROPE.QUERY_TILES, angle, eps, ROPE)
+            _rotate_tile(key, at, tile - ROPE.QUERY_TILES, angle, eps, ROPE)
 
 
 @jit
 def _rotate_tile(
     of,  # HeadStates
-    source,  # the position to read
-    to,  # the position to write
+    at,  # the position
     tile,
     angle,  # [HALF_PLACES] fp32
     eps,
@@ -182,7 +172,7 @@ def _rotate_tile(
     within = column < ROPE.HALF
     inside = (head < of.heads) & within
     dtype: tl.constexpr = of.out.dtype.element_ty
-    source_ptr = of.source + source * of.row_stride + head * of.head_stride + column
+    source_ptr = of.source + at * of.row_stride + head * of.head_stride + column
     left = tl.load(source_ptr, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(source_ptr + ROPE.HALF, mask=inside, other=0.0).to(tl.float32)
     if of.norm is not None:
@@ -197,6 +187,6 @@ def _rotate_tile(
     # Rounded between the two products, as in torch and in training.
     kept = (left * cos).to(dtype).to(tl.float32) - right * sin
     other = (right * cos).to(dtype).to(tl.float32) + left * sin
-    out_ptr = of.out + (to * of.heads + head) * (2 * ROPE.HALF) + column
+    out_ptr = of.out + (at * of.heads + head) * (2 * ROPE.HALF) + column
     tl.store(out_ptr, kept.to(dtype), mask=inside)
     tl.store(out_ptr + ROPE.HALF, other.to(dtype), mask=inside)

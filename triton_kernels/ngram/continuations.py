@@ -18,25 +18,17 @@ from .occurrences import Texts, length_of, occurrences_triton, stretch_of
 
 @dataclass(frozen=True)
 class Following:
-    """Settings of the continuations.
+    """Settings of the continuations."""
 
-    Attributes:
-        min_match, max_match, branches: see `NGramConfig`.
-        depth: D, tokens per continuation.
-        budget: N.
-        vote, power: VOTE and POWER of `drafters/ngram/drafter.py`.
-        votes, nats: the parts of a vote and of a nat that votes and scores are multiples of.
-    """
-
-    min_match: int
+    min_match: int  # this and the next two: see `NGramConfig`
     max_match: int
     branches: int
-    depth: int
-    budget: int
-    vote: float
-    power: float
-    votes: int
-    nats: int
+    depth: int  # D, tokens per continuation
+    budget: int  # N
+    vote: float  # VOTE of `drafters/ngram/drafter.py`
+    power: float  # POWER, likewise
+    votes: int  # votes are multiples of 1 / votes
+    nats: int  # scores are multiples of 1 / nats
 
     @property
     def candidates(self) -> int:

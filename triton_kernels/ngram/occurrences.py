@@ -17,19 +17,12 @@ _MOST_KEYS = 4096  # of a request; the reading kernel holds all in registers
 
 
 class Texts(NamedTuple):
-    """R texts, each a prefix of a table row.
+    """R texts, each a prefix of a table row."""
 
-    Attributes:
-        table: [S, width] int32, rows are contiguous.
-        row: [R] int64, each text's row.
-        position: [T] int64, indices of the tokens before texts' last ones.
-        last: [R] int64: text r has position[last[r]] + 2 tokens; any value is safe.
-    """
-
-    table: torch.Tensor
-    row: torch.Tensor
-    position: torch.Tensor
-    last: torch.Tensor
+    table: torch.Tensor  # [S, width] int32, rows are contiguous
+    row: torch.Tensor  # [R] int64, each text's row
+    position: torch.Tensor  # [T] int64, indices of the tokens before texts' last ones
+    last: torch.Tensor  # [R] int64: text r has position[last[r]] + 2 tokens; any value is safe
 
     @property
     def width(self) -> int:

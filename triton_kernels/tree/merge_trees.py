@@ -5,7 +5,7 @@ The torch reference is `vllm_specblock.combine.merge.merge`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,38 +14,18 @@ from .candidate_keys import DEPTH_ONE, PATH_FACTOR, ROOT_HASH
 from .select_tree import TreeTensors, select_constants, select_part, warps_for
 
 
-class DraftedNodes(NamedTuple):
-    """Inputs from one drafter's DraftTrees: [R, n], `size` [R]; contiguous."""
-
-    token: Any
-    parent: Any
-    depth: Any
-    logprob: Any
-    size: Any
-
-    @classmethod
-    def of(cls, tree: dict[str, torch.Tensor]) -> DraftedNodes:
-        """tree: by name."""
-        return cls(*(tree[name].contiguous() for name in cls._fields))
-
-
 def merge_trees_triton(
-    first: dict[str, torch.Tensor],
-    second: dict[str, torch.Tensor],
-    joins: bool,
-    budget: int,
-    max_depth: int,
+    first: Any, second: Any, joins: bool, budget: int, max_depth: int
 ) -> tuple[TreeTensors, torch.Tensor, torch.Tensor]:
     """Launch the kernel; see `combine.merge.merge`.
 
-    first, second: fields of DraftTrees. joins: equal texts become one node.
+    first, second: `DraftTree`s. joins: equal texts become one node.
 
     Returns:
         the trees; origin [R, N] uint8; [R] bool, both drafters agree on the first token.
     """
-    num_requests, ours = first["token"].shape
-    theirs = second["token"].shape[1]
-    count, device = 1 + ours + theirs, first["token"].device
+    (num_requests, ours), theirs = first.token.shape, second.token.shape[1]
+    count, device = 1 + ours + theirs, first.token.device
     fields = torch.empty(5, num_requests, count, dtype=torch.int64, device=device)
     score = torch.empty(num_requests, count, device=device)
     tree = TreeTensors.empty(num_requests, budget, fields[4])
@@ -53,8 +33,8 @@ def merge_trees_triton(
     agreed = torch.empty(num_requests, dtype=torch.bool, device=device)
     if num_requests:
         _merge_kernel[(num_requests,)](
-            DraftedNodes.of(first),
-            DraftedNodes.of(second),
+            TreeTensors.of(first),
+            TreeTensors.of(second),
             fields,
             score,
             tree,
@@ -73,8 +53,8 @@ def merge_trees_triton(
 
 @jit(do_not_specialize=["size"])
 def _merge_kernel(
-    first,  # DraftedNodes of OURS
-    second,  # DraftedNodes of THEIRS
+    first,  # TreeTensors of OURS nodes
+    second,  # TreeTensors of THEIRS
     fields_ptr,  # [5, R, COUNT] int64: room for candidates
     score_ptr,  # [R, COUNT] fp32
     tree,  # TreeTensors

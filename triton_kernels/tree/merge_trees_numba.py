@@ -5,6 +5,8 @@ The reference of the kernel in `merge_trees.py`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -17,26 +19,22 @@ _FIELDS = ("token", "parent", "depth", "logprob")
 
 
 def merge_trees_numba(
-    first: dict[str, torch.Tensor],
-    second: dict[str, torch.Tensor],
-    joins: bool,
-    budget: int,
-    max_depth: int,
+    first: Any, second: Any, joins: bool, budget: int, max_depth: int
 ) -> tuple[TreeTensors, torch.Tensor, torch.Tensor]:
     """Merge trees; arguments and results as in `merge_trees_triton`; `max_depth` is unused."""
-    requests, ours = first["token"].shape
-    count = 1 + ours + second["token"].shape[1]
+    requests, ours = first.token.shape
+    count = 1 + ours + second.token.shape[1]
     token, parent, key, path_hash = torch.empty(4, requests, count, dtype=torch.int64)
     score = torch.empty(requests, count)
     for tree, at in (first, 0), (second, ours):
-        fields = (tree[name].contiguous().numpy() for name in _FIELDS)
+        fields = (getattr(tree, name).contiguous().numpy() for name in _FIELDS)
         lay_out = (x.numpy() for x in (token, parent, score, key, path_hash))
         _lay_side_by_side(*fields, at, *lay_out)
     made = select_numba(token, parent, score, key, path_hash if joins else None, budget)
     origin = torch.zeros(requests, budget, dtype=torch.uint8)
     _authors(key.numpy(), made.node.numpy(), ours, origin.numpy())
-    said = (first["size"] > 0) & (second["size"] > 0)
-    return made, origin, said & (first["token"][:, 0] == second["token"][:, 0])
+    said = (first.size > 0) & (second.size > 0)
+    return made, origin, said & (first.token[:, 0] == second.token[:, 0])
 
 
 @njit

@@ -7,7 +7,7 @@ barriers.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,8 @@ MOST_CANDIDATES = 2048
 class TreeTensors(NamedTuple):
     """R trees of N node slots and W ancestor words, as in `DraftTree`; contiguous.
 
-    node: [R, C] int64, the node of each candidate (0: the root, above N: over the budget).
+    node: [R, C] int64, the node of each candidate (0: the root, above N: over the budget); None:
+        the tree was not selected here.
     """
 
     token: torch.Tensor  # [R, N] int64
@@ -30,7 +31,12 @@ class TreeTensors(NamedTuple):
     logprob: torch.Tensor  # [R, N] fp32
     size: torch.Tensor  # [R] int32
     ancestors: torch.Tensor  # [R, N+1, W] int64
-    node: torch.Tensor
+    node: Any  # [R, C] int64, or None
+
+    @classmethod
+    def of(cls, tree: Any) -> TreeTensors:
+        """Return the tensors of a `DraftTree`."""
+        return cls._make([*(getattr(tree, x).contiguous() for x in cls._fields[:-1]), None])
 
     @classmethod
     def empty(cls, num_requests: int, budget: int, node: torch.Tensor) -> TreeTensors:

@@ -11,28 +11,19 @@ from typing import Any, NamedTuple
 import torch
 
 from ..optional_triton import jit, next_power_of_2, tl
-
-
-class NewTrees(NamedTuple):
-    """R trees as in `DraftTree`; contiguous."""
-
-    token: torch.Tensor  # [R, N] int64
-    parent: torch.Tensor  # [R, N] int32
-    depth: torch.Tensor  # [R, N] int32
-    logprob: torch.Tensor  # [R, N] fp32
-    ancestors: torch.Tensor  # [R, N+1, W] int64
-    origin: torch.Tensor | None  # [R, N] uint8
+from .select_tree import TreeTensors
 
 
 class KeptTrees(NamedTuple):
-    """Trees of S request slots as in `TreeStates`; contiguous."""
+    """Trees under verification of S request slots, and their accepted paths; contiguous."""
 
     parent: torch.Tensor  # [S, N] int32
     depth: torch.Tensor  # [S, N+1] int64
     score: torch.Tensor  # [S, N] fp32
     ancestors: torch.Tensor  # [S, N+1, W] int64
     origin: torch.Tensor  # [S, N] uint8
-    accepted: torch.Tensor  # [S] int32
+    accepted: torch.Tensor  # [S] int32, draft nodes on the accepted path
+    path: torch.Tensor  # [S, D+1] int64, its nodes; 0 (the root) first and beyond the end
 
 
 def store_trees_triton(
@@ -44,9 +35,7 @@ def store_trees_triton(
     tokens: torch.Tensor | None,
 ) -> torch.Tensor:
     """Launch the kernel; see `TreeStates.store`; `tree`: a `DraftTree`."""
-    fields = tree.token, tree.parent, tree.depth, tree.logprob, tree.ancestors
-    origin = None if tree.origin is None else tree.origin.contiguous()
-    new = NewTrees._make([*(x.contiguous() for x in fields), origin])
+    new, origin = TreeTensors.of(tree), None if tree.origin is None else tree.origin.contiguous()
     requests, nodes, words = new.ancestors.shape
     tokens = torch.empty_like(new.token) if tokens is None else tokens
     if requests:
@@ -57,9 +46,9 @@ def store_trees_triton(
             0 if chain is None else chain.stride(0),
             paused,
             new,
+            origin,
             kept,
             tokens,
-            ONE_DRAFTER=origin is None,
             NUM_NODES=nodes - 1,
             NODES=next_power_of_2(nodes),
             W=words,
@@ -76,10 +65,10 @@ def _store_trees_kernel(
     chain_ptr,  # [R] bool or integers; or None
     chain_stride,
     paused_ptr,  # [S] bool; or None
-    new,  # NewTrees
+    new,  # TreeTensors
+    origin_ptr,  # [R, NUM_NODES] uint8; or None: one drafter
     kept,  # KeptTrees
     token_ptr,  # [R, NUM_NODES] int64
-    ONE_DRAFTER: tl.constexpr,  # `new.origin` is None
     NUM_NODES: tl.constexpr,
     NODES: tl.constexpr,  # > NUM_NODES: the root and all nodes
     W: tl.constexpr,
@@ -126,8 +115,8 @@ def _store_trees_kernel(
         tl.store(token_ptr + read + place, value, mask=on_path)
         value = tl.load(new.logprob + read + node, mask=on_path)
         tl.store(kept.score + to + place, value, mask=on_path)
-        if not ONE_DRAFTER:
-            by = tl.load(new.origin + read + node, mask=on_path)
+        if origin_ptr is not None:
+            by = tl.load(origin_ptr + read + node, mask=on_path)
             tl.store(kept.origin + to + place, by, mask=on_path)
         behind = stored & (node > length)
         tl.store(token_ptr + read + node, tl.full([NODES], 0, tl.int64), mask=behind)
@@ -146,15 +135,15 @@ def _store_trees_kernel(
         tl.store(token_ptr + read + node, value, mask=stored)
         value = tl.load(new.logprob + read + node, mask=there, other=float("-inf"))
         tl.store(kept.score + to + node, value, mask=stored)
-        if not ONE_DRAFTER:
-            by = tl.load(new.origin + read + node, mask=there, other=0)
+        if origin_ptr is not None:
+            by = tl.load(origin_ptr + read + node, mask=there, other=0)
             tl.store(kept.origin + to + node, by, mask=stored)
         parent = tl.load(new.parent + read + node, mask=there, other=-1)
         depth = tl.load(new.depth + read + node, mask=there, other=1)
         there = (node <= last)[:, None] & (word < W)[None, :]
         given = tl.load(ancestors + node[:, None] * W + word[None, :], mask=there, other=0)
         path = tl.where(last >= 0, given, path)
-    if ONE_DRAFTER:
+    if origin_ptr is None:
         by = (parent >= 0).to(tl.uint8)
         tl.store(kept.origin + to + node, by, mask=stored)
     tl.store(kept.parent + to + node, parent, mask=stored)

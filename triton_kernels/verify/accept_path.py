@@ -11,51 +11,34 @@ from typing import NamedTuple
 import torch
 
 from ..optional_triton import jit, next_power_of_2, tl
+from ..tree.store_tree import KeptTrees
 
 
 class DrawnRows(NamedTuple):
-    """The target's draws for R requests, in order: each a root and its nodes.
+    """The target's draws for R requests, in order: each a root and its nodes."""
 
-    Attributes:
-        token: [rows] integers, the node's token; −1: never accepted.
-        drawn: [rows] int64.
-        first_row: [R+1] int32, the rows of each request: at most N + 1, fewer if not all nodes
-            were verified.
-        req_idx: [R] integers, the request slot.
-    """
-
-    token: torch.Tensor
-    drawn: torch.Tensor
+    token: torch.Tensor  # [rows] integers, the node's token; −1: never accepted
+    drawn: torch.Tensor  # [rows] int64
+    # [R+1] int32, the rows of each request: at most N + 1, fewer if not all nodes were verified.
     first_row: torch.Tensor
-    req_idx: torch.Tensor
+    req_idx: torch.Tensor  # [R] integers, the request slot
 
 
-def accept_path_triton(
-    rows: DrawnRows,
-    parent: torch.Tensor,
-    depth: torch.Tensor,
-    ancestors: torch.Tensor,
-    path: torch.Tensor,
-    accepted: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def accept_path_triton(rows: DrawnRows, trees: KeptTrees) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel; see `accept_path_rows`. All tensors but `rows.req_idx` are contiguous."""
-    num_requests, num_nodes, places = len(rows.req_idx), parent.shape[1], path.shape[1]
-    output = path.new_empty(num_requests, places)
-    num_sampled = accepted.new_empty(num_requests)
+    num_requests, num_nodes, places = len(rows.req_idx), trees.parent.shape[1], trees.path.shape[1]
+    output = trees.path.new_empty(num_requests, places)
+    num_sampled = trees.accepted.new_empty(num_requests)
     nodes = next_power_of_2(max(num_nodes, 1))
     _accept_path_kernel[(num_requests,)](
         *rows,
         rows.req_idx.stride(0),
-        parent,
-        depth,
-        ancestors,
-        path,
-        accepted,
+        trees,
         output,
         num_sampled,
         NUM_NODES=num_nodes,
         NODES=nodes,
-        W=ancestors.shape[2],
+        W=trees.ancestors.shape[2],
         PLACES=places,
         PADDED=next_power_of_2(places),
         num_warps=1 if nodes <= 64 else 4,
@@ -71,11 +54,7 @@ def _accept_path_kernel(
     first_row_ptr,  # [R+1] int32
     req_idx_ptr,  # [R] integers
     req_idx_stride,
-    parent_ptr,  # [S, NUM_NODES] int32
-    depth_ptr,  # [S, NUM_NODES + 1] int64
-    ancestors_ptr,  # [S, NUM_NODES + 1, W] int64
-    path_ptr,  # [S, PLACES] int64
-    accepted_ptr,  # [S] int32
+    trees,  # KeptTrees
     output_ptr,  # [R, PLACES] int64
     num_sampled_ptr,  # [R] int32
     NUM_NODES: tl.constexpr,
@@ -88,10 +67,10 @@ def _accept_path_kernel(
     first = tl.load(first_row_ptr + request)
     count = tl.load(first_row_ptr + request + 1) - first
     at = tl.load(req_idx_ptr + request * req_idx_stride).to(tl.int64)
-    parent_ptr += at * NUM_NODES - 1  # node 1 is entry 0
-    depth_ptr += at * (NUM_NODES + 1)
-    ancestors_ptr += at * (NUM_NODES + 1) * W
-    path_ptr += at * PLACES
+    parent_ptr = trees.parent + at * NUM_NODES - 1  # node 1 is entry 0
+    depth_ptr = trees.depth + at * (NUM_NODES + 1)
+    ancestors_ptr = trees.ancestors + at * (NUM_NODES + 1) * W
+    path_ptr = trees.path + at * PLACES
     output_ptr += request * PLACES
     node = tl.arange(0, NODES) + 1
 
@@ -127,5 +106,5 @@ def _accept_path_kernel(
     tl.store(output_ptr + level, drawn, mask=on_path)
     tl.store(output_ptr, tl.load(drawn_ptr + first))
     tl.store(output_ptr + place, tl.zeros([PADDED], tl.int64), mask=behind)
-    tl.store(accepted_ptr + at, length)
+    tl.store(trees.accepted + at, length)
     tl.store(num_sampled_ptr + request, length + 1)

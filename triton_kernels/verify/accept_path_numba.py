@@ -5,21 +5,15 @@ from __future__ import annotations
 import torch
 
 from ..optional_numba import njit
+from ..tree.store_tree import KeptTrees
 from .accept_path import DrawnRows
 
 
-def accept_path_numba(
-    rows: DrawnRows,
-    parent: torch.Tensor,
-    depth: torch.Tensor,
-    ancestors: torch.Tensor,
-    path: torch.Tensor,
-    accepted: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def accept_path_numba(rows: DrawnRows, trees: KeptTrees) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept paths; arguments and results as in `verify.accept_path.accept_path_rows`."""
-    output = torch.zeros(len(rows.req_idx), path.shape[1], dtype=torch.int64)
+    output = torch.zeros(len(rows.req_idx), trees.path.shape[1], dtype=torch.int64)
     num_sampled = torch.empty(len(rows.req_idx), dtype=torch.int32)
-    made = parent, depth, path, accepted, output, num_sampled
+    made = trees.parent, trees.depth, trees.path, trees.accepted, output, num_sampled
     _walk(*(x.contiguous().numpy() for x in rows), *(x.numpy() for x in made))
     return output, num_sampled
 

@@ -19,26 +19,16 @@ class BatchRows(NamedTuple):
     """T rows of R requests, then the padding rows of a captured graph.
 
     The last rows of a request are its root and nodes, in tree order: L of all requests.
-
-    Attributes:
-        position: [T] int64, cache entry of a row in its request.
-        query_start: [R+1] int32, the rows of each request.
-        seq_len: [R] int32, entries up to the request's last row, included.
-        req_idx: [R] int64, the request slot.
-        node_start: [R+1] int32, the roots and nodes of each request.
-        row: [L] int64, the row of each root or node.
-        row_req_idx: [L] int64, its request's slot.
-        node: [L] int32, its node, 0 for a root.
     """
 
-    position: torch.Tensor
-    query_start: torch.Tensor
-    seq_len: torch.Tensor
-    req_idx: torch.Tensor
-    node_start: torch.Tensor
-    row: torch.Tensor
-    row_req_idx: torch.Tensor
-    node: torch.Tensor
+    position: torch.Tensor  # [T] int64, cache entry of a row in its request
+    query_start: torch.Tensor  # [R+1] int32, the rows of each request
+    seq_len: torch.Tensor  # [R] int32, entries up to the request's last row, included
+    req_idx: torch.Tensor  # [R] int64, the request slot
+    node_start: torch.Tensor  # [R+1] int32, the roots and nodes of each request
+    row: torch.Tensor  # [L] int64, the row of each root or node
+    row_req_idx: torch.Tensor  # [L] int64, its request's slot
+    node: torch.Tensor  # [L] int32, its node, 0 for a root
 
 
 class MaskTensors(NamedTuple):

@@ -37,7 +37,7 @@ def merge(
     check_budget(num_nodes)
     if max_depth is None:
         max_depth = max(first.token.shape[1], second.token.shape[1])
-    on_gpu = first.token.is_cuda
-    launch = merge_trees_triton if on_gpu else merge_trees_numba.merge_trees_numba
-    made, origin, agreed = launch(vars(first), vars(second), how == "trie", num_nodes, max_depth)
+    loop = merge_trees_numba.merge_trees_numba
+    launch = merge_trees_triton if first.token.is_cuda else loop
+    made, origin, agreed = launch(first, second, how == "trie", num_nodes, max_depth)
     return replace(tree_of(made), origin=origin), agreed

@@ -22,19 +22,16 @@ def confidence(tree: DraftTree, how: How) -> torch.Tensor:
     return total if how == "sum" else total / tree.size.clamp(min=1)
 
 
-def route(
-    first: DraftTree, second: DraftTree, how: How
-) -> tuple[DraftTree, torch.Tensor, torch.Tensor]:
-    """Return the more confident drafter's tree per request; drafter 1 if both are equal.
+def route(first: DraftTree, second: DraftTree, how: How) -> tuple[DraftTree, torch.Tensor]:
+    """Return the more confident drafter's tree per request, and `agreement`.
 
-    Returns:
-        R trees, [R] bool: drafter 2 was chosen, and `agreement`.
+    Drafter 1 is chosen if both are equally confident.
     """
     surer = confidence(second, how) > confidence(first, how)
     # Also compare sizes: a very low confidence rounds to 0, but beats an empty tree.
     chosen = (second.size > 0) & (surer | (first.size == 0))
     trees = first.where(chosen, replace(second, origin=2 * second.origins()))
-    return trees, chosen, agreement(first, second)
+    return trees, agreement(first, second)
 
 
 def agreement(first: DraftTree, second: DraftTree) -> torch.Tensor:

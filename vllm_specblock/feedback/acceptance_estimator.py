@@ -18,7 +18,6 @@ from vllm_specblock.triton_kernels.optional_numba import takes
 BINS_PER_NAT, NUM_BINS = 4, 32
 """Scores of a quarter nat share a bin, and all those below −8 nats."""
 
-KINDS = 2  # see `kinds`
 PRIOR = 4.0
 """Prior nodes of each bin, reached as often as their scores say."""
 
@@ -26,23 +25,16 @@ PRIOR = 4.0
 class AcceptanceEstimator:
     """Estimates how often nodes of a score are reached; the host reads no value.
 
-    Shapes are fixed, and the state is updated in place.
-
-    Attributes:
-        judged: [2, 32] fp32, verified nodes by kind and bin.
-        reached: [2, 32] fp32, those on the accepted path.
-        believed: [32] fp32, the score of each bin.
-
-    Args:
-        decay: weight of a step one step later. The default forgets half in 140 steps.
+    Shapes are fixed, and the state is updated in place. `decay`: weight of a step one step later;
+    the default halves it in 140 steps.
     """
 
     def __init__(self, device: torch.device | str, decay: float = 0.995) -> None:
         self.decay = decay
-        self.judged = torch.zeros(KINDS, NUM_BINS, device=device)
-        self.reached = torch.zeros(KINDS, NUM_BINS, device=device)
+        self.judged = torch.zeros(2, NUM_BINS, device=device)  # verified nodes, see `kinds`
+        self.reached = torch.zeros_like(self.judged)  # those on the accepted path
         bins = torch.arange(NUM_BINS, device=device)
-        self.believed = (-(bins + 0.5) / BINS_PER_NAT).exp()
+        self.believed = (-(bins + 0.5) / BINS_PER_NAT).exp()  # [32], the score of each bin
         self._later = bins[:, None] <= bins  # [j, k]: bin k is j or less confident
 
     def forget(self) -> None:
@@ -52,24 +44,11 @@ class AcceptanceEstimator:
 
     def learn_from(self, verified: VerifiedTrees) -> None:
         """Learn from the verdicts on a step's trees."""
-        kind = kinds(verified.temperature)
-        self.learn(kind, verified.logprob, verified.reached, verified.judged)
-
-    def learn(
-        self, kind: torch.Tensor, logprob: torch.Tensor, reached: torch.Tensor, judged: torch.Tensor
-    ) -> None:
-        """Learn from verdicts.
-
-        Args:
-            kind: [R] int64.
-            logprob: [R, N] fp32, cumulative draft log-scores in nats, −inf where there is no node.
-            reached: [R, N] bool, nodes on the accepted path.
-            judged: [R, N] bool, verified nodes; the others do not count.
-        """
-        counts = judged & logprob.isfinite()
-        cell = (kind[:, None] * NUM_BINS + _place(logprob).long()).flatten()
+        counts = verified.judged & verified.logprob.isfinite()
+        kind = kinds(verified.temperature)[:, None]
+        cell = (kind * NUM_BINS + _place(verified.logprob).long()).flatten()
         keep = torch.where(counts.any(), self.decay, 1.0)
-        for total, values in (self.judged, counts), (self.reached, reached & counts):
+        for total, values in (self.judged, counts), (self.reached, verified.reached & counts):
             # Integers add up to the same in any order, decayed numbers would not.
             new = torch.zeros_like(total).view(-1).index_add_(0, cell, values.float().flatten())
             total.mul_(keep).add_(new.view_as(total))
@@ -92,14 +71,9 @@ class AcceptanceEstimator:
         return torch.where(self._later, best_from, float("inf")).amin(1)
 
     def survival(self, kind: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
-        """Return the probability that each node is on the accepted path, monotone in the score.
+        """Return the probability of each node to be on the accepted path, [R, N] fp32.
 
-        Args:
-            kind: [R] int64.
-            logprob: [R, N] fp32, descending.
-
-        Returns:
-            [R, N] fp32; 0 where there is no node.
+        It is monotone in the score `logprob` [R, N], which descends; 0 where there is no node.
         """
         place = (_place(logprob) - 0.5).clamp(0, NUM_BINS - 1)  # between bin centres
         below = place.long()
@@ -122,14 +96,7 @@ class AcceptanceEstimator:
         steps: torch.Tensor,
         later: Later | None = None,
     ) -> None:
-        """Write `steps` of new trees, with the bits of `mark` if there are later blocks.
-
-        Args:
-            score: [S, N] fp32, by slot.
-            temperature: [R] fp32.
-            req_idx: [R] integers.
-            steps: [≥ R, N] fp32; the first R rows are written.
-        """
+        """Write `steps` [≥ R, N] of R new trees, marked if there are later blocks; `score` [S, N]."""
         seen = temperature, self.judged, self.reached, self.believed, PRIOR, BINS_PER_NAT
         if self.judged.is_cuda:
             write_survival_triton(req_idx, score, *seen, steps, later)

@@ -34,24 +34,17 @@ HORIZON = 64
 
 
 class Step(NamedTuple):
-    """Measurements of a step of decoding requests.
-
-    Attributes:
-        rows: rows of the target; trees: it verified trees; drafted: it drafted new ones.
-        tokens: committed tokens of all requests; None: unknown.
-        seconds: of the step; draft_seconds: of drafting in it.
-        by: LOOKUP, BRIEF or WHOLE; read: missed rows that a drafter with weights read first.
-    """
+    """Measurements of a step of decoding requests."""
 
     requests: int
-    rows: int
-    trees: bool
-    drafted: bool
-    tokens: int | None
+    rows: int  # of the target
+    trees: bool  # it verified trees
+    drafted: bool  # it drafted new ones
+    tokens: int | None  # committed, of all requests; None: unknown
     seconds: float = 0.0
-    draft_seconds: float = 0.0
-    by: int = WHOLE
-    read: int = 0
+    draft_seconds: float = 0.0  # of drafting in it
+    by: int = WHOLE  # or BRIEF, or LOOKUP
+    read: int = 0  # missed rows that a drafter with weights read first
 
 
 class _Yield:
@@ -109,9 +102,6 @@ trial cost more than its share |
 
     On a GPU, survival and times arrive some steps late. Tensor-parallel ranks keep the costs
     measured at start-up, since all must decide alike.
-
-    Args:
-        num_nodes: N, maximum nodes of a tree.
     """
 
     def __init__(self, num_nodes: int) -> None:
@@ -223,9 +213,7 @@ trial cost more than its share |
     def asks(self, gained: float, requests: int, behind: int) -> bool:
         """Return whether running a drafter with weights pays, beside one without.
 
-        Args:
-            gained: tokens that its nodes are expected to add in the next step.
-            behind: rows that it missed.
+        `gained` tokens are expected in the next step; it missed `behind` rows.
         """
         extra = self.cost.draft(requests, self._by) - self.cost.draft(requests, LOOKUP)
         rate = self._rate or requests / self.cost.plain(requests)
@@ -233,11 +221,7 @@ trial cost more than its share |
         return bool(gained > price)  # host numbers
 
     def drafts(self, requests: int, sampling: bool = False, behind: int = 0) -> bool:
-        """Decide whether this step drafts; the next one is plain if not.
-
-        Args:
-            behind: rows that the drafters missed.
-        """
+        """Decide whether this step drafts; else the next is plain. behind: rows missed so far."""
         before, self._kind = self._kind, _kind(requests, sampling)
         self._since += 1
         if self._trial:

@@ -13,6 +13,9 @@ from vllm_specblock.tree import DraftTree
 BUCKETS = 9
 """Bins of the lookup's confidence in the next token: none (no tree), then eighths."""
 
+_DECAY = 0.998
+"""Weight of a step one step later: half in 350 steps."""
+
 _IMAGINED = 4.0
 """Prior steps: the lookup is as accurate as its confidence, and the drafter gains a token if it
 is wrong."""
@@ -27,13 +30,9 @@ class DrafterGate:
     """Estimates Σ (1 − p) G; p: the lookup has the next token, G: the drafter's gain if not.
 
     In numpy, for host memory only.
-
-    Args:
-        decay: weight of a step one step later. The default forgets half in 350 steps.
     """
 
-    def __init__(self, decay: float = 0.998) -> None:
-        self.decay = decay
+    def __init__(self) -> None:
         says = np.concatenate(([0.0], (np.arange(BUCKETS - 1) + 0.5) / (BUCKETS - 1)))
         self.seen, self.right = np.full(BUCKETS, _IMAGINED), _IMAGINED * says
         self.missed = self.gained = _IMAGINED
@@ -47,23 +46,20 @@ class DrafterGate:
     def learn(
         self, sure: np.ndarray, asked: np.ndarray, right: np.ndarray, accepted: np.ndarray
     ) -> None:
-        """Learn from the verified trees of one step.
+        """Learn from R verified trees, of which `accepted` [R] tokens were accepted.
 
-        Args:
-            sure: [R], as given to `expects`.
-            asked: [R] bool, the drafter ran.
-            right: [R] bool, the first accepted token was the lookup's.
-            accepted: [R] integers, draft tokens accepted.
+        sure: as given to `expects`. asked: [R] bool, the drafter ran. right: [R] bool, the first
+        accepted token was the lookup's.
         """
         if not len(sure):
             return
         place = _bucket(sure)
         for total, of_step in ((self.seen, np.ones(len(sure))), (self.right, right)):
-            total *= self.decay
+            total *= _DECAY
             np.add.at(total, place, of_step)
         wrong = asked & ~right
-        self.missed = self.decay * self.missed + wrong.sum()
-        self.gained = self.decay * self.gained + accepted[wrong].sum()
+        self.missed = _DECAY * self.missed + wrong.sum()
+        self.gained = _DECAY * self.gained + accepted[wrong].sum()
 
 
 def _bucket(sure: np.ndarray) -> np.ndarray:

@@ -38,15 +38,11 @@ class _Step(NamedTuple):
 
 
 class _Curve:
-    """Monotone costs at increasing points, linear in between and beyond.
-
-    Attributes:
-        logs: logs of the costs before they are made monotone; a view.
-    """
+    """Monotone costs at increasing points, linear in between and beyond."""
 
     def __init__(self, points: np.ndarray, logs: np.ndarray, first: int) -> None:
         self.points, self.places, self.first = points, points.tolist(), first  # a host array
-        self.logs = logs[first : first + len(points)]
+        self.logs = logs[first : first + len(points)]  # before they are made monotone; a view
         self.update()
 
     def update(self) -> None:
@@ -77,9 +73,6 @@ class StepCost:
 
     A step takes `scale · (verify(rows) + draft(requests))`, a plain one `scale · plain(requests)`.
     Relative costs have no unit; a plain step of one request was 1 when costs were measured.
-
-    Attributes:
-        read: drafters' cost to read a missed row.
     """
 
     def __init__(self) -> None:
@@ -105,17 +98,14 @@ class StepCost:
         # The last one: a plain step over one that verifies no node.
         found = np.concatenate([times, *drafts, times[:1]])
         self._logs = logs = np.log(np.maximum(found / times[0], 1e-7))
-        self._verify = _Curve(rows, logs, 0)
+        # Relative costs of steps that verify trees, by rows.
+        self.verify = _Curve(rows, logs, 0)
         self._drafts = [_Curve(counts, logs, len(rows) + by * len(counts)) for by in range(3)]
         self._covariance: np.ndarray | None = None  # until the first step
         self._spread = SPREAD if noisy else SURE
         self._noise = [NOISE**2, NOISE**2]  # variance of ratios of steps, and of drafts to steps
         self._last, self._seconds = _Step(int(rows[0]), 0, True), float(times[0])
-        self.read = 0.0
-
-    def verify(self, rows: np.ndarray | float) -> np.ndarray:
-        """Return relative costs [n] of steps that verify trees, by rows [n]."""
-        return self._verify(rows)
+        self.read = 0.0  # drafters' cost of a missed row
 
     def plain(self, requests: int) -> float:
         """Return the relative cost of a step without drafts."""
@@ -172,14 +162,14 @@ class StepCost:
         found = np.zeros(len(self._logs))
         for each, sign in ((step, 1.0), (other, -1.0)):
             if each is not None:
-                self._verify.add_gradient(found, each.rows, sign)
+                self.verify.add_gradient(found, each.rows, sign)
                 found[-1] += sign * (not each.trees)
         return found
 
     def _prior(self) -> np.ndarray:
         """Return the covariance of start-up costs; it halves per 0.7 doublings of a size."""
         found = np.zeros((len(self._logs), len(self._logs)))
-        for curve in self._verify, *self._drafts:
+        for curve in self.verify, *self._drafts:
             here = slice(curve.first, curve.first + len(curve.points))
             octave = np.log2(curve.points)
             found[here, here] = self._spread**2 * np.exp(-np.abs(octave[:, None] - octave))
@@ -197,7 +187,7 @@ class StepCost:
         self._noise[drafts] = _variance(noise, error, variance)
         self._logs += spread * (trust * error / variance)
         covariance -= np.outer(spread, spread * (trust / variance))
-        for curve in self._verify, *self._drafts:
+        for curve in self.verify, *self._drafts:
             curve.update()
 
 

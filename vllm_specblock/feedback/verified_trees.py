@@ -43,7 +43,11 @@ class VerifiedTrees(VerificationResult):
     @cached_property
     def reached(self) -> torch.Tensor:
         """[R, N] bool, nodes on the accepted path."""
-        return on_path(self.path, self.accepted, self.origin.shape[1])
+        counts = torch.arange(self.path.shape[1], device=self.path.device)
+        counts = counts <= self.accepted[:, None]
+        shape = len(self.path), self.origin.shape[1] + 1
+        found = torch.zeros(shape, dtype=torch.bool, device=self.path.device)
+        return found.scatter_(1, torch.where(counts, self.path, 0), True)[:, 1:]
 
     def of_drafter(self, drafter: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the expected and accepted tokens of a drafter's (0 or 1) nodes.
@@ -56,19 +60,3 @@ class VerifiedTrees(VerificationResult):
         mine = self.judged & (self.authors & (1 << drafter) > 0)
         expected = torch.where(mine, self.logprob.exp(), 0).sum(1)
         return expected, (mine & self.reached).sum(1), mine.any(1)
-
-
-def on_path(path: torch.Tensor, accepted: torch.Tensor, num_nodes: int) -> torch.Tensor:
-    """Return the nodes of accepted paths.
-
-    Args:
-        path: [R, D+1] int64, node at each position; column 0 is the root.
-        accepted: [R] integers, draft nodes on the path.
-        num_nodes: N.
-
-    Returns:
-        [R, N] bool, of nodes 1 … N.
-    """
-    counts = torch.arange(path.shape[1], device=path.device) <= accepted[:, None]
-    found = torch.zeros(len(path), num_nodes + 1, dtype=torch.bool, device=path.device)
-    return found.scatter_(1, torch.where(counts, path, 0), True)[:, 1:]

@@ -14,6 +14,7 @@ import torch
 
 from vllm_specblock.tree import pack_bits, unpack_bits
 from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows, accept_path_triton
 
 
@@ -40,10 +41,8 @@ def accept_path(
     path ends at the first of the deepest reached nodes, since siblings may be duplicates.
 
     Args:
-        token: [R, N] int64.
-        parent: [R, N] int32, −1 for slots not in use.
-        depth: [R, N+1] int64, 0 for the root.
-        ancestors: [R, N+1, W] int64.
+        token, parent: as in `DraftTree`.
+        depth, ancestors: as in `KeptTrees`, of R requests.
         live: [R, N] bool, nodes that the target ran on and that may be accepted.
         sampled: [R, N+1] int64, z of the root and of every node.
         max_depth: D; deeper nodes, which only placeholder drafts have, are not accepted.
@@ -73,40 +72,27 @@ def accept_path(
 
 
 @op(accept_path_triton)
-def accept_path_rows(
-    rows: DrawnRows,
-    parent: torch.Tensor,
-    depth: torch.Tensor,
-    ancestors: torch.Tensor,
-    path: torch.Tensor,
-    accepted: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `accept_path` on trees that are stored by request slot (S).
-
-    Args:
-        parent: [S, N] int32.
-        depth: [S, N+1] int64.
-        ancestors: [S, N+1, W] int64.
-        path, accepted: [S, D+1] int64 and [S] int32, written for the slots of the batch.
+def accept_path_rows(rows: DrawnRows, trees: KeptTrees) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run `accept_path` on stored trees; writes `path` and `accepted` of the batch's slots.
 
     Returns:
         output: [R, D+1] int64, as in `AcceptedPaths`.
         num_sampled: [R] int32, number of valid tokens in it.
     """
     req_idx = rows.req_idx
-    node = torch.arange(parent.shape[1] + 1, device=parent.device)
+    node = torch.arange(trees.depth.shape[1], device=trees.depth.device)
     at = rows.first_row[:-1, None].long() + node  # [R, N+1]
     live = at < rows.first_row[1:, None]
     at = at.clamp(max=len(rows.drawn) - 1)
     live = live & (rows.token[at] >= 0)
     found = accept_path(
         rows.token[at][:, 1:].long(),
-        parent[req_idx],
-        depth[req_idx],
-        ancestors[req_idx],
+        trees.parent[req_idx],
+        trees.depth[req_idx],
+        trees.ancestors[req_idx],
         live[:, 1:],
         rows.drawn[at],
-        path.shape[1] - 1,
+        trees.path.shape[1] - 1,
     )
-    path[req_idx], accepted[req_idx] = found.path, found.accepted
+    trees.path[req_idx], trees.accepted[req_idx] = found.path, found.accepted
     return found.output, found.accepted + 1

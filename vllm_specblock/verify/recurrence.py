@@ -27,16 +27,13 @@ class Paths:
     Args:
         base: [R] int64, committed rows, the root included; they form a chain.
         parent: [R, N] integers, of nodes 1 … N; 0 is the root, or −1.
-
-    Attributes:
-        parent: [R, L] int64, a row; −1 before the first.
-        seen: [R, L, L] bool, column j is an ancestor of row i, or i itself.
     """
 
     def __init__(self, base: Tensor, parent: Tensor, num_rows: int) -> None:
         row = torch.arange(num_rows, device=parent.device)
         node = row - base[:, None]  # [R, L], 0: the first after the root
         above = parent.long().clamp(min=0).gather(1, node.clamp(0, parent.shape[1] - 1))
+        # [R, L] int64, a row; −1 before the first.
         self.parent = torch.where(node < 0, row - 1, base[:, None] - 1 + above)
         hop = torch.nn.functional.one_hot(self.parent + 1, num_rows + 1)[..., 1:].float()
         seen = torch.eye(num_rows, device=parent.device) + hop
@@ -44,7 +41,7 @@ class Paths:
         while reach < num_rows:
             seen = (seen @ seen).clamp_(max=1)
             reach *= 2
-        self.seen = seen.bool()
+        self.seen = seen.bool()  # [R, L, L], column j is an ancestor of row i, or i itself
         self._windows: dict[int, Tensor] = {}
 
     def window(self, width: int) -> Tensor:
@@ -67,12 +64,9 @@ class Paths:
 def convolve(
     history: Tensor, x: Tensor, paths: Paths, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Return [R, L, C], the causal convolution along each row's own path.
+    """Return [R, L, C], the causal convolution of x along each row's own path.
 
-    Args:
-        history: [R, W − 1, C], inputs before row 0, the newest last.
-        x: [R, L, C].
-        weight: [C, W]; bias: [C].
+    history: [R, W − 1, C], inputs before row 0, the newest last. weight: [C, W]; bias: [C].
     """
     width = weight.shape[1]
     rows, taken = torch.cat([history, x], 1), paths.window(width)

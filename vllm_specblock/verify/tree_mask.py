@@ -19,15 +19,8 @@ class TreeMask:
     Row t of request r sees cache entries 0 … prefix_len[t] − 1 of its request, and entry
     tree_start[r] + j where bit j of mask_words[t] is set.
 
-    Attributes (T rows, R requests, W words):
-        prefix_len: [T] int32.
-        mask_words: [T, W] int64.
-        tree_start: [R] int32.
-        position: [T] int64, the model's positions, which follow a node's depth.
-        node_position: [T] int64, the same for roots and nodes alone, one after the other.
-        adaptive: the device decides how many rows each request has; the host knows only their sum
-            and the maximum per request.
-        num_trees: requests with drafts, which come before those without; None: not known.
+    adaptive: the device decides how many rows each request has; the host knows only their sum and
+        the maximum per request.
     """
 
     def __init__(
@@ -39,14 +32,18 @@ class TreeMask:
         adaptive: bool = False,
     ) -> None:
         self.adaptive = adaptive
+        # Requests with drafts, which come before those without; None: not known.
         self.num_trees: int | None = None
-        self.prefix_len = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.mask_words = torch.zeros(
-            max_rows, words_for(num_nodes), dtype=torch.int64, device=device
-        )
-        self.tree_start = torch.zeros(max_requests, dtype=torch.int32, device=device)
-        self.position = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.node_position = torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.prefix_len = zeros(max_rows, dtype=torch.int32)
+        self.mask_words = zeros(max_rows, words_for(num_nodes))
+        self.tree_start = zeros(max_requests, dtype=torch.int32)
+        self.position = zeros(max_rows)  # the model's, which follow a node's depth
+        # The same for roots and nodes alone, one after the other.
+        self.node_position = zeros(max_rows)
 
     def fill(self, rows: BatchRows, depth: torch.Tensor, ancestors: torch.Tensor) -> None:
         """Fill the tensors for a batch.
@@ -58,8 +55,8 @@ class TreeMask:
             depth: [S, N+1] int64, 0 for the root, by slot.
             ancestors: [S, N+1, W] int64, as `DraftTree` has them.
         """
-        written = self.prefix_len, self.mask_words, self.tree_start, self.position
-        build_tree_mask(rows, depth, ancestors, MaskTensors(*written, self.node_position))
+        out = MaskTensors._make(getattr(self, name) for name in MaskTensors._fields)
+        build_tree_mask(rows, depth, ancestors, out)
 
 
 @op(build_tree_mask_triton)

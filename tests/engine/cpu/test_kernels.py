@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.sample import (
 from vllm_specblock.cpu.gumbel import drawn_along, sample_by_depth
 from vllm_specblock.cpu.kernels import REPLACED
 from vllm_specblock.drafters.common.layers import RMSNorm
-from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
+from vllm_specblock.verify.accept_path import DrawnRows, KeptTrees, accept_path_rows
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="what runs on a CPU only")
 
@@ -153,12 +153,10 @@ def along_a_tree(turn: int, heat: float) -> tuple[int, int]:
 
     def walked(tokens):
         path, accepted = torch.zeros(5, nodes + 1, dtype=torch.int64), torch.zeros(5).int()
-        trees = parent, depth, torch.zeros(5, nodes + 1, 1, dtype=torch.int64), path, accepted
-        return (
-            *accept_path_rows(DrawnRows(token, tokens, first_row, req_idx), *trees),
-            path,
-            accepted,
-        )
+        words = torch.zeros(5, nodes + 1, 1, dtype=torch.int64)
+        trees = KeptTrees(parent, depth, None, words, None, accepted, path)
+        made = accept_path_rows(DrawnRows(token, tokens, first_row, req_idx), trees)
+        return *made, path, accepted
 
     whole = sample()
     with drawn_along(token, first_row, req_idx, parent):

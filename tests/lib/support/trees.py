@@ -91,17 +91,3 @@ def all_paths(score: list[list[float]]) -> dict[tuple[int, ...], float]:
         for ranks in itertools.product(range(len(score[0])), repeat=depth):
             out[ranks] = sum(score[k][rank] for k, rank in enumerate(ranks))
     return out
-
-
-def path_matrix(tree: DraftTree, request: int) -> list[list[int]]:
-    """One request's root-to-leaf paths (merged-tree paper, §4.4): a row per leaf, −1 padded."""
-    parent, size = [-1, *tree.parent[request].tolist()], int(tree.size[request])
-    inner = set(parent[1 : size + 1])
-    paths = []
-    for leaf in [node for node in range(size + 1) if node not in inner]:
-        path = [leaf]
-        while path[0]:
-            path.insert(0, parent[path[0]])
-        paths.append(path)
-    width = max(map(len, paths))
-    return [path + [-1] * (width - len(path)) for path in paths]

@@ -110,8 +110,9 @@ def test_sinks_and_windows(form, window, level):
     check(attend(batch, amx, window, sinks=sinks), batch, window=window, sinks=sinks)
 
 
-def test_neighbours_change_nothing(form):
-    """The same request alone and beside others, bit for bit."""
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_neighbours_and_threads_change_nothing(form, threads, monkeypatch):
+    """The same request alone by one thread, and beside others by several, bit for bit."""
     dtype, amx = form
     sizes = {"group": 3, "block_size": 32, "dtype": dtype}
     alone = make_batch([Tree(1400, 25)], **sizes)
@@ -121,26 +122,11 @@ def test_neighbours_change_nothing(form):
     blocks = slice(-(-1426 // 32))
     there, here = several.block_table[0, blocks], alone.block_table[0, blocks]
     several.kv_cache[there] = alone.kv_cache[here]
-    assert torch.equal(attend(several, amx)[: len(wanted)], wanted)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_the_number_of_threads_changes_nothing(form, threads, monkeypatch):
-    """Bit for bit; every job is done, by one thread or another."""
-    dtype, amx = form
-    batch = make_batch(
-        [Tree(700, 25), Chunk(5, 3), Tree(90, 60)], group=3, block_size=32, dtype=dtype
-    )
-    wanted = attend(batch, amx)
     monkeypatch.setattr(cpu_attention, "_LEAST_WORK", 1)
     monkeypatch.setattr(cpu_attention, "team_size", lambda: threads)
-    split, taken = cpu_attention._share, []
-    monkeypatch.setattr(
-        cpu_attention, "_share", lambda *given: taken.append(split(*given)) or taken[-1]
-    )
-    assert torch.equal(attend(batch, amx), wanted)
-    (bounds,) = taken
-    assert len(bounds) == threads + 1 and (bounds[1:] > bounds[:-1]).all()
+    got = attend(several, amx)
+    check(got, several)
+    assert torch.equal(got[: len(wanted)], wanted)
 
 
 def test_requests_that_are_left_out_stay_as_they_are():

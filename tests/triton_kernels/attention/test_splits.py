@@ -30,17 +30,15 @@ LONG = [Tree(700, 12), Chunk(301, 40), Tree(90, 3), Chunk(530, 1)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_long_contexts_in_splits(kernels, short_splits, dtype):
-    for requests in (LONG[:1], LONG):  # a program for each split; one for all
-        batch = make_batch(
-            requests, group=3, num_kv_heads=2, dtype=dtype, device=kernels.device, tail=2
-        )
-        check(launch(kernels, batch), batch)
-
-
-def test_splits_of_more_tiles_than_one(kernels, short_splits):
-    """183 rows are two tiles of 128, in the workspace side by side."""
-    batch = make_batch([Tree(700, 60)], group=3, num_kv_heads=1, device=kernels.device)
+@pytest.mark.parametrize(
+    "requests",
+    [LONG[:1], LONG, [Tree(700, 60)]],
+    ids=["a program for each split", "one for all", "two tiles of 128 rows"],
+)
+def test_long_contexts_in_splits(kernels, short_splits, dtype, requests):
+    batch = make_batch(
+        requests, group=3, num_kv_heads=2, dtype=dtype, device=kernels.device, tail=2
+    )
     check(launch(kernels, batch), batch)
 
 
@@ -98,14 +96,10 @@ def test_requests_that_are_not_there_do_not_decide(kernels, short_splits, there)
 
 
 def test_lengths_that_were_not_foreseen_are_attended(kernels, short_splits):
-    """A captured graph knows the largest length only."""
+    """A captured graph knows the largest length only; requests of unknown length share a class."""
     batch = make_batch([Tree(300, 20), Chunk(40, 1), Chunk(0, 9)], device=kernels.device)
     for lens in ({21}, {1, 64}):
         check(launch(kernels, batch, query_lens=lens), batch)
-
-
-def test_requests_of_unknown_length_share_a_class(kernels, short_splits):
-    """For any lengths on the device, beside short and long requests."""
     trees = [Tree(300, 20), Chunk(40, 1), Tree(61, 5), Tree(700, 39)]
     for requests, longest in ((trees, 40), ([*trees, Chunk(9, 120)], 120)):
         batch = make_batch(requests, device=kernels.device)

@@ -49,40 +49,31 @@ def test_mixed_batch(kernels, check_all, group, dtype):
     check_all(batch)
 
 
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
-def test_head_sizes(kernels, head_size):
-    requests = [Tree(41, 6), Chunk(30, 3)]
-    batch = make_batch(requests, head_size=head_size, group=2, block_size=8, device=kernels.device)
-    check(launch(kernels, batch), batch)
+SHAPES = [
+    *(
+        ([Tree(41, 6), Chunk(30, 3)], {"head_size": size, "group": 2, "block_size": 8})
+        for size in (64, 96, 128, 256)
+    ),
+    *(  # up to the last bit of every word
+        (
+            [Chunk(9, 1), Tree(11, 64 * words - 1), Tree(2, 5)],
+            {"num_words": words, "num_kv_heads": 1, "block_size": 32},
+        )
+        for words in (1, 2, 5)
+    ),
+    *(
+        ([Tree(90, 4), Chunk(0, 11)], {"block_size": size, "layout": layout})
+        for size in (5, 80)  # 80 = 16 slots of a drafter with K = 5
+        for layout in LAYOUTS
+    ),
+    ([Chunk(70, 50), Chunk(0, 1)], {"group": 3, "num_kv_heads": 1, "tail": 400}),  # many tiles
+    ([Blind(3), Tree(4, 3), Blind(0), Blind(2)], {}),
+]
 
 
-@pytest.mark.parametrize("num_words", [1, 2, 5])
-def test_up_to_the_last_bit_of_every_word(kernels, check_all, num_words):
-    requests = [Chunk(9, 1), Tree(11, 64 * num_words - 1), Tree(2, 5)]
-    sizes = {"num_kv_heads": 1, "block_size": 32, "device": kernels.device}
-    batch = make_batch(requests, num_words=num_words, **sizes)
-    check_all(batch)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("block_size", [5, 80])  # 80 = 16 slots of a drafter with K = 5
-def test_layouts_and_block_sizes(kernels, check_all, layout, block_size):
-    batch = make_batch(
-        [Tree(90, 4), Chunk(0, 11)], block_size=block_size, layout=layout, device=kernels.device
-    )
-    check_all(batch)
-
-
-def test_chunk_of_many_tiles(kernels):
-    batch = make_batch(
-        [Chunk(70, 50), Chunk(0, 1)], group=3, num_kv_heads=1, device=kernels.device, tail=400
-    )
-    check(launch(kernels, batch), batch)
-
-
-def test_queries_that_see_nothing(kernels, check_all):
-    batch = make_batch([Blind(3), Tree(4, 3), Blind(0), Blind(2)], device=kernels.device)
-    check_all(batch)
+@pytest.mark.parametrize(("requests", "sizes"), SHAPES, ids=str)
+def test_shapes_and_layouts(kernels, check_all, requests, sizes):
+    check_all(make_batch(requests, device=kernels.device, **sizes))
 
 
 def test_buffers_longer_than_the_batch_strided_query_and_output(kernels):
@@ -115,17 +106,17 @@ def test_entries_that_no_query_sees_are_not_read(kernels, check_all):
 
 
 # 3 is less than a path, 17 and 70 are less than most contexts, 500 is more than any.
-@pytest.mark.parametrize("window", [3, 17, 500])
-def test_sliding_window(kernels, check_all, window):
-    batch = make_batch([*MIXED, Chunk(150, 3)], group=2, device=kernels.device, tail=2)
-    prefix_from, batch.mask_words = see_last(batch.prefix_len, batch.mask_words, window)
-    check_all(batch, {"window": window}, prefix_from=prefix_from)
-
-
-@pytest.mark.parametrize("window", [2, 70])
-def test_a_window_smaller_than_the_tree_cuts_every_word(kernels, check_all, window):
-    requests = [Tree(11, 255), Chunk(0, 3)]
-    batch = make_batch(requests, num_words=4, num_kv_heads=1, device=kernels.device)
+@pytest.mark.parametrize("window", [3, 17, 70, 500])
+@pytest.mark.parametrize(
+    ("requests", "sizes"),
+    [
+        ([*MIXED, Chunk(150, 3)], {"group": 2, "tail": 2}),
+        ([Tree(11, 255), Chunk(0, 3)], {"num_words": 4, "num_kv_heads": 1}),  # cuts every word
+    ],
+    ids=["mixed", "tree"],
+)
+def test_sliding_window(kernels, check_all, window, requests, sizes):
+    batch = make_batch(requests, device=kernels.device, **sizes)
     prefix_from, batch.mask_words = see_last(batch.prefix_len, batch.mask_words, window)
     check_all(batch, {"window": window}, prefix_from=prefix_from)
 

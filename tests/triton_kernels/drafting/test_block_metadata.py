@@ -73,14 +73,13 @@ def test_as_torch_sees(launches, kernels, requests, size, starts, width, path_ro
     torch.manual_seed(requests + 10 * size + starts)
     launch_first, launch_later = launches
     rows, device = some_rows(requests), kernels.device
-    given = list(vars(rows).values())
-    found = launch_first(*on(device, given), size)
-    assert_equal(tuple(found), tuple(first_block_metadata.reference(*given, size)))
+    found = launch_first(SimpleNamespace(**on(device, vars(rows))), size)
+    assert_equal(tuple(found), tuple(first_block_metadata.reference(rows, size)))
 
     builder = DraftAttentionBuilder([torch.empty(0)], size, starts, BLOCKS, MAX, path_rope)
     # Twice as wide as what is used of it.
     table = torch.randint(0, 1 << 30, (requests, 2 * width), dtype=torch.int32)[:, :width]
-    committed = CommittedRows(rows.position, rows.index, rows.last)
+    committed = CommittedRows(rows.position, rows.index, rows.last, table)
     drafted_rows, _, words = builder.own.shape
     kept = RowPointers(
         torch.full((requests, drafted_rows), 1 << 60),
@@ -90,7 +89,7 @@ def test_as_torch_sees(launches, kernels, requests, size, starts, width, path_ro
     there, everywhere, nowhere = on(device, kept), 0, 0
     for block in range(2, BLOCKS + 1):
         where = some_starts(requests, starts, size, block)
-        given = where, committed, builder.own, table
+        given = where, committed, builder.own
         limits = block, TOKENS, MAX, path_rope and size == 1  # as EAGLE-2's levels are
         found = launch_later(*on(device, given), there, *limits)
         wanted = later_block_metadata.reference(*given, kept, *limits)

@@ -61,12 +61,19 @@ def test_select_equals_torch(kernels, count, vocab, budget, seed):
         assert torch.equal(got.node.cpu()[live], node[live])
 
 
-def test_select_at_serving_size(kernels):
-    fields, depth = scattered(1, 577, 3, 1)
-    wanted = select.reference(*fields, 60, depth)
-    assert wanted.size[0] == 60 and wanted.depth.max() > 2
+@pytest.mark.parametrize(
+    ("requests", "count", "budget"),
+    [(1, 577, 60), (3, 40, 12), (0, 40, 12)],
+    ids=["serving size", "several", "none"],
+)
+def test_select_takes_views_of_wider_rows(kernels, requests, count, budget):
+    fields, depth = scattered(3, count, 3, 1)
+    fields = [x[:requests] for x in fields]
+    wanted = select.reference(*fields, budget, depth)
+    assert requests != 1 or wanted.size[0] == budget
+    views = on(kernels.device, [wide(x, other=1) for x in fields])
     launch = kernels.load("select_tree").select_triton
-    assert_same_tree(launch(*on(kernels.device, fields), 60, depth), wanted)
+    assert_same_tree(launch(*views, budget, depth), wanted)
 
 
 def test_select_tells_siblings_apart_by_their_low_bits(kernels):
@@ -80,15 +87,6 @@ def test_select_tells_siblings_apart_by_their_low_bits(kernels):
     fields = (token, torch.zeros_like(token), score, key, path_hash)
     launch = kernels.load("select_tree").select_triton
     assert launch(*on(kernels.device, fields), 256, 1).size.tolist() == [count - 1]
-
-
-def test_select_takes_views_of_wider_rows_and_no_requests(kernels):
-    fields, depth = scattered(3, 40, 2, 3)
-    wanted = select.reference(*fields, 12, depth)
-    views = on(kernels.device, [wide(x, other=1) for x in fields])
-    launch = kernels.load("select_tree").select_triton
-    assert_same_tree(launch(*views, 12, depth), wanted)
-    assert launch(*(x[:0] for x in views), 12, depth).token.shape == (0, 12)
 
 
 SHAPES = st.builds(

@@ -33,36 +33,29 @@ def some_requests(count: int, seed: int) -> list[SimpleNamespace]:
     return requests
 
 
-@pytest.fixture
-def form(kernels):
-    """What learns, and where."""
-    learn = kernels.load("calibrate_drafts").update_calibration_triton
-    return SimpleNamespace(learn=learn, device=kernels.device)
-
-
-def launch_of(form, sharpness, verified, head):
-    own = sharpness.own, sharpness.own_trees
-    return form.learn(sharpness.log, sharpness.trees, *own, head, verified, sharpness.rates())
+def learn(kernels, calibration: DraftCalibration, verified, drafter: int) -> torch.Tensor:
+    """Learn by the kernel -> β."""
+    state = calibration.log, calibration.trees, calibration.own, calibration.own_trees
+    launch = kernels.load("calibrate_drafts").update_calibration_triton
+    return launch(*state, drafter, verified, calibration.rates)
 
 
 # More requests than the program takes at once: 2048 / 8 nodes.
 @pytest.mark.parametrize(
-    ("count", "head", "apart"), [(1, 0, True), (7, 1, False), (7, 0, True), (300, 1, True)]
+    ("count", "drafter", "apart"), [(1, 0, True), (7, 1, False), (7, 0, True), (300, 1, True)]
 )
-def test_as_torch_learns(form, count, head, apart):
+def test_as_torch_learns(kernels, count, drafter, apart):
     slots = count + SPARE_SLOTS if apart else 0
-    mine, theirs = DraftCalibration(form.device, slots), DraftCalibration("cpu", slots)
+    mine, theirs = (DraftCalibration(device, slots) for device in (kernels.device, "cpu"))
     for step in range(4):
         requests = some_requests(count, seed=10 * count + step)
         torch.manual_seed(step)
-        verified = verified_of(requests)
-        beta = theirs.learn_from(verified, head)
+        beta = theirs.learn_from(verified_of(requests), drafter)
         torch.manual_seed(step)
-        found = launch_of(form, mine, verified_of(requests, form.device), head)
-        torch.testing.assert_close(found.cpu(), beta, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(mine.log.cpu(), theirs.log, atol=1e-6, rtol=1e-5)
+        found = learn(kernels, mine, verified_of(requests, kernels.device), drafter)
+        for one, other in ((found, beta), (mine.log, theirs.log), (mine.own, theirs.own)):
+            torch.testing.assert_close(one.cpu(), other, atol=1e-6, rtol=1e-5)
         assert mine.trees.tolist() == theirs.trees.tolist()
-        torch.testing.assert_close(mine.own.cpu(), theirs.own, atol=1e-6, rtol=1e-5)
         assert mine.own_trees.tolist() == theirs.own_trees.tolist()
     if count > 3:
         assert not apart or 0 < int((theirs.own != 0).sum()) < slots
@@ -70,18 +63,14 @@ def test_as_torch_learns(form, count, head, apart):
 
 
 @pytest.mark.parametrize("accepted", [0, DEPTH])
-def test_limits(form, accepted):
-    """A head that is always, or never, right: the end of the range, and no further."""
-    sharpness, other = DraftCalibration(form.device), DraftCalibration("cpu")
-    sharpness._limits = other._limits = (0.1, 0.5)
+def test_limits(kernels, accepted):
+    """A drafter that is always, or never, right: the end of the range, and no further."""
+    mine, theirs = DraftCalibration(kernels.device), DraftCalibration("cpu")
+    mine.rates = theirs.rates = mine.rates._replace(lowest=0.1, highest=0.5)
     one = {"origin": [1] * DEPTH, "run": DEPTH, "accepted": accepted, "chance": [0.5] * DEPTH}
-    requests = [
-        SimpleNamespace(**one, temperatures=temperatures) for temperatures in [0.0, 1.5] * 40
-    ]
+    requests = [SimpleNamespace(**one, temperatures=heat) for heat in [0.0, 1.5] * 40]
     for _ in range(3):
-        verified = verified_of(requests, form.device)
-        launch_of(form, sharpness, verified, 0)
-        other.learn_from(verified_of(requests), 0)
-    end = 0.5 if accepted else 0.1
-    assert sharpness.log.tolist() == pytest.approx([end, end])
-    assert other.log.tolist() == pytest.approx([end, end])
+        learn(kernels, mine, verified_of(requests, kernels.device), 0)
+        theirs.learn_from(verified_of(requests), 0)
+    end = pytest.approx([0.5 if accepted else 0.1] * 2)
+    assert mine.log.tolist() == end and theirs.log.tolist() == end

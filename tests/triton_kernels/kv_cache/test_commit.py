@@ -79,13 +79,21 @@ def mover(request, kernels):
     return kernels.device, move
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        *({"layout": layout} for layout in LAYOUTS),
+        {"dtype": torch.bfloat16, "width": 130},
+        {"dtype": torch.uint8, "width": 8},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("count", "depth"), [(1, 1), (4, 5), (5, 13)])
-def test_paths(mover, count, depth, layout):
+def test_paths(mover, count, depth, form):
     device, move = mover
     changed = 0
     for seed in range(3):
-        caches = make_caches(layout=layout, device=device)
+        caches = make_caches(**form, device=device)
         before = [cache.clone() for cache in caches]
         expected = move(caches, *some_paths(count, depth, seed))
         assert_equal(caches, expected)
@@ -104,13 +112,6 @@ def test_a_path_that_shifts_down(mover):
     assert (caches[0] != make_caches(device=device)[0]).any()
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 130), (torch.uint8, 8)], ids=str)
-def test_any_dtype_and_width(mover, dtype, width):
-    device, move = mover
-    caches = make_caches(width=width, dtype=dtype, device=device)
-    assert_equal(caches, move(caches, *some_paths(4, 5, 1)))
-
-
 def test_strides_that_are_no_whole_rows(mover):
     device, move = mover
     dense = make_caches(layers=1, device=device)[0]
@@ -124,7 +125,6 @@ def test_strides_that_are_no_whole_rows(mover):
 @pytest.mark.parametrize(("count", "depth"), [(0, 3), (2, 0)])
 def test_no_paths(mover, count, depth):
     device, move = mover
-    caches, none = make_caches(device=device), torch.zeros(count, dtype=torch.int64)
-    path = torch.zeros(count, depth + 1, dtype=torch.int64)
-    rows = AcceptedRows(none, none + 1, path, none.int())
+    caches, path = make_caches(device=device), torch.zeros(count, depth + 1).long()
+    rows = AcceptedRows(path[:, 0], path[:, 0] + 1, path, path[:, 0].int())
     assert_equal(caches, move(caches, torch.arange(4), rows, 4))

@@ -12,11 +12,11 @@ from vllm_specblock.commit.committed_tokens import committed_tokens
 HUGE = 2**40
 
 
-def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 11) -> dict:
+def ragged(count: int, seed: int, depth: int = 5, nodes: int = 11) -> tuple[StepRows, int]:
     """Arguments of `committed_tokens`: decodes, prompt chunks and requests without a verdict.
 
-    The batch has `spare` rows of no request, and one request at the end without rows. Values that
-    may not be read are far outside of every tensor.
+    The batch has a row of no request, and one request at the end without rows. Values that may not
+    be read are far outside of every tensor.
     """
     draw = torch.Generator().manual_seed(seed)
 
@@ -36,7 +36,7 @@ def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 1
     base[-1], scheduled[-1], accepted[-1], drafted[-1] = 1, 0, 3, True
 
     start = scheduled.cumsum(0) - scheduled
-    num_rows = int(scheduled.sum()) + spare
+    num_rows = int(scheduled.sum()) + 1
     slots, longest = count + 3, 80
     known = torch.full((count, 3), HUGE)
     known[:, 0] = torch.randperm(slots, generator=draw)[:count]
@@ -48,49 +48,34 @@ def ragged(count: int, seed: int, depth: int = 5, spare: int = 1, nodes: int = 1
     rows = base + torch.where(drafted, depth, 0)
     row_start = torch.nn.functional.pad(rows.cumsum(0), (1, 0))
     request = torch.arange(count).repeat_interleave(rows)
-    return {
-        "request": request,
-        "local": torch.arange(len(request)) - row_start[request],
-        "row_start": row_start.int(),
-        "query_start": start,
-        "base": base,
-        "path": path,
-        "accepted": accepted,
-        "num_rows": num_rows,
-        "positions": positions,
-        "slot_mapping": torch.cat([among(0, 999, num_rows), torch.full((9,), HUGE)]),
-        "req_idx": known[:, 0],
-        "text": text,
-        "temperature": temperature,
-        "hidden": among(0, 2, count) * 16,
-        "first": among(0, 2, count) * 16,
-    }
+    local = torch.arange(len(request)) - row_start[request]
+    slot_mapping = torch.cat([among(0, 999, num_rows), torch.full((9,), HUGE)])
+    of_paths, layout = (start, base, path, accepted), (request, local, row_start.int())
+    of_batch, of_slots = (positions, slot_mapping), (known[:, 0], text, temperature)
+    hidden, first = 16 * among(0, 2, 2, count)
+    return StepRows(*of_paths, *layout, *of_batch, *of_slots, hidden, first), num_rows
 
 
-def spread(args: dict) -> dict:
-    """The same arguments, none of those of the requests contiguous."""
-    columns = {name: column(args[name]) for name in ("query_start", "base", "accepted")}
-    return {**args, **columns, **{name: wide(args[name]) for name in ("path", "text")}}
-
-
-def step_of(args: dict) -> tuple[StepRows, int]:
-    return StepRows(**{name: args[name] for name in StepRows._fields}), args["num_rows"]
+def spread(step: StepRows) -> StepRows:
+    """The same rows, no tensor of the requests contiguous."""
+    columns = {name: column(getattr(step, name)) for name in ("query_start", "base", "accepted")}
+    return step._replace(**columns, path=wide(step.path), text=wide(step.text))
 
 
 # Rows of one program, of several; 300 requests are more than a program's, too. Depth 0: no drafts.
 @pytest.mark.parametrize(("count", "depth"), [(1, 5), (3, 5), (17, 5), (300, 5), (130, 0)])
-@pytest.mark.parametrize("form", [dict, spread], ids=["plain", "strided"])
+@pytest.mark.parametrize("form", [StepRows._make, spread], ids=["plain", "strided"])
 def test_as_torch_does(kernels, count, depth, form):
     launch = kernels.load("committed_tokens").committed_tokens_triton
-    args = ragged(count, seed=count, depth=depth)
-    found = launch(*step_of(on(kernels.device, form(args))))
-    assert_equal(tuple(found), tuple(committed_tokens(*step_of(args))))
+    step, num_rows = ragged(count, seed=count, depth=depth)
+    found = launch(on(kernels.device, form(step)), num_rows)
+    assert_equal(tuple(found), tuple(committed_tokens(step, num_rows)))
 
 
 def test_no_requests(kernels):
-    args = ragged(2, 0)
-    for name in set(StepRows._fields) - {"positions", "slot_mapping", "text", "temperature"}:
-        args[name] = args[name][: name == "row_start"]
+    step, num_rows = ragged(2, 0)
+    of_batch = {"positions", "slot_mapping", "text", "temperature"}
+    none = {x: getattr(step, x)[: x == "row_start"] for x in set(step._fields) - of_batch}
     launch = kernels.load("committed_tokens").committed_tokens_triton
-    found = launch(*step_of(on(kernels.device, args)))
+    found = launch(on(kernels.device, step._replace(**none)), num_rows)
     assert [tuple(x.shape) for x in found] == [(0,)] * 7

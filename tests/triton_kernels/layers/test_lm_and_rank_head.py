@@ -61,16 +61,14 @@ def test_as_torch_does(forms, rows, vocab, width, scope, dtype, sharp):
     launch = forms.load("lm_and_rank_head").lm_and_rank_head_triton
     beta = torch.linspace(2.5, 0.4, len(logits), device=forms.device) if sharp else None
     logprob, token, bucket = launch(normed, logits, offset, head, width, scope, beta)
-    tolerance = TOLERANCE[dtype]
     every = logits.float() if beta is None else logits.float() * beta[:, None, None]
-    every = every.log_softmax(-1)
-    mine = lm_and_rank_head.reference(normed, logits, offset, head, width, scope, beta)
-    torch.testing.assert_close(logprob, mine[0], atol=1e-4, rtol=1e-5)
-    best, index = every.sort(dim=-1, descending=True, stable=True)
+    best, index = every.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    wanted = lm_and_rank_head.reference(normed, logits, offset, head, width, scope, beta)
+    torch.testing.assert_close(logprob, wanted[0], atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(logprob, best[..., :width], atol=1e-4, rtol=1e-5)
     assert torch.equal(token, (index + offset[index])[..., :width])
     assert bucket.dtype == torch.int64 and bucket.shape == rows_of(rows)
-    assert chosen_is_best(bucket, normed, logits, head, scope, tolerance)
+    assert chosen_is_best(bucket, normed, logits, head, scope, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(

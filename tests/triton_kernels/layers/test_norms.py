@@ -24,8 +24,9 @@ def states(*shape, dtype=torch.float32, device="cpu"):
 
 
 def assert_same(got, wanted, dtype=torch.float32):
-    assert got.dtype == dtype and got.is_contiguous()
-    torch.testing.assert_close(got, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine.dtype == dtype and mine.is_contiguous()
+        torch.testing.assert_close(mine, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -38,10 +39,7 @@ def test_sum_and_norm(kernels, shape, dtype):
     left, right = (states(*shape, dtype=dtype, device=kernels.device) for _ in range(2))
     norm = norm_over(shape[-1], dtype, kernels.device)
     launch = kernels.load("norms").add_norm_triton
-    total, normed = launch(left, right, norm)
-    wanted = add_norm.reference(left, right, norm)
-    assert_same(total, wanted[0], dtype)
-    assert_same(normed, wanted[1], dtype)
+    assert_same(launch(left, right, norm), add_norm.reference(left, right, norm), dtype)
 
 
 @pytest.mark.parametrize(("places", "kept"), [((), [6, 0, 2]), ((4,), []), ((4,), [5] * 9)])
@@ -54,10 +52,9 @@ def test_sum_of_kept_rows(kernels, kept, places):
     table = torch.ones(len(kept), 3, dtype=torch.int64, device=kernels.device)
     table[:, 1] = torch.tensor(kept, dtype=torch.int64)
     norm = norm_over(24, torch.float32, kernels.device)
+    given = left, right, norm, table[:, 1]
     launch = kernels.load("norms").add_norm_triton
-    got = launch(left, right, norm, table[:, 1])
-    for mine, theirs in zip(got, add_norm.reference(left, right, norm, table[:, 1])):
-        assert_same(mine, theirs)
+    assert_same(launch(*given), add_norm.reference(*given))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -69,8 +66,9 @@ def test_norms_side_by_side(kernels, rows, dtype):
     right = states(4, 48, dtype=dtype, device=kernels.device)[:, 24:]
     pair = [norm_over(24, dtype, kernels.device, seed) for seed in range(2)]
     chosen = None if rows is None else torch.tensor(rows, device=kernels.device)
-    got = kernels.load("norms").norm_pair_triton(left, right, *pair, chosen)
-    assert_same(got, norm_pair.reference(left, right, *pair, chosen), dtype)
+    given = left, right, *pair, chosen
+    launch = kernels.load("norms").norm_pair_triton
+    assert_same([launch(*given)], [norm_pair.reference(*given)], dtype)
 
 
 @torch.no_grad()
@@ -81,9 +79,7 @@ def test_broadcast_and_strided_sum(kernels):
     row, query = (states(n, 24, device=kernels.device) for n in (5, 3))
     apart = states(24, 3, 5, device=kernels.device).permute(2, 1, 0)
     for left, right in ((row[:, None], query[None]), (query[None], row[:, None]), (apart, apart)):
-        got = launch(left, right, norm)
-        for mine, theirs in zip(got, add_norm.reference(left, right, norm)):
-            assert_same(mine, theirs)
+        assert_same(launch(left, right, norm), add_norm.reference(left, right, norm))
 
 
 def test_needed_gradients_and_other_dtypes_take_the_reference(kernels):

@@ -39,6 +39,13 @@ def norms_over(size, dtype, device):
     return found
 
 
+def assert_same(got, wanted, dtype=torch.float32, factor=1):
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine.dtype == dtype and mine.shape == theirs.shape and mine.is_contiguous()
+        tolerance = {"atol": TOLERANCE[dtype] * factor, "rtol": TOLERANCE[dtype]}
+        torch.testing.assert_close(mine, theirs, **tolerance)
+
+
 def test_reference_turns_pairs_of_numbers():
     angle = torch.tensor([0.3, -1.1]).view(2, 1, 1).expand(2, 1, 2)  # [T, 1, D]
     state = torch.tensor([2.0, 0.5]).expand(2, 1, 2)
@@ -57,6 +64,7 @@ def test_reference_turns_pairs_of_numbers():
 @pytest.mark.parametrize(
     ("lead", "heads", "kv_heads", "size"),
     [
+        ((0, 3), 4, 2, 16),
         ((1, 1), 1, 1, 2),
         ((3, 5), 6, 2, 40),
         ((2, 4), 40, 8, 128),  # several tiles
@@ -70,11 +78,8 @@ def test_as_torch_rotates(kernels, lead, heads, kv_heads, size, dtype, normed):
     norms = norms_over(size, dtype, kernels.device) if normed else None
     before = query.clone(), key.clone()
     got = kernels.load("rope").rotate_pair_triton(query, key, bare, None, norms)
-    for mine, theirs in zip(got, rotate_pair(query, key, full, None, norms)):
-        assert mine.dtype == dtype and mine.shape == theirs.shape and mine.is_contiguous()
-        # A norm leaves numbers of up to 4 or so, which are then rounded twice.
-        tolerance = TOLERANCE[dtype] * (4 if normed else 1)
-        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=TOLERANCE[dtype])
+    # A norm leaves numbers of up to 4 or so, which are then rounded twice.
+    assert_same(got, rotate_pair(query, key, full, None, norms), dtype, 4 if normed else 1)
     assert torch.equal(query, before[0]) and torch.equal(key, before[1]), "the inputs are changed"
 
 
@@ -87,12 +92,8 @@ def test_kept_rows(kernels, lead, kept):
     table = torch.ones(len(kept), 3, dtype=torch.int64, device=kernels.device)
     table[:, 0] = torch.tensor(kept, dtype=torch.int64)
     keep = table[:, 0]
-    wanted = rotate_pair(query[keep], key, full, keep)
-    for given in (query[keep], query):
-        got = kernels.load("rope").rotate_pair_triton(given, key, bare, keep)
-        for mine, again, theirs in zip(got, rotate_pair(given, key, full, keep), wanted):
-            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
-            assert torch.equal(again, theirs)
+    got = kernels.load("rope").rotate_pair_triton(query[keep], key, bare, keep)
+    assert_same(got, rotate_pair(query[keep], key, full, keep))
 
 
 @pytest.mark.parametrize("lead", [(4, 3), (4,)], ids=str)
@@ -107,15 +108,7 @@ def test_strided_states_and_positions(kernels, lead):
     column[1:, 1] = bare.base
     norms = norms_over(16, torch.float32, kernels.device)
     got = launch(*views, bare._replace(base=column[1:, 1]), None, norms)
-    for mine, theirs in zip(got, rotate_pair(query, key, full, None, norms)):
-        torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-6)
-
-
-def test_no_rows(kernels):
-    query, key, bare, _ = inputs((4, 3), 4, 2, 16, torch.float32, kernels.device)
-    none = bare._replace(base=bare.base[:0])
-    got = kernels.load("rope").rotate_pair_triton(query[:0], key[:0], none)
-    assert [x.shape for x in got] == [(0, 3, 4, 16), (0, 3, 2, 16)]
+    assert_same(got, rotate_pair(query, key, full, None, norms), factor=2)
 
 
 @pytest.mark.parametrize("theta", [1e4, 1e6])

@@ -18,6 +18,11 @@ def distinct_logits(lead, vocab, dtype, device):
     return ((order - vocab // 2) / 64).to(device, dtype)
 
 
+def assert_close(got, wanted) -> None:
+    """Compares dtypes, too; tokens have to be equal."""
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("lead", "vocab", "width"),
@@ -30,23 +35,16 @@ def test_as_torch_does(kernels, lead, vocab, width, dtype, sharp, scale):
     logits = distinct_logits(lead, vocab, dtype, kernels.device)
     offset = torch.randint(0, 50, (vocab,), device=kernels.device)
     beta = torch.linspace(2.5, 0.4, lead[0], device=kernels.device) if sharp else None
-    logprob, token = load(kernels)(logits, offset, width, scale, beta)
-    wanted = topk_tokens.reference(logits, offset, width, scale, beta)
-    assert logprob.dtype == torch.float32 and token.dtype == torch.int64
-    torch.testing.assert_close(logprob, wanted[0], atol=1e-5, rtol=1e-5)
-    assert torch.equal(token, wanted[1])
+    got = load(kernels)(logits, offset, width, scale, beta)
+    assert_close(got, topk_tokens.reference(logits, offset, width, scale, beta))
 
 
 def test_over_many_chunks(kernels):
-    logits = (torch.randn(2, 1, 3000, generator=torch.Generator().manual_seed(0)) * 3).to(
-        kernels.device
-    )
+    logits = distinct_logits((2, 1), 3000, torch.float32, kernels.device)
     offset = torch.arange(3000, device=kernels.device)
     beta = torch.tensor([0.5, 1.5], device=kernels.device)
-    logprob, token = load(kernels)(logits, offset, 10, 2.0, beta)
-    wanted = topk_tokens.reference(logits, offset, 10, 2.0, beta)
-    torch.testing.assert_close(logprob, wanted[0], atol=1e-4, rtol=1e-5)
-    assert torch.equal(token, wanted[1])
+    got = load(kernels)(logits, offset, 10, 2.0, beta)
+    assert_close(got, topk_tokens.reference(logits, offset, 10, 2.0, beta))
 
 
 def test_of_equal_logits_the_first_comes_first(kernels):
@@ -61,8 +59,7 @@ def test_strided_logits_and_no_rows(kernels):
     wide = distinct_logits((2, 4), 40, torch.float32, kernels.device)
     offset = torch.zeros(25, dtype=torch.int64, device=kernels.device)
     launch, part = load(kernels), wide[:, ::2, 5:30]
-    for got, wanted in zip(launch(part, offset, 6), topk_tokens.reference(part, offset, 6)):
-        torch.testing.assert_close(got, wanted)
+    assert_close(launch(part, offset, 6), topk_tokens.reference(part, offset, 6))
     assert [x.shape for x in launch(part[:0], offset, 6)] == [(0, 2, 6), (0, 2, 6)]
 
 

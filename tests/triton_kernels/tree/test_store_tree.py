@@ -8,12 +8,10 @@ import pytest
 import torch
 from support.tensors import assert_equal, column, on
 from support.trees import to_tree
-from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
 
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.tree import DraftTree
 
-KEPT = ("parent", "depth", "ancestors", "origin", "score", "accepted")
 GARBAGE = {
     torch.int64: 1 << 40,
     torch.int32: 1 << 30,
@@ -62,10 +60,9 @@ def assert_same(kernels, tree: DraftTree, chain=None, paused=None, given=None) -
 
     def by_kernel(states, slots, *rest):
         tree, chain, paused, tokens = on(kernels.device, rest)
-        kept = KeptTrees._make(getattr(states, name) for name in KeptTrees._fields)
         chain = chain if chain is None else column(chain)
         launch = kernels.load("store_tree").store_trees_triton
-        return launch(column(slots.to(kernels.device)), tree, kept, chain, paused, tokens)
+        return launch(column(slots.to(kernels.device)), tree, states.trees, chain, paused, tokens)
 
     found = []
     for store, device, of in (
@@ -73,11 +70,11 @@ def assert_same(kernels, tree: DraftTree, chain=None, paused=None, given=None) -
         (by_kernel, kernels.device, given or tree),
     ):
         states = TreeStates(count + 3, nodes, 5, device)
-        for name in KEPT:  # slots hold garbage
-            getattr(states, name).fill_(7)
+        for field in states.trees:  # slots hold garbage
+            field.fill_(7)
         states.depth[:, 0] = 0
         tokens = store(states, slots, of, chain, by_slot, torch.full((count, nodes), -5))
-        found.append([tokens, *(getattr(states, name) for name in KEPT)])
+        found.append([tokens, *states.trees])
     assert_equal(*found)
     return tokens
 

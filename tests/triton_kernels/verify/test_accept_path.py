@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tensors import assert_equal, column
+from support.tensors import assert_equal, column, on
+from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
 
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
@@ -29,7 +30,9 @@ class Case:
         none = torch.zeros(slots, num_nodes)
         tree = DraftTree.from_nodes(none.long(), parent, none, size.int())
         depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
-        self.trees = parent, depth, tree.ancestors
+        path = torch.full((slots, max_depth + 1), -7)
+        trees = parent, depth, none, tree.ancestors, none, path[:, 0].int(), path
+        self.trees = KeptTrees(*trees)
 
         scheduled = self.among(0, num_nodes, count)
         scheduled[0] = num_nodes
@@ -42,23 +45,18 @@ class Case:
         req_idx = torch.randperm(slots, generator=self.draw)[:count]
         req_idx[req_idx == 0], req_idx[0] = req_idx[0].clone(), 0
         self.rows = DrawnRows(token, self.among(0, vocab - 1, rows), first_row, req_idx)
-        self.verdict = (
-            torch.full((slots, max_depth + 1), -7),
-            torch.full((slots,), -7, dtype=torch.int32),
-        )
 
     def among(self, low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high + 1, shape, generator=self.draw)
 
     def run(self, function, device) -> list[torch.Tensor]:
         """Output, numbers of tokens, and all slots' verdicts afterwards; on the CPU."""
-        path, accepted = (x.to(device, copy=True) for x in self.verdict)
+        trees = on(device, self.trees)
         # A part of a batch begins anywhere.
         parts = [torch.nn.functional.pad(x.to(device), (1, 0))[1:] for x in self.rows[:3]]
         rows = DrawnRows(*parts, column(self.rows.req_idx.to(device), FAR))
-        trees = (x.to(device) for x in self.trees)
-        output, num_sampled = function(rows, *trees, path, accepted)
-        return [x.cpu() for x in (output, num_sampled, path, accepted)]
+        output, num_sampled = function(rows, trees)
+        return [x.cpu() for x in (output, num_sampled, trees.path, trees.accepted)]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +83,7 @@ def test_a_chain_longer_than_paths_may_be(kernels):
     parent = torch.arange(130, dtype=torch.int32).expand(7, -1).contiguous()
     chain = DraftTree.from_nodes(parent.long(), parent, parent.float(), torch.full((7,), 130))
     depth = torch.nn.functional.pad(chain.depth.long(), (1, 0))
-    case.trees = parent, depth, chain.ancestors
+    case.trees = case.trees._replace(parent=parent, depth=depth, ancestors=chain.ancestors)
     made = case.run(launch, kernels.device)
     assert_equal(made, case.run(accept_path_rows, "cpu"))
     assert made[1].tolist()[0] == 5 and made[2][0].tolist() == [0, 1, 2, 3, 4]

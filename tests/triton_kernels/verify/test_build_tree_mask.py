@@ -77,24 +77,14 @@ def test_decodes_chunks_and_fillers(kernels, num_nodes):
 
 
 @pytest.mark.parametrize("fillers", [0, 1, 700])
-def test_one_request(kernels, fillers):
-    assert_ragged_as_torch(kernels, [(0, 12)], fillers, 12)
-    assert_ragged_as_torch(kernels, [(0, 0)], fillers, 12)
+@pytest.mark.parametrize("nodes", [0, 12])
+def test_one_request(kernels, fillers, nodes):
+    assert_ragged_as_torch(kernels, [(0, nodes)], fillers, 12)
 
 
 def test_a_batch_of_vllms_own(kernels):
     """Dummy batches have position 0 in all rows, at any length."""
-    depth, ancestors = trees_of(4, 6, torch.Generator().manual_seed(0))
-    count, each = 3, 5
-    start = torch.arange(0, count * each + 1, each)
-    rows = BatchRows(
-        position=torch.zeros(count * each, dtype=torch.int64),
-        query_start=start.int(),
-        seq_len=torch.full((count,), each, dtype=torch.int32),
-        req_idx=torch.arange(count),
-        node_start=torch.arange(count + 1, dtype=torch.int32),
-        row=start[1:] - 1,
-        row_req_idx=torch.arange(count),
-        node=torch.zeros(count, dtype=torch.int32),
-    )
-    assert_as_torch(kernels, rows, depth, ancestors)
+    draw = torch.Generator().manual_seed(0)
+    rows = ragged([(4, 0)] * 3, 0, 4, draw)
+    rows = rows._replace(position=torch.zeros_like(rows.position))
+    assert_as_torch(kernels, rows, *trees_of(4, 6, draw))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tensors import column
+from support.tensors import assert_equal, column
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
 
 GARBAGE = -7
@@ -36,10 +36,6 @@ def handed_out(reallocate, confidence, req_idx, counts, budget: int, num_bonus: 
     return [x.cpu() for x in starts]
 
 
-def launch_of(kernels):
-    return kernels.load("reallocate_drafts").reallocate_drafts_triton
-
-
 @pytest.mark.parametrize(
     ("num_requests", "num_nodes"),
     [(1, 1), (3, 7), (33, 64), (65, 63), (256, 120)],
@@ -48,14 +44,12 @@ def launch_of(kernels):
 def test_as_torch(kernels, num_requests, num_nodes, even):
     confidence, req_idx, counts = some_batch(num_requests, num_nodes, even)
     total, on = int(counts[0].sum()), kernels.device
+    launch = kernels.load("reallocate_drafts").reallocate_drafts_triton
     own = column(req_idx.to(on)) if even else req_idx.int().to(on)
     for budget in sorted({0, 1, total // 3, total // 2, total - 1, total}):
         wanted = handed_out(reallocate_drafts.reference, confidence, req_idx, counts, budget, 2)
-        found = handed_out(
-            launch_of(kernels), confidence.to(on), own, counts.to(on), budget, num_bonus=2
-        )
-        for mine, theirs in zip(found, wanted, strict=True):
-            assert torch.equal(mine, theirs), budget
+        found = handed_out(launch, confidence.to(on), own, counts.to(on), budget, num_bonus=2)
+        assert_equal(found, wanted)
         logits, rows = found
         assert logits[num_requests] == 2 * num_requests + budget
         assert (logits[num_requests + 1 :] == GARBAGE).all()
@@ -64,11 +58,10 @@ def test_as_torch(kernels, num_requests, num_nodes, even):
 
 def admitted(kernels, confidence: list[list[float]], drafts: list[int], budget: int) -> list[int]:
     on, count = kernels.device, len(drafts)
+    launch = kernels.load("reallocate_drafts").reallocate_drafts_triton
     counts = torch.tensor([drafts, [1] * count], dtype=torch.int32, device=on)
-    req_idx = torch.arange(count, device=on)
-    logits, rows = handed_out(
-        launch_of(kernels), torch.tensor(confidence, device=on), req_idx, counts, budget
-    )
+    given = torch.tensor(confidence, device=on), torch.arange(count, device=on), counts
+    logits, rows = handed_out(launch, *given, budget)
     assert torch.equal(logits[: count + 1], rows[: count + 1])
     return (logits[: count + 1].diff() - 1).tolist()
 

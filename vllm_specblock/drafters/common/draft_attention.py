@@ -121,9 +121,7 @@ class DraftAttentionBuilder:
         rows: of the step, all or some; those before them are in the cache already.
         """
         K, table, requests = self.K, rows.block_table, len(rows.row_start_host) - 1
-        of = first_block_metadata(
-            rows.position, rows.index, rows.kv_slot, rows.row_start, rows.last, K
-        )
+        of = first_block_metadata(rows, K)
         words, ends = self.no_bits[: len(of.prefix_len)], of.ends
         limit = (rows.max_position + 1) * K
 
@@ -139,7 +137,7 @@ class DraftAttentionBuilder:
         row, table = self.row, self.table
         if requests is not None:
             row, table = row[requests], table[requests]
-        self.committed, self.block_table = CommittedRows(self.position, self.index, row), table
+        self.committed = CommittedRows(self.position, self.index, row, table)
         rows, _, width = self.own.shape
         prefix = row.new_empty(len(row), rows)
         reach = torch.empty_like(prefix) if self.path_rope else None
@@ -148,12 +146,11 @@ class DraftAttentionBuilder:
 
     def next(self, block: int, starts: NextStarts) -> tuple[PagedAttention, LaterBlockMetadata]:
         """Return the attention of block `block` ≥ 2 from S starts per request, and its rows."""
-        K, S, table = self.K, self.S, self.block_table
+        K, S, table = self.K, self.S, self.committed.block_table
         metadata = later_block_metadata(
             starts,
             self.committed,
             self.own,
-            table,
             self.kept,
             block,
             self.token_block,

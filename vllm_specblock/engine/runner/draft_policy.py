@@ -105,7 +105,7 @@ class DraftPolicy:
         how = self.options
         assert how is not None
         if how.draft_policy == "route":
-            tree, _, agreed = route(first, second, how.confidence)
+            tree, agreed = route(first, second, how.confidence)
         else:
             tree, agreed = merge(first, second, how.merge, self.num_nodes, self.max_depth)
         both = self.always.expand(len(first.size))

@@ -121,7 +121,7 @@ class TreeSampler(RejectionSampler):
 
     def accept(self, rows: DrawnRows, pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens [R, D + 1] and how many count [R]; store the accepted paths."""
-        return accept_path_rows(rows, *self.tree_states.trees)
+        return accept_path_rows(rows, self.tree_states.trees)
 
     def _path_order(
         self, cu_num_logits: torch.Tensor, idx_mapping: torch.Tensor, num_rows: int

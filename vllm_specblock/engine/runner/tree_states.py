@@ -41,9 +41,9 @@ class TreeStates:
         self.reset(slice(None))
 
     @property
-    def trees(self) -> tuple[torch.Tensor, ...]:
-        """Tensors that `accept_path_rows` reads and writes."""
-        return self.parent, self.depth, self.ancestors, self.path, self.accepted
+    def trees(self) -> KeptTrees:
+        """All of these tensors, for kernels."""
+        return KeptTrees._make(getattr(self, name) for name in KeptTrees._fields)
 
     def reset(self, req_idx: int | slice) -> None:
         """Reset a slot to a chain, for placeholders of the scheduler and dummy batches."""
@@ -68,10 +68,7 @@ class TreeStates:
             paused: [S] bool, slots whose trees become empty.
             tokens: [R, N] int64, what to write the tokens to; None: a new tensor.
         """
-        kept = KeptTrees(
-            self.parent, self.depth, self.score, self.ancestors, self.origin, self.accepted
-        )
-        return store_trees(req_idx, tree, kept, chain, paused, tokens)
+        return store_trees(req_idx, tree, self.trees, chain, paused, tokens)
 
     def discard(self, req_idx: torch.Tensor, where: torch.Tensor) -> None:
         """Drop the trees of the requests where `where` [R] bool holds."""

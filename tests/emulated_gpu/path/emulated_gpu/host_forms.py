@@ -175,8 +175,7 @@ def grow(a: Arguments, grid: Grid) -> None:
 
 def accept_path(a: Arguments, grid: Grid) -> None:
     rows = DrawnRows(a.token_ptr, a.drawn_ptr, a.first_row_ptr, a.req_idx_ptr)
-    trees = a.parent_ptr, a.depth_ptr, a.ancestors_ptr, a.path_ptr, a.accepted_ptr
-    output, sampled = accept_path_rows.reference(rows, *trees)
+    output, sampled = accept_path_rows.reference(rows, a.trees)
     a.output_ptr.copy_(output)
     a.num_sampled_ptr.copy_(sampled)
 
@@ -245,7 +244,7 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
         grow,
         "score_ptr tree.token tree.parent tree.depth tree.logprob tree.size tree.ancestors",
     ),
-    "_accept_path_kernel": (accept_path, "path_ptr accepted_ptr output_ptr num_sampled_ptr"),
+    "_accept_path_kernel": (accept_path, "trees.path trees.accepted output_ptr num_sampled_ptr"),
     "_build_tree_mask_kernel": (
         tree_mask,
         "out.prefix_len out.mask_words out.tree_start out.position out.node_position",
