@@ -103,10 +103,11 @@ def parse_drafter(
         OptionError: an unknown key, a wrong type or a value out of range. One sentence that
             names the key, what was given and what is accepted.
     """
-    options = drafter_kind(kind).options
+    named = drafter_kind(kind)
+    options = named.options
     if num_nodes is not None:
         given = options.defaults_for(num_nodes) | given
-    beside = SOURCE_KEYS | options.read_elsewhere
+    beside = SOURCE_KEYS | frozenset({"adapt"} if named.adapts else ())
     if not where:
         beside |= AT_THE_TOP
     return parse_options(options, given, where, f" of a drafter of kind {kind!r}", beside)
