@@ -100,10 +100,11 @@ def parse_drafter(
     Raises:
         OptionError: as `parse_options`.
     """
-    options = drafter_kind(kind).options
+    named = drafter_kind(kind)
+    options = named.options
     if num_nodes is not None:
         given = options.defaults_for(num_nodes) | given
-    beside = SOURCE_KEYS | options.read_elsewhere
+    beside = SOURCE_KEYS | frozenset({"adapt"} if named.adapts else ())
     if not where:
         beside |= AT_THE_TOP
     return parse_options(options, given, where, f" of a drafter of kind {kind!r}", beside)

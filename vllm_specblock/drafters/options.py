@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -33,8 +33,6 @@ class SpecBlockConfig(WeightedOptions):
     ] = [4, 8, 16, 16]  # noqa: RUF012 (pydantic copies it)
     """Children per rank bucket (rank 1, 2–4, 5–10, beyond). 0: no child but the chain's own, and
     no start of a block. The paper uses [2, 4, 6, 4]."""
-
-    read_elsewhere: ClassVar[frozenset[str]] = frozenset({"adapt"})
 
     @classmethod
     def defaults_for(cls, num_nodes: int) -> dict[str, Any]:

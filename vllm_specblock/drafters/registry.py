@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from vllm_specblock.options import Options
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 class DrafterOptions(Options):
     """Keys of one kind of drafter."""
-
-    read_elsewhere: ClassVar[frozenset[str]] = frozenset()
-    """Keys of this kind that other code parses."""
 
     @classmethod
     def defaults_for(cls, num_nodes: int) -> dict[str, Any]:
@@ -50,7 +47,7 @@ class DrafterKind:
     # "module" or "module:object" with `read_config`, `check_tensors`, `load`; None: no weights.
     checkpoint: str | None = None
     reads_text: bool = False  # it reads the requests' tokens on the device
-    adapts: bool = False  # it can learn while it serves (`adapt/`)
+    adapts: bool = False  # it can learn while it serves; `adapt/` parses its key "adapt"
     # Its cache row of a token depends on the next token, so a request must recompute the last
     # cached block of its prefix.
     needs_block_drop: bool = True

@@ -55,7 +55,7 @@ def world(requests: int):
         ({"depth": 4, "top_k": 3, "calibrate_drafts": False}, {}),
         ({"depth": 3, "top_k": 3}, VARIANTS),
         ({"depth": 3, "top_k": 3}, {"num_hidden_layers": 3}),
-        ({"depth": 3, "top_k": 2}, {"num_features": 2, "layer_ids": (1, 3)}),
+        ({"depth": 3, "top_k": 2}, {"layer_ids": (1, 3)}),
     ],
 )
 @torch.no_grad()

@@ -222,9 +222,28 @@ def shape_of(raw: dict[str, Any], own: dict[str, Any], where: str, kind: type[Sh
     return checked(where, {key: v for key, v in keys.items() if v is not None}, kind)
 
 
-def refuse(where: str, supported: str, variants: Iterable[tuple[Any, str]]) -> None:
-    """Raise CheckpointError for the first of `variants`, (whether it is there, its name)."""
-    for there, what in variants:
+def refuse(
+    raw: dict[str, Any],
+    own: dict[str, Any],
+    where: str,
+    supported: str,
+    variants: Iterable[tuple[Any, str]],
+) -> None:
+    """Raise CheckpointError for the first variant of the layers, or of `variants`, in a config.
+
+    own: the object in `raw` that only such drafters have; variants: (is it there, its name).
+    """
+    types, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
+    # Some name those of the target's layers, too; a wrong number is refused with the shape.
+    count = layers if isinstance(layers, int) else 1
+    own_types = types[:count] if isinstance(types, list) else []
+    of_layers = (
+        (raw.get("quantization_config"), "quantised weights"),
+        ("sliding_attention" in own_types, "sliding-window attention"),
+        (raw.get("hidden_act", "silu") != "silu", f"hidden_act = {raw.get('hidden_act')!r}"),
+        (own.get("use_aux_hidden_state", True) is False, "use_aux_hidden_state = false"),
+    )
+    for there, what in (*variants, *of_layers):
         if there:
             raise CheckpointError(f"{where} has {what}, but only {supported} can be drafted with.")
 

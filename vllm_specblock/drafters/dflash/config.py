@@ -54,7 +54,23 @@ def is_causal(raw: dict[str, Any]) -> bool:
 def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
     """Parse `raw`, a config.json; raises CheckpointError, in which `where` names it."""
     own = _own(raw)
-    _refuse_variants(raw, own, where)
+    named, hidden = raw.get("architectures") or [], raw.get("hidden_size")
+    causal, vocabulary = _causal_keys(raw), raw.get("vocab_size")
+    widths = raw.get("target_hidden_size"), own.get("target_hidden_size")
+    variants = (
+        ("speculators_model_type" in raw, "the layout of the speculators library"),
+        (ARCHITECTURE not in named, f"architectures = {named or None}"),
+        (own.get("use_swa"), "sliding-window attention"),
+        (len(set(causal.values())) > 1, f"{' and '.join(causal)} that contradict each other"),
+        (own.get("sample_from_anchor"), "blocks that are read from their first token"),
+        (raw.get("is_neox_style", True) is False, "interleaved RoPE"),
+        (own.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias"), "sinks"),
+        (own.get("attention_value_scale") not in (None, 1, 1.0), "scaled values"),
+        (any(width not in (None, hidden) for width in widths), "a width that is not the target's"),
+        (raw.get("draft_vocab_size") not in (None, vocabulary), "a vocabulary of its own"),
+    )
+    supported = f"plain DFlash and JetSpec drafters ({ARCHITECTURE}, Qwen3 layers)"
+    refuse(raw, own, where, supported, variants)
     layers, block = own.get("target_layer_ids"), own.get("block_size", raw.get("block_size"))
     mask = own.get("mask_token_id", raw.get("mask_token_id"))
     for key, value in (("block_size", block), ("dflash_config.target_layer_ids", layers)):
@@ -90,26 +106,3 @@ def _causal_keys(raw: dict[str, Any]) -> dict[str, bool]:
     keys = {key: own.get(key) for key in ("causal_head", "causal")}
     keys["is_causal"] = raw.get("is_causal")
     return {key: bool(value) for key, value in keys.items() if value is not None}
-
-
-def _refuse_variants(raw: dict[str, Any], own: dict[str, Any], where: str) -> None:
-    named, types = raw.get("architectures") or [], raw.get("layer_types") or []
-    hidden, vocabulary = raw.get("hidden_size"), raw.get("vocab_size")
-    causal = _causal_keys(raw)
-    widths = raw.get("target_hidden_size"), own.get("target_hidden_size")
-    variants = (
-        ("speculators_model_type" in raw, "the layout of the speculators library"),
-        (ARCHITECTURE not in named, f"architectures = {named or None}"),
-        (raw.get("quantization_config"), "quantised weights"),
-        ("sliding_attention" in types or own.get("use_swa"), "sliding-window attention"),
-        (len(set(causal.values())) > 1, f"{' and '.join(causal)} that contradict each other"),
-        (own.get("sample_from_anchor"), "blocks that are read from their first token"),
-        (own.get("use_aux_hidden_state", True) is False, "use_aux_hidden_state = false"),
-        (raw.get("is_neox_style", True) is False, "interleaved RoPE"),
-        (own.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias"), "sinks"),
-        (own.get("attention_value_scale") not in (None, 1, 1.0), "scaled values"),
-        (raw.get("hidden_act", "silu") != "silu", f"hidden_act = {raw.get('hidden_act')!r}"),
-        (any(width not in (None, hidden) for width in widths), "a width that is not the target's"),
-        (raw.get("draft_vocab_size") not in (None, vocabulary), "a vocabulary of its own"),
-    )
-    refuse(where, f"plain DFlash and JetSpec drafters ({ARCHITECTURE}, Qwen3 layers)", variants)

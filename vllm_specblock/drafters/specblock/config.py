@@ -48,18 +48,19 @@ _OF_VLLM = {
 }
 """Keys of our config.json that only vLLM or transformers read."""
 
-# Our key → (published key, value when it is missing; None: it must be there).
-_PUBLISHED_KEYS: dict[str, tuple[str, Any]] = {
-    "hidden_size": ("hidden_size", None),
-    "num_attention_heads": ("num_attention_heads", None),
-    "intermediate_size": ("intermediate_size", None),
-    "num_hidden_layers": ("num_hidden_layers", None),
-    "vocab_size": ("vocab_size", None),
-    "draft_vocab_size": ("draft_vocab_size", 32000),
-    "block_size": ("diffspec_draft_token_num", 4),
-    "rank_classes": ("rank_classes", 4),
-    "rms_norm_eps": ("rms_norm_eps", 1e-5),
-}
+_PUBLISHED_K = "diffspec_draft_token_num"
+_OF_BOTH = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "draft_vocab_size",
+    "rank_classes",
+    "rms_norm_eps",
+)
+"""Keys that both layouts have. Where the published one lacks some, the authors' code has values."""
 
 
 class TargetInfo(BaseModel):
@@ -125,24 +126,27 @@ def from_json(raw: dict[str, Any], where: str) -> DrafterConfig:
     if layout_of(raw, where) == "ours":
         ours = {k: v for k, v in raw.items() if k not in _OF_VLLM and not k.startswith("_")}
         return checked(where, ours, DrafterConfig)
-    ours = {}
-    for key, (published, default) in _PUBLISHED_KEYS.items():
-        ours[key] = raw.get(published, default)
-        if ours[key] is None:
-            raise CheckpointError(f"{where} lacks the key {published!r}.")
-    # A `head_dim` key is ignored, as the authors' code does.
-    layers = layers_of(raw | {"head_dim": None})
-    hidden, heads = ours["hidden_size"], ours["num_attention_heads"]
-    if layers["head_dim"] is None or hidden % heads:
-        raise CheckpointError(
-            f"{where}: hidden_size is {hidden!r} and num_attention_heads {heads!r}, but the first "
-            "must be a whole multiple of the second."
-        )
-    size = raw.get("target_hidden_size") or hidden
+    size = raw.get("target_hidden_size") or raw.get("hidden_size")
     layer_ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    target = {"hidden_size": size, "vocab_size": ours["vocab_size"], "layer_ids": layer_ids}
-    ours |= layers | {"target_hidden_size": size, "target": target}
-    return checked(where, ours, DrafterConfig)
+    keys = {key: raw.get(key) for key in _OF_BOTH} | {
+        "draft_vocab_size": raw.get("draft_vocab_size", 32000),
+        "block_size": raw.get(_PUBLISHED_K, 4),
+        # A `head_dim` key is ignored, as the authors' code does.
+        **layers_of(raw | {"head_dim": None}),
+        "target_hidden_size": size,
+        "target": {
+            "hidden_size": size,
+            "vocab_size": raw.get("vocab_size"),
+            "layer_ids": layer_ids,
+        },
+    }
+    config = checked(where, {k: v for k, v in keys.items() if v is not None}, DrafterConfig)
+    if config.hidden_size % config.num_attention_heads:
+        raise CheckpointError(
+            f"{where}: hidden_size is {config.hidden_size} and num_attention_heads "
+            f"{config.num_attention_heads}, but the first must be a whole multiple of the second."
+        )
+    return config
 
 
 def to_json(config: DrafterConfig, layout: Layout, torch_dtype: str) -> dict[str, Any]:
@@ -196,13 +200,13 @@ def _published(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "max_position_embeddings": 2048,  # sized a table in the authors' code, limits nothing
         "torch_dtype": torch_dtype,
-        "num_key_value_heads": config.num_key_value_heads,
+        _PUBLISHED_K: config.block_size,
         "head_dim": config.head_dim,
         "target_hidden_size": config.target_hidden_size,
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling,
     }
-    raw |= {published: getattr(config, key) for key, (published, _) in _PUBLISHED_KEYS.items()}
+    raw |= {key: getattr(config, key) for key in _OF_BOTH}
     if config.target.layer_ids is not None:
         raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.target.layer_ids)}
     return raw

@@ -1,0 +1,396 @@
+"""Checkpoints that cannot be used: one sentence each, before a weight is read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.dflash import PUBLISHED, make_model
+from support.dflash import write as write_dflash
+from support.targets import edit_config
+
+from vllm_specblock.drafters.common.config import CheckpointError
+from vllm_specblock.drafters.detect import kind_of
+from vllm_specblock.drafters.registry import drafter_kind
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURE = ROOT / "tests/fixtures/llama"
+EAGLE3 = ROOT / "examples/two_heads/eagle3"
+LAYOUTS = ["published", "ours", "eagle3", "speculators", "dflash"]
+OWN = PUBLISHED["dflash_config"]
+
+
+@pytest.fixture
+def write(tmp_path) -> Callable[[str], Path]:
+    """Write a checkpoint that loads, in one of `LAYOUTS`."""
+
+    def written(layout: str) -> Path:
+        folder = tmp_path / "drafter"
+        if layout == "dflash":
+            return write_dflash(folder, make_model())
+        ours = ROOT / "examples/tiny_pair/drafter"
+        shutil.copytree({"published": FIXTURE, "ours": ours}.get(layout, EAGLE3), folder)
+        if layout == "speculators":
+            layer = json.loads((folder / "config.json").read_text())
+            raw = {
+                "speculators_model_type": "eagle3",
+                "draft_vocab_size": layer.pop("draft_vocab_size"),
+                "transformer_layer_config": layer,
+            }
+            (folder / "config.json").write_text(json.dumps(raw))
+        return folder
+
+    return written
+
+
+@pytest.fixture
+def published(write) -> Path:
+    return write("published")
+
+
+def check(folder: Path) -> None:
+    """Look at a drafter as an engine does: its kind, its config, then names and shapes."""
+    files = drafter_kind(kind_of(folder)).load_checkpoint_module()
+    files.check_tensors(folder, files.read_config(folder))
+
+
+def load(folder: Path) -> None:
+    drafter_kind(kind_of(folder)).load_checkpoint_module().load(folder)
+
+
+def one_sentence(message: str) -> None:
+    assert message.endswith(".") and "\n" not in message and len(message) < 700, message
+
+
+def refused(folder: Path) -> str:
+    """The sentence with which both the check and the loader refuse."""
+    messages = []
+    for attempt in (check, load):
+        with pytest.raises(CheckpointError) as error:
+            attempt(folder)
+        messages.append(str(error.value))
+        one_sentence(messages[-1])
+    assert messages[0] == messages[1]
+    return messages[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_written_here_loads(write, layout):
+    folder = write(layout)
+    check(folder)
+    load(folder)
+
+
+# ---- config.json ----
+def rope(kind: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": kind, **more}}
+
+
+WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "published": [
+        ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
+        ({"num_attention_heads": 6}, "must be a whole multiple of the second"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads, 3"),
+        ({"draft_vocab_size": 161}, "must not exceed vocab_size, 160"),
+        ({"diffspec_draft_token_num": 0}, "'block_size' = 0, but it must be greater than"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 5]}}, "[2, 2, 5] are read"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "a"}}, "layer_ids"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, "layer_ids"),
+        ({"architectures": "text"}, "it must be a list of names"),
+        ({"architectures": None}, "is one of SpecBlockDrafter, LlamaForCausalLMSpecBlock"),
+        ({"architectures": ["GemmaForCausalLM"]}, "of architecture ['GemmaForCausalLM']"),
+        ({"rms_norm_eps": -1}, "'rms_norm_eps' = -1"),
+        (rope("unknown"), "'unknown'"),
+        (rope("yarn", factor=4.0), "must be one of default, linear, llama3"),
+        ({"rope_scaling": {"type": "linear"}}, "factor = None"),
+        (rope("llama3", factor=8.0, low_freq_factor=1.0), "high_freq_factor = None"),
+    ],
+    "ours": [
+        ({"block_size": ...}, "lacks the key 'block_size'"),
+        ({"block_sise": 4}, "has the key 'block_sise', which is not one of"),
+        ({"head_dim": 3}, "'head_dim' = 3"),
+        ({"rank_topk": "some"}, "'rank_topk"),
+        ({"block_rope": "depth"}, "it must be 'base' or 'path'"),
+        ({"vocab_size": 2049}, "vocab_size is 2049, but the target's is 2048"),
+        ({"target": ...}, "lacks the key 'target'"),
+        ({"target": {"hidden_size": -1, "vocab_size": 2}}, "'target.hidden_size' = -1"),
+        ({"specblock_head": "hydra"}, "specblock_head = 'hydra'"),
+    ],
+    "eagle3": [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = false"),
+        ({"parallel_drafting": True}, "parallel drafting"),
+        ({"architectures": ["PeagleLlamaForCausalLM"]}, "drafts in parallel (P-EAGLE)"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "must be one of LlamaForCausalLMEagl"),
+        ({"layer_types": ["sliding_attention"]}, "sliding-window attention"),
+        ({"partial_rotary_factor": 1.5}, "turns 48 dimensions of a head, which has 32"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (rope("dynamic"), "one of default, linear, llama3, yarn"),
+        (rope("yarn"), "has factor = None"),
+        (rope("yarn", factor=2.0, beta_fast="x"), "beta_fast"),
+        ({"hidden_size": None}, "lacks the key 'hidden_size'"),
+        ({"num_key_value_heads": 4}, "must be a multiple of num_key_value_heads, 4"),
+        ({"draft_vocab_size": 2049}, "must not exceed vocab_size, 2048"),
+        ({"eagle_aux_hidden_state_layer_ids": [3, 2, 4]}, "in ascending order"),
+        ({"eagle_aux_hidden_state_layer_ids": "2,3"}, "'layer_ids' = '2,3'"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 3]}, "but its config.json asks for [192, 384]"),
+        # The target's embedding is narrower than the drafter.
+        ({"target_hidden_size": 160}, "lacks embed_tokens.weight"),
+    ],
+    "speculators": [
+        ({"speculators_model_type": "peagle"}, "drafts in parallel (P-EAGLE)"),
+        ({"transformer_layer_config": None}, "transformer_layer_config = None"),
+        ({"transformer_layer_config": {"model_type": "gemma"}}, "of architecture ['gemma']"),
+        ({"quantization_config": {"format": "int8"}}, "quantised weights"),
+    ],
+    "dflash": [
+        ({"speculators_model_type": "dflash"}, "the layout of the speculators library"),
+        ({"speculators_model_type": "jetspec"}, "the layout of the speculators library"),
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding-window attention"),
+        (
+            {"dflash_config": OWN | {"causal_head": True, "causal": False}},
+            "causal_head and causal that contradict",
+        ),
+        ({"dflash_config": OWN | {"sample_from_anchor": True}}, "read from their first"),
+        ({"draft_vocab_size": 32}, "a vocabulary of its own"),
+        ({"target_hidden_size": 64}, "a width that is not the target's"),
+        ({"dflash_config": OWN | {"target_hidden_size": 64}}, "a width that is not"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"dflash_config": {"target_layer_ids": [1]}}, "lacks the key 'mask_token_id'"),
+        ({"dflash_config": OWN | {"mask_token_id": 64}}, "the vocabulary ends at 63"),
+        ({"dflash_config": {"mask_token_id": 3}}, "'dflash_config.target_layer_ids'"),
+        ({"dflash_config": OWN | {"target_layer_ids": [3, 1]}}, "in ascending order"),
+        ({"block_size": None}, "lacks the key 'block_size'"),
+        ({"block_size": 1}, "'masks' = 0"),
+        ({"num_key_value_heads": 3}, "must be a multiple of"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "said"),
+    [(layout, *case) for layout, cases in WRONG.items() for case in cases],
+)
+def test_a_config_that_does_not_fit(write, layout, changes, said):
+    folder = write(layout)
+    edit_config(folder, **changes)
+    assert said in refused(folder)
+
+
+SIZES = ["hidden_size", "num_attention_heads", "intermediate_size", "num_hidden_layers"]
+COUNTS = {
+    "published": [*SIZES, "vocab_size", "diffspec_draft_token_num", "rank_classes"],
+    "ours": [*SIZES, "block_size", "rank_classes"],
+    "eagle3": [*SIZES, "vocab_size", "draft_vocab_size"],
+    "dflash": [*SIZES, "vocab_size", "block_size"],
+}
+
+
+@pytest.mark.parametrize("layout", COUNTS)
+def test_a_count_that_is_none(write, layout):
+    folder = write(layout)
+    whole = (folder / "config.json").read_text()
+    for key in COUNTS[layout]:
+        for value in ("many", -1, 4.5, [1], {"a": 1}):
+            edit_config(folder, **{key: value})
+            refused(folder)
+            (folder / "config.json").write_text(whole)
+
+
+ANYTHING = [None, True, -1, 0, 3, 1e300, "text", [], [1], ["a"], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_value_in_a_config_is_taken_or_refused(write, layout):
+    """No exception but a `CheckpointError`."""
+    folder = write(layout)
+    raw = json.loads((folder / "config.json").read_text())
+    beside = ["rope_scaling", "rope_parameters", "eagle_config", "layer_types", "torch_dtype"]
+    for key in dict.fromkeys([*raw, *beside, "specblock_head"]):
+        for value in ANYTHING:
+            (folder / "config.json").write_text(json.dumps(raw | {key: value}))
+            try:
+                check(folder)
+            except CheckpointError as error:
+                one_sentence(str(error))
+            except Exception as error:
+                pytest.fail(f"{key} = {value!r}: {type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"null", b"4", b'{"hidden_size": ', b"\xff\xfe\x00\x80"], ids=str
+)
+def test_a_config_that_is_no_json_object(published, text):
+    (published / "config.json").write_bytes(text)
+    refused(published)
+
+
+# ---- Tensors ----
+UP = "layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("layout", "edit", "changes", "said"),
+    [
+        ("published", lambda t: t.pop(UP), {}, f"lacks {UP}"),
+        ("published", None, {"num_hidden_layers": 4}, "and 15 more"),
+        ("published", lambda t: t.update({"layers.2.bogus": torch.zeros(1)}), {}, "holds layers.2"),
+        ("published", None, {"intermediate_size": 128}, "has shape [96, 64], but its config.json"),
+        ("published", None, {"diffspec_draft_token_num": 5}, "asks for [5, 64]"),
+        # The target's LM head names other tokens, and has another place for each.
+        ("eagle3", lambda t: t.pop("lm_head.weight"), {}, "lacks lm_head.weight"),
+        ("eagle3", lambda t: (t.pop("d2t"), t.pop("t2d")), {}, "lacks d2t"),
+        ("eagle3", lambda t: t.update({"layers.1.norm.weight": torch.zeros(1)}), {}, "holds layer"),
+        ("eagle3", lambda t: t.update({"fc.weight": torch.zeros(192, 64)}), {}, "for [192, 576]"),
+        ("eagle3", None, {"mlp_bias": True}, "lacks midlayer.mlp.down_proj.bias"),
+        ("dflash", None, {"num_hidden_layers": 1}, "does not use"),
+        ("dflash", None, {"num_hidden_layers": 3}, "lacks layers.2"),
+        ("dflash", None, {"intermediate_size": 40}, "asks for ["),
+    ],
+)
+def test_tensors_that_the_config_does_not_ask_for(write, layout, edit, changes, said):
+    folder = write(layout)
+    if edit is not None:
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors")
+    edit_config(folder, **changes)
+    assert said in refused(folder)
+
+
+@pytest.mark.parametrize("name", sorted(load_file(FIXTURE / "model.safetensors")))
+@pytest.mark.parametrize("how", ["left out", "of another shape", "by another name"])
+def test_no_tensor_may_be_missing_or_of_another_shape(published, name, how):
+    (published / "vocab_mapping.pt").unlink()  # it would replace the file's own
+    tensors = load_file(published / "model.safetensors")
+    tensor = tensors.pop(name)
+    if how == "of another shape":
+        tensors[name] = torch.cat([tensor, tensor])
+    elif how == "by another name":
+        tensors[f"{name}.other"] = tensor
+    save_file(tensors, published / "model.safetensors")
+    refused(published)
+
+
+# ---- Vocabulary mapping ----
+GOOD = torch.load(FIXTURE / "vocab_mapping.pt", weights_only=True)
+D2T, T2D = GOOD["d2t"], GOOD["t2d"]
+MAPPINGS: dict[str, tuple[Any, str]] = {
+    "a list": ([D2T, T2D], "is not a plain dict of the tensors d2t and t2d"),
+    "a tensor": (D2T, "is not a plain dict"),
+    "no d2t": ({"t2d": T2D}, "is not a plain dict"),
+    "no t2d": ({"d2t": D2T}, "is not a plain dict"),
+    "numbers": ({"d2t": 1, "t2d": 2}, "is not a plain dict"),
+    "too short": (GOOD | {"d2t": D2T[:-1]}, "d2t has shape [95]"),
+    "all tokens": (GOOD | {"t2d": torch.ones_like(T2D)}, "that t2d marks"),
+    "no tokens": (GOOD | {"t2d": torch.zeros_like(T2D)}, "that t2d marks"),
+    "other tokens": (GOOD | {"t2d": ~T2D}, "that t2d marks"),
+    "ids": (GOOD | {"d2t": D2T + torch.arange(96)}, "d2t holds offsets, not ids"),
+    "beyond the vocabulary": (GOOD | {"d2t": D2T + 160}, "target ids below 160"),
+    "before the vocabulary": (GOOD | {"d2t": D2T - 160}, "target ids below 160"),
+    "fractions": (GOOD | {"d2t": D2T + 0.5}, "must be different target ids"),
+}
+
+
+@pytest.mark.parametrize("how", MAPPINGS)
+def test_a_mapping_that_is_none(published, how):
+    mapping, said = MAPPINGS[how]
+    torch.save(mapping, published / "vocab_mapping.pt")
+    assert said in refused(published)
+
+
+@pytest.mark.parametrize(
+    "d2t",
+    [torch.arange(1536), torch.full((1536,), -1), torch.zeros(1536)],
+    ids=["ids", "below 0", "a float"],
+)
+def test_a_mapping_of_eagle3_that_is_none(write, d2t):
+    folder = write("eagle3")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"d2t": d2t}, folder / "model.safetensors")
+    assert "d2t holds offsets, not ids" in refused(folder)
+
+
+# ---- Files ----
+@pytest.mark.parametrize("layout", ["published", "eagle3"])
+def test_missing_files(write, layout):
+    folder = write(layout)
+    assert "There is no directory" in refused(folder / "org" / "drafter")
+    (folder / "model.safetensors").unlink()
+    assert "neither a .safetensors file nor a pytorch_model.bin" in refused(folder)
+    (folder / "config.json").unlink()
+    assert "There is no config.json" in refused(folder)
+
+
+BROKEN: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda file: b"",
+    "seven bytes": lambda file: file[:7],
+    "within its header": lambda file: file[:100],
+    "half": lambda file: file[: len(file) // 2],
+    "without its last byte": lambda file: file[:-1],
+    "a header of 2^63 bytes": lambda file: b"\xff" * 7 + b"\x7f" + file[8:],
+    "a header of a gigabyte": lambda file: (1 << 30).to_bytes(8, "little") + file[8:],
+    "a header that is no JSON": lambda file: file[:8] + b"!" * 64 + file[72:],
+    "text": lambda file: b"version https://git-lfs.github.com/spec/v1\n",
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_weights_that_are_not_whole(published, how):
+    path = published / "model.safetensors"
+    path.write_bytes(BROKEN[how](path.read_bytes()))
+    assert "is not a whole safetensors file" in refused(published)
+
+
+def test_pickled_weights_that_are_none(write):
+    folder = write("eagle3")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_text("hello")
+    assert "is not a plain dict of tensors" in refused(folder)
+    torch.save([torch.zeros(1)], folder / "pytorch_model.bin")
+    assert "is not a plain dict of tensors" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ({"weight_map": {"fc": "model-2.safetensors"}}, "names model-2.safetensors, which is no"),
+        ({"weight_map": {"fc": "../model.safetensors"}}, "names ../model.safetensors, which is no"),
+        ({}, "has no weight_map"),
+    ],
+)
+def test_an_index_that_is_none(write, index, said):
+    folder = write("eagle3")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert said in refused(folder)
+
+
+class Hostile:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, trace: Path):
+        self.trace = trace
+
+    def __reduce__(self):
+        return exec, (f"open({str(self.trace)!r}, 'w').close()",)
+
+
+def test_a_pickle_is_not_run(published, tmp_path):
+    trace = tmp_path / "it ran"
+    for content in (Hostile(trace), {"d2t": Hostile(trace), "t2d": torch.zeros(2)}):
+        torch.save(content, published / "vocab_mapping.pt")
+        refused(published)
+        (published / "vocab_mapping.pt").write_bytes(pickle.dumps(content))
+        refused(published)
+    assert not trace.exists()
+    pickle.loads(pickle.dumps(Hostile(trace)))
+    assert trace.exists(), "it is not hostile: this tested nothing"
