@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_specblock.bench.table import markdown_table
+from vllm_specblock.bench.summary import markdown_table
 from vllm_specblock.train import provenance
 from vllm_specblock.train.data.shards import write_json
 
