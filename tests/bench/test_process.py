@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -54,14 +52,6 @@ def test_why_it_did_not_start(make):
     code = "import sys; print('Traceback', file=sys.stderr); sys.exit('the last word')"
     with pytest.raises(EngineFailed, match="it ended with code 1, after: the last word"):
         make(command=(sys.executable, "-c", code))
-
-
-def test_one_that_is_killed_says_so(make):
-    engine = make()
-    os.killpg(engine.process.pid, signal.SIGKILL)
-    with pytest.raises(EngineFailed, match="it was killed by SIGKILL"):
-        engine.ask(JOB)
-    end_all([engine])
 
 
 @pytest.mark.parametrize("stubborn", [False, True])

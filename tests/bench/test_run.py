@@ -18,7 +18,7 @@ FAST = {"seconds": 0.5}
 
 
 def quiet(bench):
-    """Measure it, and return what it said."""
+    """Measure it, and return the messages."""
     said = []
     measure(bench, said.append)
     return said
@@ -133,11 +133,11 @@ def test_all_files_of_a_run(make_bench):
     ):
         assert f"| {row} |" in text
     whole = json.loads(files[0].read_text())
-    assert whole["quickest_plain"] == "plain" and whole["rounds"] == 2
+    assert whole["fastest_plain"] == "plain" and whole["rounds"] == 2
     ours = [each for each in whole["figures"] if each["method"] == "ours"]
     assert [(each["set"], each["speedup"]) for each in ours] == [
         ("chats", 2.0),
         ("single", 2.0),
         ("mean", 2.0),
     ]
-    assert whole["machine"]["cpu"] and whole["commands"] and whole["revision"] != ""
+    assert whole["settings"]["machine"]["cpu"] and whole["commands"] and whole["revision"] != ""

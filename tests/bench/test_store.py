@@ -66,6 +66,14 @@ def test_methods_and_sets_may_be_added(folder):
         Store(folder, SETTINGS | {"methods": {"b": 3}})
 
 
+@pytest.mark.parametrize("content", ['{"settings": {"dty', "[]", "{}", "\xff"])
+@pytest.mark.parametrize("name", ["run.json", "units.jsonl"])
+def test_a_damaged_file_is_one_sentence(folder, name, content):
+    (folder / name).write_text(content + "\n", encoding="latin-1")
+    with pytest.raises(BenchError, match=f"{name} is damaged: give another --out."):
+        Store(folder, SETTINGS)
+
+
 def test_other_code_is_refused(folder, monkeypatch):
     monkeypatch.setattr(module, "revision", lambda *_, **__: "f" * 40)
     with pytest.raises(BenchError, match="other revision"):

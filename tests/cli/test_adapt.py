@@ -90,10 +90,3 @@ def test_wrong_folders_versions_and_policies_are_one_sentence(pair, recorded, tm
         assert result.exit_code == 1
         assert message in result.stderr and "Traceback" not in result.stderr
     assert len(list(recorded.glob("request-*"))) == 24
-
-
-def test_one_trainer_for_a_folder(pair, recorded):
-    folder = VersionFolder(recorded / "versions", pair.drafter, pair.target)
-    folder.lock()
-    result = train(pair, recorded)
-    assert result.exit_code == 1 and "Another engine or trainer uses" in result.stderr

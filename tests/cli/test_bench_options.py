@@ -53,35 +53,6 @@ def test_options_of_every_kind(called):
     assert (config.raw, config.nodes) == (True, 12)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--set", "S"), "The option target is missing."),
-        (FIRST[:2], "The option set is missing."),
-        ((*FIRST, "--drafter", "D"), "drafter must be NAME=FOLDER"),
-        ((*FIRST, "--temperature", "-1"), "Option temperature.0: "),
-        ((*FIRST, "--define", '{"a": {"spec": {}}}'), "There is no option define.a.spec"),
-        ((*FIRST, "--method", "ngram"), "plain vLLM, which is not among the methods"),
-        (FIRST, "There is no set of questions S."),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments, says):
-    result = bench(*arguments)
-    assert result.exit_code == 1
-    (message,) = result.stderr.strip().splitlines()
-    assert message.startswith("Error: ") and says in message
-
-
-def test_long_chats_are_refused_before_an_engine_is_made(tmp_path):
-    questions = tmp_path / "q.jsonl"
-    questions.write_text('{"id": "a", "turns": ["one"]}\n')
-    given = ("--target", TARGET, "--set", questions, "--raw", "--out", tmp_path / "out")
-    result = bench(*given, "--max-new-tokens", "99999")
-    assert result.exit_code == 1 and "The longest chat may take 100032 tokens" in result.stderr
-    result = bench(*given, "--max-model-len", "64")
-    assert "but there is room for 64: lower --max-new-tokens" in result.stderr
-
-
 def test_ctrl_c_ends_the_engines_and_the_same_command_goes_on(tmp_path):
     """In a process of its own, with stand-ins for engines."""
     questions = tmp_path / "q.jsonl"

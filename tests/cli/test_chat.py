@@ -83,11 +83,6 @@ def test_a_server_that_is_not_there_is_one_sentence():
     assert result.stderr.count("\n") == 1
 
 
-def test_two_drafters_are_a_mistake():
-    result = run(TARGET, "--model", DRAFTER, "--speculative-config", "{}", said="")
-    assert result.exit_code == 2 and "drop one" in result.output
-
-
 class Handler(BaseHTTPRequestHandler):
     asked: ClassVar[list[dict]] = []
 

@@ -136,3 +136,7 @@ def test_texts_need_no_engine_and_errors_are_one_sentence(tmp_path):
     assert "was begun with max_length = 2048, not 100" in result.stderr.splitlines()[-1]
     result = run("--engine", "[1]")
     assert result.exit_code == 2 and "not a JSON object" in result.stderr
+    (tmp_path / "out/making.json").write_text('{"options"')
+    result = run()
+    assert result.exit_code == 1
+    assert "making.json is not JSON: " in result.stderr.splitlines()[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -90,25 +89,3 @@ def test_the_drafter_says_what_its_target_is(prompts, monkeypatch):
     result = specblock(*arguments)
     assert result.exit_code == 1
     assert "is for examples/tiny_pair/target, which is no folder here" in result.stderr
-
-
-def test_errors_are_one_sentence_on_stderr(prompts, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(TARGET, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 999}))
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("\n")
-    pair = ["eval", DRAFTER, "--target", TARGET]
-    for arguments, said in (
-        (["eval", DRAFTER, "--target", other, "--data", prompts], "vocab_size is 2048, but that"),
-        ([*pair, "--data", tmp_path / "none"], "There are no prompts at"),
-        ([*pair, "--data", empty], "None of the lines"),
-        ([*pair, "--data", prompts, "--json", tmp_path], "is a folder: name a file in it"),
-        ([*pair, "--data", prompts, "--device", "cuda:7"], "The device cuda:7 cannot be used"),
-        (["eval", tmp_path, "--data", prompts], "There is no "),
-    ):
-        result = specblock(*arguments)
-        assert result.exit_code == 1, result.output
-        assert said in result.stderr and result.stderr.count("\n") == 1, result.stderr
-        assert result.stdout == ""

@@ -51,24 +51,9 @@ def test_convert_with_a_target_fills_in_what_is_not_published(target, tmp_path, 
     config = checkpoint.read_config(tmp_path / "ours")
     assert config.target.layer_ids == (named or (2, 4, 6))
     assert config.target.name == "org/target"
-
-
-def test_convert_refuses_what_does_not_belong_together(target, tmp_path):
-    arguments = "convert", FIXTURES / "llama", "--out", tmp_path / "out"
-    write_target(target, vocab_size=200)
-    said = " ".join(specblock(*arguments, "--target", target).stderr.split())
-    assert "vocab_size is 160, but that of" in said and "is 200" in said
-    assert "without --target" in specblock(*arguments, "--layer-ids", "2,4,6").stderr
-
-
-def test_convert_both_ways(target, tmp_path):
-    ours, back = tmp_path / "ours", tmp_path / "back"
-    result = specblock("convert", FIXTURES / "llama", "--out", ours, "--target", target)
+    result = specblock("convert", tmp_path / "ours", "--out", tmp_path / "b", "--to", "published")
     assert result.exit_code == 0, result.output
-    assert checkpoint.read_config(ours).target.layer_ids == (2, 4, 6)
-    result = specblock("convert", ours, "--out", back, "--to", "published")
-    assert result.exit_code == 0, result.output
-    assert (back / "vocab_mapping.pt").exists()
+    assert (tmp_path / "b/vocab_mapping.pt").exists()
 
 
 def test_inspect_shows_config_tensors_size_and_coverage():
@@ -79,34 +64,3 @@ def test_inspect_shows_config_tensors_size_and_coverage():
     assert row.split(maxsplit=2) == ["shift_proj.0.weight", "float32", "[32, 64]"]
     assert "parameters: 39,040" in result.stdout
     assert "64 of 128 target tokens (50.0%)" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["inspect", "no/such/drafter"], "There is no directory"),
-        (["init", "--target", "no/such/target", "--out", "unused"], "There is no directory"),
-        (["convert", FIXTURES / "llama", "--out", FIXTURES / "llama"], "into itself"),
-    ],
-)
-def test_errors_are_one_sentence_on_stderr(arguments, said):
-    result = specblock(*arguments)
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert said in result.stderr and result.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("out", ["file", "file/in/it"])
-def test_an_out_that_cannot_be_a_folder(target, tmp_path, out):
-    (tmp_path / "file").touch()
-    arguments = ["init", "--target", target], ["convert", FIXTURES / "llama"]
-    for each in arguments:
-        result = specblock(*each, "--out", tmp_path / out)
-        assert result.exit_code == 1, result.output
-        assert str(tmp_path / "file") in result.stderr and result.stderr.count("\n") == 1
-
-
-def test_layer_ids_that_are_not_three_numbers(target, tmp_path):
-    result = specblock("init", "--target", target, "--out", tmp_path / "o", "--layer-ids", "2,x")
-    assert result.exit_code == 2
-    assert "is not 3 integers" in result.stderr

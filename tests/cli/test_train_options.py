@@ -62,28 +62,6 @@ def test_options_of_every_kind(called):
     assert (config.minutes, config.valid_prefix, config.features) == (2.5, False, Path("F"))
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("bacth: 3", "Error: There is no option bacth; did you mean batch?"),
-        ("lr: quick", "Error: Option lr: "),
-        ("lr: {a", "is not YAML"),
-    ],
-)
-def test_a_wrong_recipe_is_one_sentence(called, recipe, line, says):
-    recipe.write_text(recipe.read_text().replace("lr: 1e-4", line))
-    result = train(recipe)
-    assert result.exit_code == 1 and not called
-    (message,) = result.stderr.strip().splitlines()
-    assert message.startswith("Error: ") and says in message
-
-
-def test_an_unknown_option_has_a_suggestion(called):
-    result = train("--target", "T", "--bacth", "3")
-    assert result.exit_code == 2 and not called
-    assert "--batch" in result.stderr
-
-
 def test_help_shows_every_option_with_its_default():
     wide = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1", "TERM": "dumb"}
     result = CliRunner().invoke(app, ["train", "--help"], env=wide)

@@ -44,16 +44,6 @@ _LEAST_WORK = 2048
 """Rows × entries of one KV head that justify a thread: some 5 µs."""
 
 
-class Rows(NamedTuple):
-    """Visible entries of T rows of R requests, as numpy arrays."""
-
-    query_start: np.ndarray  # [R+1] int64
-    seq_len: np.ndarray  # [R] int32
-    prefix_len: np.ndarray  # [≥T] int32
-    mask_words: np.ndarray  # [≥T, W] int64
-    tree_start: np.ndarray  # [≥R] int32
-
-
 class PackedSchedule(NamedTuple):
     """Schedule shared by the layers of a step.
 
@@ -61,14 +51,12 @@ class PackedSchedule(NamedTuple):
         jobs: [J, 7] int64, one line a job.
         mask: [·] fp32, 0 or −inf.
         bounds: [threads + 1] int64, range of jobs × KV heads of each thread.
-        num_rows: rows from here on are padding.
         calls: calls of the loop, by layout of the layer.
     """
 
     jobs: np.ndarray
     mask: np.ndarray
     bounds: np.ndarray
-    num_rows: int
     calls: dict[Any, LayerCall]
 
 
@@ -130,102 +118,56 @@ def attend_batch(
     options: ScoreOptions,
     causal_elsewhere: bool,
 ) -> torch.Tensor:
-    """Run the attention of one layer; arguments as in `TreeAttentionBatch.attend`."""
-    kv_heads = packing.kv_heads
+    """Run the attention of one layer; arguments as in `TreeAttentionBatch.attend`.
+
+    Rows behind the last request's become zeros; rows of requests that are attended elsewhere are
+    unchanged.
+    """
+    kv_heads, stop = packing.kv_heads, batch.query_start_host[-1]
     group = query.shape[1] // kv_heads
 
     def make() -> PackedSchedule:
-        left_out = batch.causal() if causal_elsewhere else None
+        requests = len(batch.query_start_host) - 1
+        left_out = batch.causal() if causal_elsewhere else np.zeros(requests, dtype=np.bool_)
         seen = batch.see(window)
-        return plan_packed(
-            _rows(batch, seen.mask_words), group, kv_heads, left_out, seen.prefix_from
-        )
+        oldest = batch.prefix_len if window is None else seen.prefix_from
+        rows = *_rows(batch, seen.mask_words), max(CHUNK // group, 1), left_out, oldest.numpy()
+        jobs, mask = _cut(*rows, window is not None)
+        return PackedSchedule(jobs, mask, _share(jobs, kv_heads, team_size()), {})
 
     plan = batch.once((window, group, kv_heads, causal_elsewhere), make)
-    scale, value_scale = options.scale, 1.0
-    if options.key_scale is not None and options.value_scale is not None:
-        scale *= options.key_scale.item()  # a host tensor
-        value_scale = options.value_scale.item()  # a host tensor
-    scores = scale, out, options.soft_cap, value_scale, options.sinks
-    return attend_packed(query, kv_cache, packing, batch.block_table, plan, *scores)
+    if len(plan.jobs):
+        scale, value_scale, sinks = options.scale, 1.0, options.sinks
+        if options.key_scale is not None and options.value_scale is not None:
+            scale *= options.key_scale.item()  # a host tensor
+            value_scale = options.value_scale.item()  # a host tensor
+        strides, element = (query.stride(), out.stride(), kv_cache.stride(0)), ELEMENTS[query.dtype]
+        layout = *strides, packing, scale, options.soft_cap, value_scale, element
+        call = plan.calls.get(layout)
+        if call is None:
+            call = plan.calls[layout] = LayerCall(plan, *layout, group, batch.block_table)
+        at = 0 if sinks is None else sinks.data_ptr()
+        call(query.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), at)
+    if stop < len(out):
+        out[stop:].zero_()
+    return out
 
 
 def causal_requests(batch: Any) -> np.ndarray:
     """Return [R] bool, requests with causal rows only; computed once per batch."""
-    return batch.once("causal", lambda: find_causal(*_rows(batch, batch.mask_words)))
+    return batch.once("causal", lambda: _find_causal(*_rows(batch, batch.mask_words)))
 
 
-def _rows(batch: Any, mask_words: torch.Tensor) -> Rows:
-    tensors = batch.seq_len, batch.prefix_len, mask_words, batch.tree_start
-    return rows_of(batch.query_start_host, *tensors)
+def _rows(batch: Any, mask_words: torch.Tensor) -> tuple[np.ndarray, ...]:
+    """Return the visible entries of a batch's rows as numpy arrays, of which only the first is new.
 
-
-def rows_of(
-    query_start: list[int],
-    seq_len: torch.Tensor,
-    prefix_len: torch.Tensor,
-    mask_words: torch.Tensor,
-    tree_start: torch.Tensor,
-) -> Rows:
-    """Return numpy views for numba; only `query_start` is copied."""
-    tensors = seq_len[: len(query_start) - 1], prefix_len, mask_words, tree_start
-    return Rows(np.array(query_start), *(x.numpy() for x in tensors))  # a host tensor each
-
-
-def plan_packed(
-    rows: Rows,
-    group: int,
-    kv_heads: int,
-    left_out: np.ndarray | None = None,
-    prefix_from: torch.Tensor | None = None,
-) -> PackedSchedule:
-    """Cut the rows into jobs.
-
-    Args:
-        group: query heads per KV head.
-        kv_heads: of a layer.
-        left_out: [R] bool, requests attended elsewhere.
-        prefix_from: [≥T] int32, the first entry of the prefix that a row sees.
+    Returns:
+        query_start [R+1] int64, seq_len [R] int32, prefix_len [≥T] int32, mask_words [≥T, W]
+        int64, tree_start [≥R] int32.
     """
-    if left_out is None:
-        left_out = np.zeros(len(rows.seq_len), dtype=np.bool_)
-    windowed = prefix_from is not None
-    oldest = rows.prefix_len if prefix_from is None else prefix_from.numpy()  # a host tensor
-    jobs, mask = _cut(*rows, max(CHUNK // group, 1), left_out, oldest, windowed)
-    bounds = _share(jobs, kv_heads, team_size())
-    return PackedSchedule(jobs, mask, bounds, rows.query_start[-1], {})
-
-
-def attend_packed(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    packing: Packing,
-    block_table: torch.Tensor,
-    plan: PackedSchedule,
-    scale: float,
-    out: torch.Tensor,
-    soft_cap: float = 0.0,
-    value_scale: float = 1.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Run one layer's attention for the plan's rows; arguments as in `tree_attention`.
-
-    `scale` includes the key scale of an 8-bit cache. Rows past the plan's last become zeros; rows
-    of excluded requests are unchanged.
-    """
-    if len(plan.jobs):
-        strides, element = (query.stride(), out.stride(), kv_cache.stride(0)), ELEMENTS[query.dtype]
-        layout = *strides, packing, scale, soft_cap, value_scale, element
-        call = plan.calls.get(layout)
-        if call is None:
-            call = plan.calls[layout] = LayerCall(
-                plan, *layout, query.shape[1] // packing.kv_heads, block_table
-            )
-        at = 0 if sinks is None else sinks.data_ptr()
-        call(query.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), at)
-    if plan.num_rows < len(out):
-        out[plan.num_rows :].zero_()
-    return out
+    start = np.array(batch.query_start_host)
+    tensors = batch.seq_len[: len(start) - 1], batch.prefix_len, mask_words, batch.tree_start
+    return start, *(x.numpy() for x in tensors)  # host tensors
 
 
 @lru_cache
@@ -260,7 +202,7 @@ def _share(jobs, kv_heads, threads):
 
 
 @njit(nogil=True)
-def find_causal(query_start, seq_len, prefix_len, mask_words, tree_start):
+def _find_causal(query_start, seq_len, prefix_len, mask_words, tree_start):
     """Return [R] bool: causal requests without drafts (prompts, plain decode steps, single roots).
 
     Chains of drafts are excluded: for two to a dozen rows our loop is faster than vLLM's kernel.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vllm_specblock.bench.config import BenchConfig, BenchError
-
 BLOCK = 128
 """Maximum tokens of a cache block: platforms differ."""
 
@@ -19,19 +17,23 @@ def cache_bytes(config: Any, length: int, batch: int, dtype_bytes: int, spare: i
         length: maximum tokens of a request.
         spare: additional blocks.
     """
-    heads = config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     blocks = batch * (-(-length // BLOCK) + 2) + spare
     # A SpecBlock drafter keeps K = 4 entries per token in each of its two layers.
-    return int(
-        1.25 * blocks * BLOCK * size * heads * 2 * dtype_bytes * (config.num_hidden_layers + 8)
-    )
+    layers = config.num_hidden_layers + 8
+    entry = size * config.num_key_value_heads * 2 * dtype_bytes
+    return int(1.25 * blocks * BLOCK * layers * entry)
 
 
-def shared_arguments(
-    target: Path, config: Any, dtype: str, length: int, batch: int
-) -> dict[str, Any]:
-    """Return arguments of vLLM's `LLM` for engines that take turns."""
+def shared_arguments(target: Path, dtype: str, length: int, batch: int) -> dict[str, Any]:
+    """Return arguments of vLLM's `LLM` for engines that take turns.
+
+    `max_model_len` is `length`, or what the target allows.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(target).get_text_config()
+    length = min(length, getattr(config, "max_position_embeddings", None) or length)
     size = 4 if dtype in ("float32", "float", "auto") else 2
     return {
         "model": str(target),
@@ -45,26 +47,3 @@ def shared_arguments(
         # vLLM wants this share of a GPU free; many engines use one.
         "gpu_memory_utilization": 0.05,
     }
-
-
-def common_arguments(config: BenchConfig, length: int) -> dict[str, Any]:
-    """Return arguments of vLLM's `LLM` for every method.
-
-    Args:
-        length: tokens of the longest chat.
-
-    Raises:
-        BenchError: it is longer than the target allows.
-    """
-    from transformers import AutoConfig
-
-    target = AutoConfig.from_pretrained(config.target).get_text_config()
-    most = getattr(target, "max_position_embeddings", None) or length
-    wanted = config.max_model_len or length
-    if wanted > most or length > wanted:
-        raise BenchError(
-            f"The longest chat may take {length} tokens, but there is room for "
-            f"{min(most, wanted)}: lower --max-new-tokens or drop long questions."
-        )
-    shared = shared_arguments(config.target, target, config.dtype, wanted, config.batch)
-    return shared | config.engine

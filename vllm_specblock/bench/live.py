@@ -6,7 +6,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
-from transformers import AutoConfig
 
 from vllm_specblock.bench.engine_arguments import shared_arguments
 from vllm_specblock.bench.process import EngineProcess
@@ -36,8 +34,7 @@ class Answer:
     Attributes:
         ids: its tokens; steps: how many of them each step emitted.
         seconds: running time of its engine.
-        joined: a part of the stream may span several steps, as a server's; τ is then the reported
-            one, if any.
+        joined: parts of the stream span several steps, as a server's: τ is `reported_tau`, if any.
     """
 
     def __init__(self, name: str, decode: Callable[[list[int]], str], joined: bool = False) -> None:
@@ -47,6 +44,7 @@ class Answer:
         self.seconds = 0.0
         self.reported_tau: float | None = None
         self.text = Text()
+        self.panel = Panel(self.text, title=name, title_align="left")
         self._shown = 0
 
     def hear(self, tokens: Sequence[int]) -> None:
@@ -77,9 +75,6 @@ class Answer:
         tau = "" if self.tau is None else f", τ {self.tau:.2f}"
         return f"{len(self.ids)} tokens, {self.speed:.1f} tokens/s{tau}"
 
-    def panel(self) -> Panel:
-        return Panel(self.text, title=self.name, subtitle=self.figures(), title_align="left")
-
 
 @contextmanager
 def shown(console: Console, question: str, answers: Sequence[Answer]) -> Iterator[None]:
@@ -88,11 +83,17 @@ def shown(console: Console, question: str, answers: Sequence[Answer]) -> Iterato
 
         def draw() -> Group:
             table = Table.grid(*(Column(ratio=1) for _ in answers), expand=True)
-            table.add_row(*(each.panel() for each in answers))
+            for each in answers:
+                each.panel.subtitle = each.figures()
+            table.add_row(*(each.panel for each in answers))
             return Group(Text(question, style="bold"), table)
 
-        how: Any = {"refresh_per_second": 12, "vertical_overflow": "visible"}
-        with Live(console=console, get_renderable=draw, **how):
+        with Live(
+            console=console,
+            get_renderable=draw,
+            refresh_per_second=12,
+            vertical_overflow="visible",
+        ):
             yield
         return
     console.print(f"\n> {question}", markup=False, soft_wrap=True)
@@ -121,17 +122,14 @@ def start_engines(
         length: maximum tokens of a request, if the target allows as many.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = AutoConfig.from_pretrained(target).get_text_config()
-    length = min(length, getattr(config, "max_position_embeddings", None) or length)
-    arguments = shared_arguments(target, config, dtype, length, 1) | {"enforce_eager": eager}
-    # In one process, a second thread of torch only spins beside vLLM's own. As vLLM's own attention
-    # would on a GPU, kernels in Triton would round float32 to TF32.
+    arguments = shared_arguments(target, dtype, length, 1) | {"enforce_eager": eager}
     env: dict[str, str | None] = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": None,  # plain vLLM as it comes
         "VLLM_LOGGING_LEVEL": "ERROR",
+        # In one process, a second thread of torch only spins beside vLLM's own.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "TRITON_F32_DEFAULT": "ieee",
+        "TRITON_F32_DEFAULT": "ieee",  # else Triton's kernels round float32 to TF32
     }
     for name, speculative in methods.items():
         given = arguments | {"speculative_config": speculative}
@@ -147,22 +145,18 @@ def ask_together(
 
     An engine is stopped between its slices; only its running time counts. Raises EngineFailed.
     """
-    pool = ThreadPoolExecutor(len(engines))
-    try:
-        turns = deque(
-            (engine, answer, pool.submit(engine.stream, job, answer.hear))
-            for engine, answer in zip(engines, answers, strict=True)
-        )
-        while turns:
-            engine, answer, heard = turns.popleft()
-            engine.resume()
-            began = time.perf_counter()
-            wait([heard], SLICE)
-            engine.pause()
-            answer.seconds += time.perf_counter() - began
-            if heard.done():
-                heard.result()
-            else:
-                turns.append((engine, answer, heard))
-    finally:
-        pool.shutdown(wait=False)  # after an error, a stopped engine would never end its answer
+    turns = deque(
+        (engine, answer, engine.stream(job))
+        for engine, answer in zip(engines, answers, strict=True)
+    )
+    while turns:
+        engine, answer, steps = turns.popleft()
+        engine.resume()
+        began = time.perf_counter()
+        for tokens in steps:
+            answer.hear(tokens)
+            if time.perf_counter() - began > SLICE:
+                turns.append((engine, answer, steps))
+                break
+        engine.pause()
+        answer.seconds += time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Methods of the table by name, and their engine arguments."""
+"""Methods of the table by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,51 +54,22 @@ BUILT_IN: dict[str, MethodSpec] = {
 }
 
 
-@dataclass(frozen=True)
-class Method:
-    """A row of the table.
-
-    Attributes:
-        speculative: vLLM's `speculative_config`; None: plain vLLM.
-        engine: arguments of `LLM` beyond the shared ones.
-        env: environment of its process; None: not set.
-    """
-
-    name: str
-    speculative: dict[str, Any] | None
-    engine: dict[str, Any]
-    env: dict[str, str | None]
-
-    @property
-    def plain(self) -> bool:
-        return self.speculative is None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what identifies the method; checkpoints are identified by their weights."""
-        speculative = _with_weights(self.speculative)
-        return {"speculative": speculative, "engine": self.engine, "env": self.env}
-
-    def arguments(self, common: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments of vLLM's `LLM`: `common` and the method's own."""
-        return {**common, **self.engine, "speculative_config": self.speculative}
-
-
-def resolve(config: BenchConfig) -> dict[str, Method]:
-    """Return the chosen methods by name, plain vLLM first.
+def resolve(config: BenchConfig) -> dict[str, MethodSpec]:
+    """Return the chosen methods by name, plain vLLM first, without bases and "{NAME}".
 
     Raises:
         BenchError: an unknown method or base, a missing drafter, or no plain vLLM.
     """
-    found = [_resolve(name, config) for name in config.method]
-    if not any(method.plain for method in found):
+    found = {name: _resolve(name, config) for name in config.method}
+    if all(method.speculative for method in found.values()):
         raise BenchError(
             "Speed-ups are relative to plain vLLM, which is not among the methods: add --method "
             "plain or --method plain-v2."
         )
-    return {method.name: method for method in sorted(found, key=lambda each: not each.plain)}
+    return dict(sorted(found.items(), key=lambda named: bool(named[1].speculative)))
 
 
-def _resolve(name: str, config: BenchConfig) -> Method:
+def _resolve(name: str, config: BenchConfig) -> MethodSpec:
     spec = _known(name, BUILT_IN | config.define)
     if spec.base is not None:
         base = _known(spec.base, BUILT_IN)
@@ -108,15 +78,15 @@ def _resolve(name: str, config: BenchConfig) -> Method:
             engine=_changed(base.engine, spec.engine),
             env=base.env | spec.env,
         )
-    speculative = _put_folders(spec.speculative, name, config.drafter) or None
-    if speculative is not None and "method" not in speculative:
+    speculative = _put_folders(spec.speculative, name, config.drafter)
+    if speculative and "method" not in speculative:
         raise BenchError(
             f"The method {name} has a speculative_config without 'method': give it "
             f'"method": "{METHOD}", or a base.'
         )
-    if speculative is not None and speculative["method"] == METHOD and config.nodes is not None:
+    if speculative.get("method") == METHOD and config.nodes is not None:
         speculative = {"num_speculative_tokens": config.nodes} | speculative
-    return Method(name, speculative, spec.engine, spec.env)
+    return spec.model_copy(update={"speculative": speculative})
 
 
 def _known(name: str, methods: Mapping[str, MethodSpec]) -> MethodSpec:
@@ -146,21 +116,23 @@ def _put_folders(value: Any, name: str, drafters: dict[str, Path]) -> Any:
     return str(folder)
 
 
+def identity(value: Any) -> Any:
+    """Return a method's arguments as JSON types, with digests in place of checkpoints' folders."""
+    if isinstance(value, MethodSpec):
+        value = value.model_dump(exclude={"base"})
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: f"weights {weights(Path(each))}"
+        if key == "model" and Path(each).is_dir()
+        else identity(each)
+        for key, each in value.items()
+    }
+
+
 def weights(folder: Path) -> str:
     """Return a digest of a checkpoint's weights."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _with_weights(value: Any) -> Any:
-    """Return `value` with a digest in place of every checkpoint's folder."""
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: f"weights {weights(Path(each))}"
-        if key == "model" and Path(each).is_dir()
-        else _with_weights(each)
-        for key, each in value.items()
-    }

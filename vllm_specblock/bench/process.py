@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,8 @@ class GuardedProcess:
     """A process group of its own that does not outlive this process.
 
     Args:
-        command: starts the process.
         log: file for its stderr, and for its stdout unless `pipes` names another place.
         env: added to this process's environment; None removes a variable.
-        pipes: further arguments of `subprocess.Popen`.
     """
 
     def __init__(
@@ -85,20 +83,16 @@ class EngineFailed(BenchError):
 
 
 class EngineProcess(GuardedProcess):
-    """An engine that is stopped between its answers.
+    """An engine that is stopped between its answers, by `engine/offline/answering.py`'s protocol.
+
+    Methods that wait for it raise EngineFailed if it did not start, exited, or could not answer.
 
     Args:
-        name: the method's name.
-        arguments: arguments of vLLM's `LLM`.
-        env, log: as of `GuardedProcess`.
-        command: starts the process; its protocol is `engine/offline/answering.py`'s.
+        arguments: of vLLM's `LLM`.
         wait: wait until it can answer. Else call `wait()` after starting other engines.
 
     Attributes:
-        facts: the facts that the engine reports when it is ready.
-
-    Raises (as all methods that wait for it):
-        EngineFailed: it did not start, exited, or could not answer.
+        facts: what the engine reports when it is ready.
     """
 
     def __init__(
@@ -135,15 +129,11 @@ class EngineProcess(GuardedProcess):
         self.pause()
         return answer
 
-    def stream(self, job: Mapping[str, Any], said: Callable[[list[int]], object]) -> None:
-        """Stream its answer to a job of one prompt; it answers only while it runs.
-
-        Args:
-            said: called with the new tokens of each step.
-        """
+    def stream(self, job: Mapping[str, Any]) -> Iterator[list[int]]:
+        """Yield the new tokens of each step of a job of one prompt; it answers while it runs."""
         self.send({**job, "stream": True})
         while "said" in (answer := self.receive()):
-            said(answer["said"][1])
+            yield answer["said"][1]
 
     def resume(self) -> None:
         self.signal(signal.SIGCONT)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
 from vllm_specblock.train.data.chat import BrokenLine
@@ -36,25 +36,20 @@ def read_sets(config: BenchConfig) -> Sets:
         BenchError: a file is missing or has a line without a question, or two sets have one name.
     """
     found: Sets = {}
-    for name, path in (each for given in config.set for each in _files(given)):
-        if name in found:
-            raise BenchError(f"Two sets are called {name}: give one as --set OTHER={path}.")
-        found[name] = spread(read_questions(path), config.questions)
-    return found
-
-
-def _files(given: str) -> list[tuple[str, Path]]:
-    """Return (name, file) of each set in one `--set`."""
-    name, equals, path = given.partition("=")
-    where = Path(path if equals else given)
-    if where.is_dir():
-        files = sorted(where.glob("*.jsonl"))
+    for given in config.set:
+        name, equals, path = given.partition("=")
+        where = Path(path if equals else given)
+        files = sorted(where.glob("*.jsonl")) if where.is_dir() else [where]
         if not files:
             raise BenchError(f"There is no .jsonl file in the folder {where}.")
-        return [(file.stem, file) for file in files]
-    if not where.is_file():
-        raise BenchError(f"There is no set of questions {where}.")
-    return [(name if equals else where.stem, where)]
+        if not files[0].is_file():
+            raise BenchError(f"There is no set of questions {where}.")
+        for file in files:
+            own = name if equals and file == where else file.stem
+            if own in found:
+                raise BenchError(f"Two sets are called {own}: give one as --set OTHER={file}.")
+            found[own] = spread(read_questions(file), config.questions)
+    return found
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -95,13 +90,10 @@ def seed_of(name: str, question: Question, turn: int, seed: int) -> int:
     return (zlib.crc32(f"{name}/{question.id}/{turn}".encode()) + seed) % 2**31
 
 
-def fingerprint(sets: Sets) -> dict[str, Any]:
-    """Return what identifies the chosen questions of a run."""
-    digests = {
-        name: hashlib.sha256(json.dumps([[q.id, q.turns] for q in questions]).encode()).hexdigest()
-        for name, questions in sets.items()
-    }
-    return {name: {"questions": len(sets[name]), "sha256": d[:16]} for name, d in digests.items()}
+def fingerprint(sets: Sets) -> dict[str, str]:
+    """Return a digest of the chosen questions of each set."""
+    texts = {name: json.dumps([[q.id, q.turns] for q in each]) for name, each in sets.items()}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 
 @dataclass(frozen=True)
@@ -120,6 +112,7 @@ class Unit:
 
     @property
     def turns(self) -> int:
+        """Return the number of turns, the same in all questions."""
         return len(self.questions[0].turns)
 
 

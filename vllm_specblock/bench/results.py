@@ -1,20 +1,20 @@
-"""OUT/results.json and OUT/table.md, written again from everything in the store."""
+"""OUT/table.md (Table 1 [SpecBlock]) and OUT/results.json, from everything in the store."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from vllm_specblock.bench import near_ties
+from vllm_specblock.bench.near_ties import explain_differences
 from vllm_specblock.bench.run import Bench
-from vllm_specblock.bench.summary import Figures, fastest, summarise
-from vllm_specblock.bench.table import page
+from vllm_specblock.bench.summary import MEAN, Figures, fastest, markdown_table, summarise
 from vllm_specblock.train.data.shards import write_text
 
 RESULTS, TABLE = "results.json", "table.md"
+_NONE = "–"
 
 
 def write_results(bench: Bench) -> tuple[str, list[Path]]:
@@ -24,16 +24,25 @@ def write_results(bench: Bench) -> tuple[str, list[Path]]:
         BenchError: nothing was answered.
     """
     figures, base = figures_of(bench)
-    facts = facts_of(bench)
-    text = page(figures, base, facts)
-    found = near_ties.differences(bench, plain_of(bench)) if bench.config.explain else {}
-    if found:
-        said, ties = near_ties.page(bench.config.target, found)
-        facts |= {"near_ties": ties}
-        text += f"\n## Greedy answers that differ from plain vLLM's\n\n{said}\n"
-    whole = {"quickest_plain": base, **facts, "figures": [asdict(each) for each in figures]}
-    whole |= {key: bench.store.head[key] for key in ("settings", "provenance")}
-    out = bench.config.out
+    config, head = bench.config, bench.store.head
+    parts = [f"# {head['settings']['target']['name']}: speed-up over plain vLLM"]
+    for temperature in dict.fromkeys(each.temperature for each in figures):
+        those = [each for each in figures if each.temperature == temperature]
+        parts += [f"## T = {temperature:g}", main_table(those, base)]
+    parts += caption(bench, base)
+    ties = explain_differences(bench, plain_of(bench)) if config.explain else []
+    if ties:
+        near = sum(each["steps"] is not None and each["steps"] <= 1 for each in ties)
+        lines = ["- {method}, {set}/{question}: {says}".format(**each) for each in ties]
+        parts += [
+            "## Greedy answers that differ from plain vLLM's",
+            f"{near} of {len(ties)}: two logits within one step of bfloat16.",
+            "\n".join(lines),
+        ]
+    text = "\n\n".join(parts) + "\n"
+    whole = {"fastest_plain": base, "rounds": config.rounds, "failures": bench.failures}
+    whole |= {"figures": [asdict(each) for each in figures], "near_ties": ties, **head}
+    out = config.out
     write_text(out / RESULTS, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
     write_text(out / TABLE, text)
     return text, [out / RESULTS, out / TABLE]
@@ -57,25 +66,65 @@ def plain_of(bench: Bench) -> dict[str, str | None]:
     return {name: plain.get(arithmetic[name]) if name in arithmetic else None for name in others}
 
 
-def facts_of(bench: Bench) -> dict[str, Any]:
-    """Return what was measured and how, as JSON types."""
+def main_table(figures: Sequence[Figures], base: str) -> str:
+    """Return a row per method, a group of columns per set, of one temperature."""
+    sets = [*dict.fromkeys(each.set for each in figures if each.set != MEAN), MEAN]
+    columns = [column for name in sets for column in (f"{name} Spd", "Φ", "τ", "T_D")]
+    rows = [["method", *columns, "outputs that differ"]]
+    for method in dict.fromkeys(each.method for each in figures):
+        own = {each.set: each for each in figures if each.method == method}
+        cells = [cell for name in sets for cell in _cells(own.get(name))]
+        known = [each for each in own.values() if each.set != MEAN]
+        different = [each.different for each in known if each.different is not None]
+        outputs = sum(each.outputs for each in known)
+        differ = f"{sum(different)} of {outputs}" if different else _NONE
+        name = f"{method} (fastest plain)" if method == base else method
+        rows.append([name, *cells, differ])
+    return markdown_table(rows)
+
+
+def _cells(each: Figures | None) -> list[str]:
+    """Return Spd, Φ, τ and T_D."""
+    if each is None:
+        return [_NONE] * 4
+    speed = _NONE if each.speedup is None else f"{each.speedup:.2f}"
+    if each.speedup_spread is not None:
+        speed += " ({:.2f}–{:.2f})".format(*each.speedup_spread)
+    drafting = _NONE
+    if each.draft_ms is not None and each.draft_share is not None:
+        drafting = f"{each.draft_ms:.2f} ({each.draft_share:.0%})"
+    return [speed, f"{each.throughput:.1f}", f"{each.tau:.2f}", drafting]
+
+
+def caption(bench: Bench, base: str) -> list[str]:
+    """Explain the columns, and say what was measured, with which commands."""
     config, head = bench.config, bench.store.head
     engines = {name: head["engines"][name] for name in bench.methods if name in head["engines"]}
     ways = defaultdict[str, list[str]](list)
     for name, facts in engines.items():
         ways[f"runner {facts['runner']}, {facts['compiled']}"].append(name)
-    versions = head["provenance"]["versions"]
-    sizes = ", ".join(f"{name} {len(questions)}" for name, questions in bench.sets.items())
-    return {
-        "target": head["settings"]["target"]["name"],
-        "machine": head["settings"]["machine"],
-        "dtype": ", ".join(dict.fromkeys(facts["dtype"] for facts in engines.values())),
-        "plain": bench.plain,
-        "engines": "; ".join(f"{', '.join(names)} ({way})" for way, names in ways.items()),
-        "questions": f"questions: {sizes}",
-        **{key: getattr(config, key) for key in ("batch", "max_new_tokens", "rounds", "seed")},
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "revision": head["revision"],
-        "commands": head["commands"],
-        "failures": bench.failures,
-    }
+    machine, versions = head["settings"]["machine"], head["provenance"]["versions"]
+    measured = [
+        machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores",
+        ", ".join(dict.fromkeys(facts["dtype"] for facts in engines.values())),
+        f"batch {config.batch}",
+        f"at most {config.max_new_tokens} new tokens",
+        "questions: " + ", ".join(f"{name} {len(asked)}" for name, asked in bench.sets.items()),
+        f"rounds: {config.rounds}",
+        f"seed {config.seed}",
+        "engines: " + "; ".join(f"{', '.join(names)} ({way})" for way, names in ways.items()),
+        ", ".join(f"{name} {version}" for name, version in versions.items()),
+        f"revision {head['revision']}",
+    ]
+    parts = [
+        f"Spd: speed of a token over that of {base}, the fastest plain vLLM of "
+        f"{', '.join(bench.plain)} (median over questions; in brackets the lowest and highest "
+        "round's). Engines run side by side and take turns. Φ: tokens/s. τ: tokens emitted per "
+        "decode step of a question. T_D: milliseconds of the drafters' forwards per step without "
+        "prompts, and their share of all time. Outputs are compared with plain vLLM's of the same "
+        "model runner.",
+        f"Measured on {'; '.join(measured)}.",
+    ]
+    if bench.failures:
+        parts.append("Not measured: " + " ".join(bench.failures.values()))
+    return [*parts, "\n".join(f"    {command}" for command in head["commands"])]

@@ -17,9 +17,9 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from vllm_specblock.bench.config import BenchConfig, BenchError
-from vllm_specblock.bench.engine_arguments import common_arguments
-from vllm_specblock.bench.methods import Method, resolve
+from vllm_specblock.bench.config import BenchConfig, BenchError, MethodSpec
+from vllm_specblock.bench.engine_arguments import shared_arguments
+from vllm_specblock.bench.methods import identity, resolve
 from vllm_specblock.bench.process import COMMAND, EngineFailed, EngineProcess, end_all, job_of
 from vllm_specblock.bench.questions import (
     Reader,
@@ -52,7 +52,7 @@ class Bench:
     """
 
     config: BenchConfig
-    methods: dict[str, Method]
+    methods: dict[str, MethodSpec]
     sets: Sets
     reader: Reader
     common: dict[str, Any]
@@ -64,7 +64,7 @@ class Bench:
     @property
     def plain(self) -> list[str]:
         """Names of the methods that are plain vLLM."""
-        return [name for name, method in self.methods.items() if method.plain]
+        return [name for name, method in self.methods.items() if not method.speculative]
 
 
 def describe_machine() -> dict[str, Any]:
@@ -91,24 +91,28 @@ def prepare(config: BenchConfig) -> Bench:
         BenchError, CheckpointError, TrainError: one sentence names the wrong input.
     """
     methods, sets = resolve(config), read_sets(config)
-    target = describe_target(config.target)
-    tokenizer = load_tokenizer(config.target)
-    tokens = ChatTokens(tokenizer, target.vocab_size, config.template_options)
-    reader = Reader(tokens, config.raw)
-    machine = describe_machine()
+    vocab_size, tokenizer = describe_target(config.target).vocab_size, load_tokenizer(config.target)
+    reader = Reader(ChatTokens(tokenizer, vocab_size, config.template_options), config.raw)
     length = reader.needed(sets, config.max_new_tokens)
-    common = common_arguments(config, length)
+    wanted = config.max_model_len or length
+    common = shared_arguments(config.target, config.dtype, wanted, config.batch)
+    if length > common["max_model_len"]:
+        raise BenchError(
+            f"The longest chat may take {length} tokens, but there is room for "
+            f"{common['max_model_len']}: lower --max-new-tokens or drop long questions."
+        )
     settings = config.must_match() | {
         "target": {
             "name": config.target.resolve().name,
             "config": hashlib.sha256((config.target / "config.json").read_bytes()).hexdigest()[:12],
             "bytes": str(sum(p.stat().st_size for p in config.target.glob("*.safetensors"))),
         },
-        "machine": machine,
-        "methods": {name: method.as_json() for name, method in methods.items()},
+        "machine": describe_machine(),
+        "methods": {name: identity(method) for name, method in methods.items()},
         "sets": fingerprint(sets),
     }
-    return Bench(config, methods, sets, reader, common, Store(config.out, settings))
+    store = Store(config.out, settings)
+    return Bench(config, methods, sets, reader, common | config.engine, store)
 
 
 def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
@@ -137,9 +141,16 @@ def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
         with tqdm(wanted, "engines", unit="engine", disable=not todo) as bar:
             for name in bar:
                 bar.set_postfix_str(name)
-                check_memory(left, len(engines))
+                left.append(psutil.virtual_memory().available)
+                most = max((a - b for a, b in pairwise(left)), default=0)
+                if left[-1] < most:  # one more engine would make the machine swap
+                    raise BenchError(
+                        f"{len(engines)} engines are alive, {left[-1] / 2**30:.1f} GiB of memory "
+                        f"are left, and one takes up to {most / 2**30:.1f}: give fewer --method; "
+                        "later calls may add others."
+                    )
                 try:
-                    engines[name] = _start(bench, bench.methods[name], todo[0])
+                    engines[name] = _start(bench, name, todo[0])
                 except EngineFailed as error:
                     failed(name, error)
         turns = tqdm(todo, "answers", unit="turn", disable=not todo)
@@ -161,30 +172,15 @@ def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
         end_all(engines.values())
 
 
-def check_memory(left: list[int], alive: int) -> None:
-    """Check the free memory before another engine starts, and append it to `left`.
-
-    Raises:
-        BenchError: one more engine of the largest size so far would make the machine swap.
-    """
-    left.append(psutil.virtual_memory().available)
-    most = max((before - after for before, after in pairwise(left)), default=0)
-    if left[-1] < most:
-        raise BenchError(
-            f"{alive} engines are alive, {left[-1] / 2**30:.1f} GiB of memory are left, and one "
-            f"takes up to {most / 2**30:.1f}: give fewer --method; later calls may add others."
-        )
-
-
-def _start(bench: Bench, method: Method, unit: Unit) -> EngineProcess:
+def _start(bench: Bench, name: str, unit: Unit) -> EngineProcess:
     """Start an engine and warm it up."""
-    config, logs = bench.config, bench.config.out / "logs"
+    config, method, logs = bench.config, bench.methods[name], bench.config.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", **method.env}
-    arguments = method.arguments(bench.common)
-    engine = EngineProcess(method.name, arguments, env, logs / f"{method.name}.log", bench.command)
+    arguments = bench.common | method.engine | {"speculative_config": method.speculative or None}
+    engine = EngineProcess(name, arguments, env, logs / f"{name}.log", bench.command)
     try:
-        bench.store.note_engine(method.name, engine.facts)
+        bench.store.note_engine(name, engine.facts)
         prompts = [bench.reader.prompt(each, []) for each in unit.questions]
         most = min(bench.warm_up_tokens, config.max_new_tokens)
         for temperature in config.temperature:

@@ -69,7 +69,7 @@ class Store:
         settings: shared by all results; JSON types only.
 
     Raises:
-        BenchError: the folder's results have other settings, code or dependencies.
+        BenchError: the folder's results are damaged, or of other settings, code or dependencies.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -86,17 +86,21 @@ class Store:
             "revision": revision(Path(__file__).parent, new_files=False),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / RUN).exists():
-            known = json.loads((folder / RUN).read_text(encoding="utf-8"))
-            self._refuse_others(known)
-            for key in _GROWING:
-                known["settings"][key] |= self.head["settings"][key]
-            self.head = known
-            self._read()
+        path = folder / RUN
+        if path.exists():
+            try:
+                self._resume(json.loads(path.read_bytes()))
+                path = folder / UNITS
+                self._read(path)
+            except BenchError:
+                raise
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise BenchError(f"{path} is damaged: give another --out.") from None
         self.head["commands"] = [*dict.fromkeys([*self.head["commands"], facts["command"]])]
         write_json(folder / RUN, self.head)
 
-    def _refuse_others(self, known: dict[str, Any]) -> None:
+    def _resume(self, known: dict[str, Any]) -> None:
+        """Take the facts of the folder's results, if they are of this run's circumstances."""
         now, then = _circumstances(self.head), _circumstances(known)
         other = {key for key in now.keys() & then.keys() if now[key] != then[key]}
         other |= {key for key in now.keys() ^ then.keys() if ": " not in key}
@@ -105,9 +109,11 @@ class Store:
                 f"{self.folder} has results with other {', '.join(sorted(other))}: give another "
                 "--out, or delete the folder."
             )
+        for key in _GROWING:
+            known["settings"][key] |= self.head["settings"][key]
+        self.head |= known
 
-    def _read(self) -> None:
-        path = self.folder / UNITS
+    def _read(self, path: Path) -> None:
         whole = path.read_bytes() if path.exists() else b""
         kept = whole[: whole.rfind(b"\n") + 1]
         if len(kept) < len(whole):  # incomplete line of a killed run

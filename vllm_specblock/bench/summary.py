@@ -163,3 +163,9 @@ def _spread(records: Sequence[Record], method: str, base: str, sets: Sequence[st
         if None not in speeds:
             means.append(fmean(speed for speed in speeds if speed is not None))
     return (min(means), max(means)) if len(means) > 1 and method != base else None
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table; the first row is the head."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -39,9 +39,9 @@ def chat(
     if target.startswith(("http://", "https://")):
         talk(console, ServerSource(target.rstrip("/"), plain, max_tokens, temperature))
         return
-    console.print("Starting vLLM; the first time it compiles the model.", style="dim")
     speculative = {"method": "specblock"} | (given or {"kind": "ngram"})
     source = EngineSource(target, speculative, plain, max_tokens, temperature)
+    console.print("Starting vLLM; the first time it compiles the model.", style="dim")
     try:
         source.start(dtype, eager)
         talk(console, source)

@@ -26,21 +26,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FORWARDS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#17a2b8", "#c9a227", "#9c755f", "#e377c2")
-"""Of drafter forward 1, 2, …, repeated from the first on."""
 
 
 def forward_colour(forward: int) -> str:
-    """Return the colour of drafter forward 1, 2, …."""
+    """Return the colour of drafter forward 1, 2, …; they repeat."""
     return FORWARDS[(forward - 1) % len(FORWARDS)]
 
 
 def terminal_tree(step: Step, tokenizer: PreTrainedTokenizerBase, name: str) -> Tree:
     """Return every node of a step's tree, best siblings first; accepted ones are marked ✓.
 
-    Args:
-        tokenizer: the target's.
-        name: what a drafter forward adds, "block" or "level". Its first letter and the forward's
-            number stand on each line, for terminals without colours.
+    `name` is what a drafter forward adds, "block" or "level": each line has its first letter and
+    the forward's number, for terminals without colours.
     """
 
     def quoted(token: int) -> str:

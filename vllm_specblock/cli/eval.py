@@ -16,9 +16,6 @@ from vllm_specblock.cli.options import (
     TargetDir,
 )
 
-Results = list[dict[str, Any]]
-"""Per temperature: `Figures.as_json()`, and `temperature`."""
-
 
 def evaluate(
     drafter: DrafterDir,
@@ -110,12 +107,11 @@ def evaluate(
         learns = heat if options.calibrate_drafts else None
         figures = figures_of.evaluate(weights, bar, shapes, options.num_blocks, learns)
         results.append({"temperature": heat, **figures.as_json()})
-    on_gpu = where.type == "cuda"
     whole = {
         "drafter": str(drafter),
         "target": str(pairing.target),
         "data": str(data),
-        "device": torch.cuda.get_device_name(where) if on_gpu else where.type,
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else where.type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "prompts": len(found),
         "prompt_tokens": sum(map(len, found)),
@@ -134,41 +130,34 @@ def evaluate(
 
 def print_tables(whole: dict[str, Any]) -> None:
     """Print τ, α and the rank head; `whole` is what --json writes."""
-    from vllm_specblock.bench.table import markdown_table
+    from vllm_specblock.bench.summary import markdown_table
 
     results = whole["results"]
     typer.echo("{prompts} prompts, {device}, {dtype}, seed {seed}".format(**whole))
-    for title, rows in (_tau(results), _alpha(results), *map(_rank, results)):
-        typer.echo(f"\n{title}\n\n{markdown_table(rows)}")
 
+    def show(title: str, head: list[str], rows: list[list[str]]) -> None:
+        typer.echo(f"\n{title}\n\n{markdown_table([head, *rows])}")
 
-def _tau(results: Results) -> tuple[str, list[list[str]]]:
     head, rows = ["drafted"], {name: [name] for name in results[0]["trees"]}
     for result in results:
         head += [f"τ at T = {result['temperature']:g}", "steps", "nodes", "β"]
         for name, reach in result["trees"].items():
-            tau = f"{reach['tau']:.3f} ± {reach['error']:.3f}"
-            steps, nodes = f"{reach['steps']:,}", f"{reach['nodes']:.1f}"
-            rows[name] += [tau, steps, nodes, f"{reach['sharpness']:.2f}"]
-    title = "τ: tokens per step, ± its standard error; nodes of a tree"
-    return title, [head, *rows.values()]
+            row = "{tau:.3f} ± {error:.3f}|{steps:,}|{nodes:.1f}|{sharpness:.2f}".format(**reach)
+            rows[name] += row.split("|")
+    show("τ: tokens per step, ± its standard error; nodes of a tree", head, [*rows.values()])
 
+    head = ["k = m,j", *(f"α_m,j at T = {result['temperature']:g}" for result in results)]
+    size, alphas = results[0]["chain"]["block_size"], [each["chain"]["alpha"] for each in results]
+    places = [f"{k + 1} = {k // size + 1},{k % size + 1}" for k in range(len(alphas[0]))]
+    lines = [[place, *map(_percent, shares)] for place, *shares in zip(places, *alphas)]
+    show("first choices that are right, given that all before were", head, lines)
 
-def _alpha(results: Results) -> tuple[str, list[list[str]]]:
-    """A row per position of the chain."""
-    rows = [["k = m,j", *(f"α_m,j at T = {result['temperature']:g}" for result in results)]]
-    chains = [result["chain"] for result in results]
-    for k, shares in enumerate(zip(*(chain["alpha"] for chain in chains))):
-        m, j = divmod(k, chains[0]["block_size"])
-        rows.append([f"{k + 1} = {m + 1},{j + 1}", *map(_percent, shares)])
-    return "first choices that are right, given that all before were", rows
-
-
-def _rank(result: dict[str, Any]) -> tuple[str, list[list[str]]]:
-    chain, names = result["chain"], ("1", "2–4", "5–10", "beyond")
-    title = f"rank head at T = {result['temperature']:g}, {chain['rank_positions']:,} positions"
-    rows = [[name, *map(_percent, each.values())] for name, each in zip(names, chain["rank"])]
-    return title, [["rank", "frequency", "precision", "recall", "F1"], *rows]
+    head = ["rank", "frequency", "precision", "recall", "F1"]
+    for result in results:
+        chain, names = result["chain"], ("1", "2–4", "5–10", "beyond")
+        title = f"rank head at T = {result['temperature']:g}, {chain['rank_positions']:,} positions"
+        lines = [[n, *map(_percent, each.values())] for n, each in zip(names, chain["rank"])]
+        show(title, head, lines)
 
 
 def _percent(share: float | None) -> str:

@@ -18,11 +18,8 @@ def install() -> None:
 
     @replaces(torch.compiler, "load_compiled_function")
     def load_compiled_function(original: Function, *args: Any, **kwargs: Any) -> Any:
-        return finalisable(original(*args, **kwargs))
-
-
-def finalisable(loaded: Any) -> Any:
-    compiled = loaded._artifacts.compiled_fn
-    if not hasattr(compiled, "finalize_loading"):
-        compiled.finalize_loading = lambda config: None
-    return loaded
+        loaded = original(*args, **kwargs)
+        compiled = loaded._artifacts.compiled_fn
+        if not hasattr(compiled, "finalize_loading"):
+            compiled.finalize_loading = lambda config: None
+        return loaded

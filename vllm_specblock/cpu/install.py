@@ -16,8 +16,8 @@ from vllm_specblock.cpu import (
     sleeping_waits,
 )
 from vllm_specblock.cpu.device import CpuDevice
-from vllm_specblock.cpu.hidden_modules import hidden
 from vllm_specblock.cpu.kernels import overrides
+from vllm_specblock.cpu.runner import hidden
 from vllm_specblock.cpu.top_k_top_p import apply_top_k_top_p
 from vllm_specblock.drafters.common.layers import RMSNorm
 from vllm_specblock.engine import compat

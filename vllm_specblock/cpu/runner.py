@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_specblock import triton_interpreter
 from vllm_specblock.config import OptionError
-from vllm_specblock.cpu.hidden_modules import hidden
 from vllm_specblock.engine.config.ours import WHEN_ASKED, is_ours
 from vllm_specblock.engine.patches import Function, replaces
 
@@ -91,6 +92,22 @@ def prepare() -> None:
     from vllm_specblock.cpu import install
 
     install.install()
+
+
+@contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Hide a package from `sys.modules` within this context.
+
+    vLLM searches every module for copies of a kernel, and fails on the library handle of Numba's
+    llvmlite, which resolves any attribute name.
+    """
+    found = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
+    for name in found:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules.update(found)
 
 
 def _find_triton() -> None:

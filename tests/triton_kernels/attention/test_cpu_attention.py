@@ -15,7 +15,6 @@ from vllm_specblock.triton_kernels.attention.cpu_packing import (
     packing_of,
     store_packed,
 )
-from vllm_specblock.triton_kernels.attention.tree_attention_batch import see_last
 
 FP8 = torch.float8_e4m3fn
 FORMS = {
@@ -44,19 +43,12 @@ def pack(kv_cache: torch.Tensor, amx: bool) -> tuple[torch.Tensor, Packing]:
     return packed, packing
 
 
-def attend(batch, amx, window=None, soft_cap=0.0, left_out=None, scales=(1.0, 1.0), sinks=None):
+def attend(batch, amx, scales=None, **options):
     cache, packing = pack(batch.kv_cache, amx)
-    prefix_from, mask_words = None, batch.mask_words
-    if window is not None:
-        prefix_from, mask_words = see_last(batch.prefix_len, mask_words, window)
-    seen = batch.seq_len, batch.prefix_len, mask_words, batch.tree_start
-    rows = cpu_attention.rows_of(batch.query_start.tolist(), *seen)
-    kv_heads = batch.kv_cache.shape[1]
-    group = batch.query.shape[1] // kv_heads
-    plan = cpu_attention.plan_packed(rows, group, kv_heads, left_out, prefix_from)
-    out, scale = torch.full_like(batch.query, torch.nan), batch.query.shape[-1] ** -0.5 * scales[0]
-    where = batch.query, cache, packing, batch.block_table, plan
-    return cpu_attention.attend_packed(*where, scale, out, soft_cap, scales[1], sinks)
+    if scales is not None:
+        options["key_scale"], options["value_scale"] = map(torch.tensor, scales)
+    out, scale = torch.full_like(batch.query, torch.nan), batch.query.shape[-1] ** -0.5
+    return batch.queries().attend(batch.query, cache, scale, out, packing=packing, **options)
 
 
 @pytest.mark.parametrize("group, head_size", [(1, 32), (3, 64), (9, 96)])
@@ -107,7 +99,7 @@ def test_sinks_and_windows(form, window, level):
     batch = make_batch(requests, group=3, block_size=32, dtype=dtype)
     noise = torch.randn(batch.query.shape[1], generator=torch.Generator().manual_seed(3))
     sinks = None if level is None else level + noise
-    check(attend(batch, amx, window, sinks=sinks), batch, window=window, sinks=sinks)
+    check(attend(batch, amx, window=window, sinks=sinks), batch, window=window, sinks=sinks)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -131,7 +123,7 @@ def test_neighbours_and_threads_change_nothing(form, threads, monkeypatch):
 
 def test_requests_that_are_left_out_stay_as_they_are():
     batch = make_batch([Tree(5, 3), Chunk(9, 2)], block_size=32)
-    got = attend(batch, False, left_out=torch.tensor([False, True]).numpy())
+    got = attend(batch, False, causal_elsewhere=True)
     assert got[4:].isnan().all() and not got[:4].isnan().any()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -91,11 +90,11 @@ def _begin(out: Path, making: dict[str, Any]) -> None:
     if shards.shard_path(out, 0).exists():
         if not path.exists():
             raise TrainError(f"{out} holds other data already; give another folder to write to.")
-        begun = json.loads(path.read_text(encoding="utf-8"))
+        begun = shards.read_json(path)
         shards.check_same(
             f"{out} was begun",
-            begun["options"] | {"input": begun["input"]},
-            making["options"] | {"input": making["input"]},
+            {**begun.get("options", {}), "input": begun.get("input")},
+            {**making["options"], "input": making["input"]},
             "give the same options and files to go on, or another folder to write to.",
             hidden={"input"},
         )

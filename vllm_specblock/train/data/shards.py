@@ -93,15 +93,23 @@ def read(folder: Path) -> Iterator[Text]:
 
 def read_index(folder: Path, name: str = INDEX, made_by: str = "data") -> dict[str, Any]:
     """A folder's index, which `specblock MADE_BY` writes last; raises `TrainError` without it."""
-    try:
-        return json.loads((folder / name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (folder / name).exists():
         raise TrainError(
             f"There is no {name} in {folder}: `specblock {made_by}` has not been here, or was "
             "stopped before its end (run it again with the same options and it goes on)."
-        ) from None
-    except json.JSONDecodeError as error:
-        raise TrainError(f"{folder / name} is not JSON: {error}.") from None
+        )
+    return read_json(folder / name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file that we wrote; raises `TrainError` if it is damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise TrainError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise TrainError(f"{path} is damaged: it holds no JSON object.")
+    return content
 
 
 def check_same(
