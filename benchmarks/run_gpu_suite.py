@@ -121,9 +121,8 @@ PARTS: dict[int, list[Step]] = {
         Step("llama-8b, batch 128", served(LARGE, 128, f"{FEW}; adaptive"), 130, 200),
     ],
     5: [  # learning while serving
-        Step("recording", f"{TESTS} {ENGINE}/test_adapt_recording.py", 90, 180),
         Step("adapting", f"{TESTS} {ENGINE}/test_adapting.py", 120, 240),
-        Step("exact under swaps", f"{TESTS} {ENGINE}/test_adaptation_exact.py", 120, 240),
+        Step("exact: adaptation", f"{TESTS} {ENGINE}/test_adaptation_exact.py", 210, 420),
         Step("adaptation's steps, pair", learning("pair"), 60, 120),
         Step("adaptation's steps, llama-8b", learning(LARGE), 130, 220),
     ],
