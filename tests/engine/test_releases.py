@@ -16,23 +16,29 @@ from vllm_specblock.cpu import install
 SIZE, REACH = 16, 40
 
 
-@pytest.mark.parametrize("window", [0, REACH])
-def test_block_tables_without_what_a_window_has_passed(window):
-    """From 0.33 on; rows of a larger batch before are cleared."""
+@pytest.mark.parametrize(
+    ("window", "beyond"),
+    [
+        (0, {}),  # up to 0.32
+        (0, {"_sliding_window_reach": [0], "_num_dirty_rows": 0}),
+        (REACH, {"_sliding_window_reach": [REACH], "_num_dirty_rows": 0}),
+    ],
+)
+def test_block_tables_without_what_a_window_has_passed(window, beyond):
+    """Rows of a larger batch before are cleared."""
     blocks = torch.arange(1, 61, dtype=torch.int32).view(6, 10)
     tables = SimpleNamespace(
         block_tables=[SimpleNamespace(gpu=blocks)],
         input_block_tables=[torch.full((6, 10), 7, dtype=torch.int32)],
         block_sizes=[SIZE],
-        _sliding_window_reach=[window],
-        _num_dirty_rows=0,
+        **beyond,
     )
     computed = torch.tensor([0, 100, 0, 0, 31, 0])
     install._gather_block_tables(tables, torch.tensor([0, 1, 2, 3]), 4)
     slots = torch.tensor([4, 1])
     (found,) = install._gather_block_tables(tables, slots, 2, num_computed_tokens=computed)
     expected = blocks[slots].clone()
-    if window:  # the third block ends within reach of token 100
+    if window:  # token 60 is the first that token 100 sees
         expected[1, :3] = 0
     assert torch.equal(found[:2], expected) and tables._num_dirty_rows == 2
     (table,) = tables.input_block_tables
