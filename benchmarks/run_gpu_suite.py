@@ -101,9 +101,8 @@ PARTS: dict[int, list[Step]] = {
         Step("llama-8b, batch 128", f"{LARGE}128 --only='{FEW}; adaptive'", 130, 200),
     ],
     5: [  # learning while serving
-        Step("recording", f"{TESTS} {ENGINE}/test_adapt_recording.py", 90, 180),
         Step("adapting", f"{TESTS} {ENGINE}/test_adapting.py", 120, 240),
-        Step("exact under swaps", f"{TESTS} {ENGINE}/test_adaptation_exact.py", 120, 240),
+        Step("exact: adaptation", f"{TESTS} {ENGINE}/test_adaptation_exact.py", 210, 420),
         Step("adaptation's steps, pair", f"{LEARNING}pair", 60, 120),
         Step("adaptation's steps, llama-8b", f"{LEARNING}llama-8b", 130, 220),
     ],

@@ -1,22 +1,47 @@
-"""Swapping a drafter's weights at any time: the tokens are vLLM's own.
+"""Serving while a drafter adapts: the tokens are vLLM's own, and records match the text.
 
-What changes when: `lib.weight_swaps`. `benchmarks/exactness.py --swaps` compares more tokens.
+What changes when weights are swapped: `lib.weight_swaps`. `benchmarks/exactness.py --swaps`
+compares more tokens.
 """
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lib.weight_swaps import Swaps, Versions, make_versions
-from support.engines import DRAFTER, ROOT, Engine, make_engine, note_calls, record_preemptions
+from support.engines import (
+    DRAFTER,
+    ROOT,
+    Engine,
+    make_engine,
+    note_calls,
+    record_preemptions,
+    shared_engine,
+)
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from support.recorded_graph import capture
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
+from vllm_specblock.adapt.book import Record
+from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
+from vllm_specblock.adapt.policy.interface import FinishedRequest
+from vllm_specblock.adapt.serving import recorder as recording
+from vllm_specblock.adapt.serving.slabs import SLABS
 from vllm_specblock.drafters.specblock.refresh import refresh
+from vllm_specblock.engine.runner.model_state import TreeModelState
 
+WATCH = {"adapt": {"policy": "watch"}}
 TABLES = ROOT / "examples/two_heads/tables"
+MERGED = {"second_drafter": {"model": str(TABLES)}, "draft_policy": "merge"}
 NAMES = ["greedy", "sampled log-probabilities", "presence penalty, sampled"]
+on_a_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a recording knows no compiled kernels"
+)
 check = Checker()
 
 
@@ -36,19 +61,15 @@ def engine() -> Engine:
     return make_engine({"num_speculative_tokens": 24})
 
 
-def compare(engine: Engine, reference, name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_swaps_change_no_token(engine, versions, reference, monkeypatch, name):
+    swaps = swapping(engine, versions, monkeypatch, seed=NAMES.index(name))
     requests, texts = params(8, max_tokens=90, **CASES[name]), PROMPTS[:8]
     check(engine, requests, reference(f"{name}, 90", requests, texts), texts)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_sampling_parameters(engine, versions, reference, monkeypatch, name):
-    swaps = swapping(engine, versions, monkeypatch, seed=NAMES.index(name))
-    compare(engine, reference, name)
     swaps.require(100, accepted=20)
 
 
-def test_prefix_cache_hits(engine, plain, versions, monkeypatch):
+def test_swaps_between_prefix_cache_hits(engine, plain, versions, monkeypatch):
     """Keys and values that the hits bring are of weights that are gone."""
     texts = [PROMPTS[9], PROMPTS[7], PROMPTS[9][:160], PROMPTS[9] + PROMPTS[2]]
     requests = params(len(texts))
@@ -59,11 +80,10 @@ def test_prefix_cache_hits(engine, plain, versions, monkeypatch):
     swaps.require(100, accepted=20)
 
 
-def test_crowded_and_adaptive(versions, reference, monkeypatch):
+def test_swaps_while_crowded(versions, reference, monkeypatch):
     """Both of two drafters change; chunked prompts, preemption, budgets and the length limit."""
-    speculative = {"second_drafter": {"model": str(TABLES)}, "draft_policy": "merge"}
-    speculative |= {"num_speculative_tokens": 10, "enable_adaptive_verification": True}
-    crowded = crowded_engine(speculative)
+    adaptive = {"num_speculative_tokens": 10, "enable_adaptive_verification": True}
+    crowded = crowded_engine(MERGED | adaptive)
     if current_platform.is_cpu():
         # Drafts this poor are soon not worth their time.
         manager = crowded.runner.adaptive_verification
@@ -77,7 +97,7 @@ def test_crowded_and_adaptive(versions, reference, monkeypatch):
     swaps.require(200, accepted=40)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a recording knows no compiled kernels")
+@on_a_cpu
 def test_a_graph_drafts_by_the_new_weights(engine, versions, reference, monkeypatch):
     """A graph reads addresses: its drafts are those of eager steps under the same swaps."""
     speculator, requests = engine.speculator, params(3, max_tokens=40)
@@ -99,3 +119,262 @@ def test_a_graph_drafts_by_the_new_weights(engine, versions, reference, monkeypa
     assert drafts() == eager
     replays = sum(graph.replays for graph in graphs.values())
     assert replays > 0.7 * len(eager)
+
+
+@dataclass
+class Kept:
+    """A sink that keeps everything."""
+
+    offers: list[tuple[Record, FinishedRequest | None]] = field(default_factory=list)
+    room: bool = True
+
+    def offer(self, record, finished) -> bool:
+        if self.room:
+            self.offers.append((record, finished))
+        return self.room
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for record, _ in self.offers]
+
+
+def kept(engine: Engine, monkeypatch) -> Kept:
+    sink = Kept()
+    monkeypatch.setattr(engine.speculator.recorder, "sink", sink)
+    return sink
+
+
+def flush(engine: Engine, slabs: int = SLABS) -> None:
+    """vLLM says that a request is done when it takes its next step."""
+    recorder = engine.speculator.recorder
+    for request in list(recorder._slots):
+        recorder.end(request)
+    for _ in range(1000):
+        if len(recorder.slabs.free) == slabs:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        recorder._hand_on()
+    raise AssertionError("a slab never came back")
+
+
+@pytest.fixture(scope="module")
+def watching() -> Engine:
+    return make_engine({"num_speculative_tokens": 24, **WATCH})
+
+
+def rebuilt(record: Record, text: list[int], prompt: int) -> int:
+    """Hold a record against its request's tokens; gives its first position."""
+    tokens = record.tokens.tolist()
+    for begin in range(len(text) - 1):
+        if text[begin + 1 : begin + 1 + len(tokens)] == tokens[: len(text) - begin - 1]:
+            labels = [begin + 1 + place >= prompt for place in range(len(tokens))]
+            if labels == record.labels.tolist():
+                return begin
+    raise AssertionError("a record is of no text")
+
+
+def test_watching_changes_no_draft_and_no_token(watching, reference, monkeypatch):
+    drafts, sink = [], kept(watching, monkeypatch)
+    off = shared_engine({"num_speculative_tokens": 24})
+    requests, texts = params(8, max_tokens=90, presence_penalty=0.9), PROMPTS[:8]
+    for number, request in enumerate(requests):
+        request.temperature = 0.8 * (number % 2)
+    expected = reference("half sampled, 90", requests, texts)
+    for engine in (off, watching):
+        # As if nothing had been served.
+        engine.llm.reset_prefix_cache()
+        engine.speculator.forget_warm_up()
+        slots = engine.speculator.tree_states
+
+        def note(tokens, batch, *_, slots=slots, **__) -> list[list]:
+            trees = slots.parent[batch.idx_mapping], slots.score[batch.idx_mapping]
+            return [each.tolist() for each in (tokens, *trees)]
+
+        drafts.append(note_calls(monkeypatch, engine.speculator, "propose", note))
+        check(engine, requests, expected, texts)
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 10
+    flush(watching)
+    assert len(sink.offers) == 8
+    by_number = sorted(sink.offers, key=lambda offer: int(offer[0].request.split("-")[0]))
+    for (record, finished), text, answer in zip(by_number, texts, expected):
+        whole = [*text, *answer[0].tokens]
+        begin = rebuilt(record, whole, len(text))
+        assert max(0, len(text) - PROMPT_ROWS) <= begin < len(text)  # later behind a cached prefix
+        # The last step may have accepted more than was asked for.
+        assert len(record.tokens) >= len(whole) - 1 - begin
+        assert finished.steps > 0 and finished.seconds > 0
+        assert finished.steps <= finished.tokens and finished.misses <= finished.steps
+        assert record.tau == finished.tau
+    assert sum(finished.misses for _, finished in by_number) > 0
+
+
+def assert_no_gap(records: list[Record], texts: list[list[int]]) -> None:
+    for record in records:
+        # The last step may have accepted more than was asked for.
+        spelled = ",".join(map(str, record.tokens.tolist()[:-5]))
+        assert any(spelled in ",".join(map(str, text)) for text in texts)
+
+
+def test_recording_while_crowded(monkeypatch, reference):
+    """The second of two drafters, with chunked prompts, preemption and the length limit.
+
+    Resumed requests are others.
+    """
+    second = {"second_drafter": {"model": str(TABLES), **WATCH}, "num_speculative_tokens": 10}
+    engine = crowded_engine(MERGED | second)
+    preempted, sink = record_preemptions(engine), kept(engine, monkeypatch)
+    requests = to_the_limit(0.0)[:8]
+    expected = reference("crowded 0.0", requests, PROMPTS[:8])
+    check(engine, requests, expected, PROMPTS[:8])
+    flush(engine)
+    assert preempted, "the cache was large enough for every request: this tested no preemption"
+    assert len(sink.offers) > 8
+    texts = [[*text, *answer[0].tokens] for text, answer in zip(PROMPTS, expected)]
+    assert_no_gap(sink.records, texts)
+
+
+def test_pauses_end_recordings(monkeypatch, reference):
+    adaptive = {"num_speculative_tokens": 10, "enable_adaptive_verification": True}
+    engine = make_engine(adaptive | WATCH)
+    sink, manager = kept(engine, monkeypatch), engine.runner.adaptive_verification
+    steps = itertools.count(1)
+    monkeypatch.setattr(manager.controller, "drafts", lambda *_: next(steps) % 12 <= 8)
+    requests, texts = params(8, max_tokens=90), PROMPTS[:8]
+    expected = reference("greedy, 90", requests, texts)
+    check(engine, requests, expected, texts)
+    flush(engine)
+    assert sink.offers and next(steps) > 13
+    assert_no_gap(sink.records, [[*t, *a[0].tokens] for t, a in zip(texts, expected)])
+    assert any(len(record.tokens) < 60 for record in sink.records)
+
+
+@pytest.mark.parametrize(
+    ("name", "observed"), [("_warmup_3_", 0), ("_v2_mixed_warmup_decode_", 0), ("7-a3f2", 1)]
+)
+def test_vllms_warm_up_is_not_observed(monkeypatch, name, observed):
+    begun = []
+    monkeypatch.setattr(DefaultModelState, "add_request", lambda *_: None)
+    recorder = SimpleNamespace(begin=lambda slot, request: begun.append(slot))
+    state = TreeModelState.__new__(TreeModelState)
+    state.tree_states = SimpleNamespace(reset=lambda slot: None)
+    state.speculator = SimpleNamespace(recorder=recorder, note_request=lambda *_: None)
+    state.add_request(5, SimpleNamespace(req_id=name, sampling_params=None))
+    assert begun == [5] * observed
+
+
+def test_more_requests_than_slabs(watching, monkeypatch):
+    sink, recorder = kept(watching, monkeypatch), watching.speculator.recorder
+    monkeypatch.setattr(recorder.slabs, "free", recorder.slabs.free[:3])
+    before = recorder.counts()
+    watching.generate(PROMPTS[:8], params(8, max_tokens=6))
+    flush(watching, slabs=3)
+    counts = {name: n - before[name, 0] for (name, _), n in recorder.counts().items()}
+    assert len(sink.offers) == 3 == counts[recording.RECORDED]
+    assert counts[recording.UNRECORDED] == 5
+    assert counts[recording.RECORDED_TOKENS] == sum(int(r.labels.sum()) for r in sink.records)
+    sink.room = False
+    watching.generate(PROMPTS[:1], params(1, max_tokens=6))
+    flush(watching, slabs=3)
+    assert recorder.counts()[recording.UNRECORDED, 0] == before[recording.UNRECORDED, 0] + 6
+
+
+def test_last_is_what_the_head_reads(watching, monkeypatch):
+    """The law of a row names the greedy target's own token, and states are those of a prefill."""
+    sink = kept(watching, monkeypatch)
+    watching.llm.reset_prefix_cache()
+    (answer,) = watching.generate(PROMPTS[5:6], params(1, max_tokens=100))
+    flush(watching)
+    (record,) = sink.records
+    labels = record.labels
+    last = record.last[labels].to(watching.runner.device)
+    likeliest = watching.runner.model.compute_logits(last).argmax(-1).cpu()
+    assert labels.sum() >= 99 and torch.equal(likeliest, record.tokens[labels])
+    # Read as a prompt, the same text leaves the same rows, in other sums.
+    sink.offers.clear()
+    watching.llm.reset_prefix_cache()
+    text = [*PROMPTS[5], *answer[0].tokens]
+    watching.generate([text], params(1, max_tokens=3))
+    flush(watching)
+    (again,) = sink.records
+    begin = len(PROMPTS[5]) - PROMPT_ROWS
+    skip = len(text) - PROMPT_ROWS - begin
+    both = len(record.tokens) - skip
+    assert both >= PROMPT_ROWS - 2
+    for name in ("states", "last"):
+        mine, other = getattr(record, name)[skip:], getattr(again, name)[:both]
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=2e-3)
+
+
+def anywhere(engine: Engine, sink: Kept, text: list[int]) -> bool:
+    """Whether three tokens of a text stand side by side in slabs, or in what was handed on."""
+    rows = [*engine.speculator.recorder.slabs.tensors.token, *(r.tokens for r in sink.records)]
+    trigrams = {tuple(text[at : at + 3]) for at in range(len(text) - 2)}
+    there = (row.unfold(0, 3, 1).tolist() for row in rows if len(row) > 2)
+    return any(tuple(each) in trigrams for row in there for each in row)
+
+
+def test_who_opted_out_is_in_no_buffer(watching, monkeypatch):
+    sink, recorder = kept(watching, monkeypatch), watching.speculator.recorder
+    slabs = recorder.slabs.tensors
+    watching.llm.reset_prefix_cache()
+    for tensor in (slabs.token, slabs.states, slabs.last):
+        tensor.zero_()
+    private, others = [2000 - at for at in range(90)], PROMPTS[:4]
+    requests = params(5, max_tokens=40)
+    requests[2].extra_args = {recording.SAYS: 0}
+    before = recorder.counts()[recording.OPTED_OUT, 0]
+    texts = [*others[:2], private, *others[2:]]
+    answers = watching.generate(texts, requests)
+    flush(watching)
+    assert recorder.counts()[recording.OPTED_OUT, 0] == before + 1 and len(sink.offers) == 4
+    assert not anywhere(watching, sink, private)
+    for text, (answer,) in zip(others[:2], answers):
+        assert anywhere(watching, sink, [*text, *answer.tokens])
+    # Its answer may say what others say; alone, it leaves no trace.
+    untouched = [tensor.clone() for tensor in slabs]
+    watching.generate([private], [requests[2]])
+    flush(watching)
+    assert all(map(torch.equal, untouched, slabs)) and len(sink.offers) == 4
+
+
+def test_marked_requests_only(watching, monkeypatch):
+    sink, recorder = kept(watching, monkeypatch), watching.speculator.recorder
+    monkeypatch.setattr(recorder, "requests", "marked")
+    said = [None, 1, "1", True, 1.0, 0, "0", False, "no", 2]  # what is unclear is a no
+    requests, before = params(max_tokens=20), recorder.counts()[recording.OPTED_OUT, 0]
+    for request, each in zip(requests[1:], said[1:]):
+        request.extra_args = {recording.SAYS: each}
+    watching.llm.reset_prefix_cache()
+    watching.generate(PROMPTS, requests)
+    flush(watching)
+    assert len(sink.records) == 4
+    for record in sink.records:
+        prompt = record.tokens[~record.labels].tolist()
+        assert prompt and any(text[-len(prompt) :] == prompt for text in PROMPTS[1:5])
+    assert recorder.counts()[recording.OPTED_OUT, 0] == before + 6
+
+
+@on_a_cpu
+def test_a_graph_records(watching, reference, monkeypatch):
+    """Replays record what eager steps record."""
+    requests, found = params(3, max_tokens=40), []
+    expected = reference("three for a graph", requests, PROMPTS[:3])
+    with monkeypatch.context() as patch:
+        for sizes in (None, [25, 75]):
+            if sizes is not None:
+                patch.setattr(watching.speculator, "pad_rows", True)
+                graphs = capture(watching, patch, sizes)
+            sink = kept(watching, patch)
+            watching.llm.reset_prefix_cache()
+            check(watching, requests, expected, PROMPTS[:3])
+            flush(watching)
+            found.append(sink.offers)
+        assert sum(graph.replays for graph in graphs.values()) > 10
+    eager, replayed = found
+    assert len(eager) == len(replayed) == 3
+    for (one, done), (other, over) in zip(eager, replayed):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.labels, other.labels)
+        assert (done.steps, done.tokens) == (over.steps, over.tokens)
+        torch.testing.assert_close(one.states, other.states, rtol=1e-3, atol=2e-3)
+        torch.testing.assert_close(one.last, other.last, rtol=1e-3, atol=2e-3)

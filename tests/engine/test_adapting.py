@@ -60,18 +60,6 @@ def end(engine: Engine) -> None:
         swaps.trainer.stop()
 
 
-def another(engine: Engine):
-    """What a second engine with the same options would begin with."""
-    ours = engine.speculator
-    return make_observer(
-        ours.vllm_config,
-        ours.resolved,
-        ours.draft_policy.drafters,
-        ours.tree_states.parent,
-        ours.draft_policy.max_depth,
-    )
-
-
 def counts(engine: Engine) -> dict[str, int]:
     return {name: count for (name, _), count in engine.speculator.recorder.counts().items()}
 
@@ -90,8 +78,10 @@ def test_a_start_and_a_sleep_serve_what_is_current(out, reference):
     assert_serves(engine, TABLES)
     check(engine, requests, expected, texts)
     assert_serves(engine, TABLES)
+    ours, policy = engine.speculator, engine.speculator.draft_policy
+    second = ours.vllm_config, ours.resolved, policy.drafters, ours.tree_states.parent
     with pytest.raises(TrainError, match=r"Another engine or trainer uses the folder"):
-        another(engine)
+        make_observer(*second, policy.max_depth)
     end(engine)
     # The same folder after an end, with what was chosen since.
     VersionFolder(out).use(None)

@@ -39,29 +39,10 @@ def test_a_trained_drafter_is_found_to_be_too_flat_for_a_greedy_target(plain):
     assert head.calibration.trees[1] > 20
 
 
-def test_requests_are_told_apart_and_slots_begin_anew():
-    engine = shared_engine({"num_speculative_tokens": 24})
-    (head,) = engine.speculator.draft_policy.drafters
-    engine.generate(PROMPTS[:2], params(2, temperature=0, max_tokens=32))
-    assert len(head.calibration.own.unique()) == 3  # unused slots', and two that differ
-    head.calibration.own.fill_(0.5)
-    # Without a verdict on any tree, what is left of it is nothing.
-    engine.generate(PROMPTS[:1], params(1, temperature=0, max_tokens=1))
-    assert sorted(head.calibration.own.tolist())[:2] == [0.0, 0.5]
-
-
 def test_two_heads_learn_each_for_itself(plain):
-    engine = make_engine(
-        {
-            "num_speculative_tokens": 24,
-            "calibrate_drafts": False,
-            "second_drafter": {
-                "kind": "specblock",
-                "model": str(ROOT / "examples/two_heads/tables"),
-            },
-            "draft_policy": "merge",
-        }
-    )
+    second = {"kind": "specblock", "model": str(ROOT / "examples/two_heads/tables")}
+    given = {"calibrate_drafts": False, "second_drafter": second, "draft_policy": "merge"}
+    engine = make_engine({"num_speculative_tokens": 24, **given})
     serve(engine, plain, 0.0)
     first, second = engine.speculator.draft_policy.drafters
     assert first.calibration is None and first.beta is None

@@ -8,9 +8,14 @@ import sys
 import pytest
 from support.engines import TARGET
 from support.processes import run_python
+from vllm import envs, triton_utils
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from vllm_specblock import plugin
+from vllm_specblock.config import OptionError
+from vllm_specblock.cpu import runner
+from vllm_specblock.engine.patches import PATCHES
 
 REPORT = """
 import json, os, sys
@@ -59,6 +64,7 @@ def runner(speculative):
     return args.create_engine_config().use_v2_model_runner
 
 def main():
+    import llvmlite.binding  # resolves any attribute, and vLLM's search for kernels fails on that
     ours = {"method": "specblock", "kind": "ngram", "num_speculative_tokens": 4}
     print([runner(each) for each in (None, ours, None)])
     sizes = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
@@ -73,7 +79,7 @@ if __name__ == "__main__":
 
 @on_a_cpu
 def test_asking_for_trees_is_enough_and_other_engines_keep_their_runner(tmp_path):
-    """A worker that is spawned prepares itself."""
+    """A worker that is spawned prepares itself, and Numba may be loaded before."""
     script, wanted = tmp_path / "asking.py", ["[False, True, False]", "12"]
     script.write_text(ASKING)
     lines = run_python(script, TARGET, VLLM_WORKER_MULTIPROC_METHOD="spawn")
@@ -81,19 +87,7 @@ def test_asking_for_trees_is_enough_and_other_engines_keep_their_runner(tmp_path
 
 
 @on_a_cpu
-def test_numba_may_be_loaded_first():
-    """Its library resolves any attribute, and vLLM's search for kernels fails on that."""
-    code = "import llvmlite.binding; from vllm_specblock.cpu import runner; runner.prepare()"
-    run_python("-c", code)
-
-
-@on_a_cpu
 def test_a_process_that_ran_the_other_runner_is_told_what_to_do(monkeypatch):
-    from vllm import envs, triton_utils
-
-    from vllm_specblock.config import OptionError
-    from vllm_specblock.cpu import runner
-
     envs.disable_envs_cache()
     monkeypatch.setattr(triton_utils, "HAS_TRITON", False)
     monkeypatch.setitem(sys.modules, runner._RUNNER, sys)
@@ -102,10 +96,6 @@ def test_a_process_that_ran_the_other_runner_is_told_what_to_do(monkeypatch):
 
 
 def test_register_twice_patches_once():
-    from vllm.engine.arg_utils import EngineArgs
-
-    from vllm_specblock.engine.patches import PATCHES
-
     plugin.register()
     before = EngineArgs.create_speculative_config, dict(PATCHES)
     plugin.register()

@@ -13,47 +13,36 @@ from vllm import SamplingParams
 
 from vllm_specblock.cpu import install
 
-SIZE = 16
+SIZE, REACH = 16, 40
 
 
-def tables(**beyond) -> SimpleNamespace:
-    """Two groups of caches of six request slots, ten blocks each."""
-    blocks = torch.arange(1, 121, dtype=torch.int32).view(2, 6, 10)
-    return SimpleNamespace(
-        block_tables=[SimpleNamespace(gpu=group) for group in blocks],
-        input_block_tables=[torch.full((6, 10), 7, dtype=torch.int32) for _ in blocks],
-        block_sizes=[SIZE, SIZE],
+@pytest.mark.parametrize(
+    ("window", "beyond"),
+    [
+        (0, {}),  # up to 0.32
+        (0, {"_sliding_window_reach": [0], "_num_dirty_rows": 0}),
+        (REACH, {"_sliding_window_reach": [REACH], "_num_dirty_rows": 0}),
+    ],
+)
+def test_block_tables_without_what_a_window_has_passed(window, beyond):
+    """Rows of a larger batch before are cleared."""
+    blocks = torch.arange(1, 61, dtype=torch.int32).view(6, 10)
+    tables = SimpleNamespace(
+        block_tables=[SimpleNamespace(gpu=blocks)],
+        input_block_tables=[torch.full((6, 10), 7, dtype=torch.int32)],
+        block_sizes=[SIZE],
         **beyond,
     )
-
-
-def test_blocks_that_a_window_has_passed_are_taken_out():
-    slots, computed = torch.tensor([4, 1]), torch.tensor([0, 100, 0, 0, 31, 0])
-    given = tables(_sliding_window_reach=[0, 40], _num_dirty_rows=0)
-    whole, window = install._gather_block_tables(given, slots, 3, num_computed_tokens=computed)
-    for group, found in enumerate((whole, window)):
-        for row, slot in enumerate(slots.tolist()):
-            expected = given.block_tables[group].gpu[slot].clone()
-            if group == 1:
-                for block in range(10):
-                    # No entry of it lies within reach of the first token that is computed.
-                    if (block + 1) * SIZE <= computed[slot] - 40:
-                        expected[block] = 0
-            assert torch.equal(found[row], expected)
-        assert not found[2].any()
-    assert (window[1] == 0).sum() == 3 and (window[0] == 0).sum() == 0
-    (_, without) = install._gather_block_tables(given, slots, 3)
-    assert torch.equal(without[:2], given.block_tables[1].gpu[slots])
-
-
-@pytest.mark.parametrize("beyond", [{}, {"_sliding_window_reach": [0, 0], "_num_dirty_rows": 0}])
-def test_rows_of_a_larger_batch_are_cleared(beyond):
-    given = tables(**beyond)
-    install._gather_block_tables(given, torch.tensor([0, 1, 2, 3]), 4)
-    install._gather_block_tables(given, torch.tensor([5]), 1)
-    assert given._num_dirty_rows == 1
-    for table in given.input_block_tables:
-        assert table[0].all() and not table[1:4].any() and (table[4:] == 7).all()
+    computed = torch.tensor([0, 100, 0, 0, 31, 0])
+    install._gather_block_tables(tables, torch.tensor([0, 1, 2, 3]), 4)
+    slots = torch.tensor([4, 1])
+    (found,) = install._gather_block_tables(tables, slots, 2, num_computed_tokens=computed)
+    expected = blocks[slots].clone()
+    if window:  # token 60 is the first that token 100 sees
+        expected[1, :3] = 0
+    assert torch.equal(found[:2], expected) and tables._num_dirty_rows == 2
+    (table,) = tables.input_block_tables
+    assert not table[2:4].any() and (table[4:] == 7).all()
 
 
 def test_no_drafts_where_no_request_could_use_them(plain, monkeypatch):

@@ -6,7 +6,7 @@ import time
 from itertools import count
 
 import pytest
-from support.engines import Engine, asynchronous_engine, make_engine
+from support.engines import Engine, asynchronous_engine, make_engine, shared_engine
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -102,31 +102,26 @@ def assert_alive(engine: Engine) -> None:
     assert len(answer.tokens) == 4
 
 
-def test_sessions_that_stop_inside_accepted_paths(tree: Engine, expected):
-    assert run(tree) == expected
-    assert_alive(tree)
+def smaller_than_most_chunks() -> Engine:
+    """The token budget of a step is."""
+    return make_engine({"num_speculative_tokens": 5}, max_num_batched_tokens=24, max_num_seqs=3)
 
 
-def test_chunked_prompts(expected):
-    """The token budget of a step is smaller than most chunks."""
-    engine = make_engine({"num_speculative_tokens": 5}, max_num_batched_tokens=24, max_num_seqs=3)
+def usual() -> Engine:
+    return shared_engine({"num_speculative_tokens": 24})
+
+
+@pytest.mark.parametrize("make", [usual, smaller_than_most_chunks, asynchronous_engine])
+def test_sessions_that_stop_inside_accepted_paths(make, expected):
+    engine = make()
     assert run(engine) == expected
     assert_alive(engine)
 
 
-@pytest.fixture(scope="module")
-def asynchronous() -> Engine:
-    return asynchronous_engine()
-
-
-def test_asynchronous_scheduling(asynchronous, expected):
-    assert run(asynchronous) == expected
-    assert_alive(asynchronous)
-
-
-def test_preempted_while_the_last_step_is_in_flight(asynchronous, expected, monkeypatch):
+def test_preempted_while_the_last_step_is_in_flight(expected, monkeypatch):
     """As if the cache were full in every third step. vLLM loses sessions by it."""
-    scheduler, steps, in_flight = asynchronous.core.scheduler, count(), []
+    engine = asynchronous_engine()
+    scheduler, steps, in_flight = engine.core.scheduler, count(), []
     schedule = scheduler.schedule
 
     def preempting(*args, **kwargs):
@@ -137,7 +132,7 @@ def test_preempted_while_the_last_step_is_in_flight(asynchronous, expected, monk
         return schedule(*args, **kwargs)
 
     monkeypatch.setattr(scheduler, "schedule", preempting)
-    assert run(asynchronous) == expected
+    assert run(engine) == expected
     assert any(in_flight)
     monkeypatch.undo()
-    assert_alive(asynchronous)
+    assert_alive(engine)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.engines import TARGET, Engine, assert_identical, make_engine
+from support.engines import TARGET, Engine, assert_identical, make_engine, shared_engine
 from support.matrix import PROMPTS, Checker, params
 from support.targets import edit_config
 from vllm import SamplingParams
@@ -75,11 +75,6 @@ def test_settings_that_change_what_is_said(speculative, settings, reference, tmp
     assert accepted > 100, "hardly a tree was right: this tested little"
 
 
-def test_a_cache_by_kinds_of_layers_is_one_sentence(tmp_path):
-    with pytest.raises(ValueError, match="disable_hybrid_kv_cache_manager is False, but"):
-        make_engine({}, **look_back(tmp_path), disable_hybrid_kv_cache_manager=False)
-
-
 def test_long_prompts_in_chunks():
     """Thousands of tokens, with RoPE scaled beyond the trained length."""
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
@@ -125,18 +120,12 @@ def test_prompts_as_embeddings(plain: Engine):
 MARKERS = {"reasoning_start_str": "class", "reasoning_end_str": "return self"}
 
 
-@pytest.fixture(scope="module")
-def thinking() -> tuple[Engine, Engine]:
-    """Plain vLLM, and trees of a fixed size."""
-    return tuple(
-        make_engine(speculative, reasoning_config=MARKERS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_thinking_ends_at_its_budget(temperature):
+    plain, tree = (
+        shared_engine(speculative, reasoning_config=MARKERS)
         for speculative in (None, {"num_speculative_tokens": 12})
     )
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_thinking_ends_at_its_budget(thinking, temperature):
-    plain, tree = thinking
     ids = plain.llm.get_tokenizer().encode
     start, end = (ids(text, add_special_tokens=False) for text in MARKERS.values())
     assert len(end) > 1

@@ -50,24 +50,19 @@ def drafts_of(engine: Engine, texts: list[list[int]], requests: list[SamplingPar
     return [0 if each is None else each.num_draft_tokens for each in metrics]
 
 
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("name", ["greedy", "temperature 1", "repetition penalty"])
-def test_all_opt_out(engine, reference, monkeypatch, name):
-    drafted = []
+def test_requests_opt_out(engine, reference, monkeypatch, name, every):
     (drafter,) = engine.speculator.draft_policy.drafters
-    monkeypatch.setattr(drafter, "draft", lambda *_: drafted.append("a tree"))
-    before = engine.metrics["vllm:spec_decode_num_draft_tokens"]
-    requests = opting_out(params(**CASES[name]))
+    trees = note_calls(monkeypatch, drafter, "draft", lambda *_: "a tree")
+    requests = opting_out(params(**CASES[name]), every)
     check(engine, requests, reference(name, params(**CASES[name])))
-    assert engine.metrics["vllm:spec_decode_num_draft_tokens"] == before and not drafted
-
-
-@pytest.mark.parametrize("name", ["greedy", "temperature 1", "repetition penalty"])
-def test_some_opt_out(engine, reference, name):
-    requests = opting_out(params(**CASES[name]), every=3)
-    check(engine, requests, reference(name, params(**CASES[name])))
-    counts = drafts_of(engine, PROMPTS, opting_out(params(**CASES[name]), every=3))
-    assert not any(counts[::3])
-    assert all(count for at, count in enumerate(counts) if at % 3)
+    counts = drafts_of(engine, PROMPTS, opting_out(params(**CASES[name]), every))
+    assert not any(counts[::every])
+    if every == 1:
+        assert not trees
+    else:
+        assert all(count for at, count in enumerate(counts) if at % every)
 
 
 def test_logprobs_of_chosen_tokens_take_no_drafts(engine, plain):
@@ -125,15 +120,10 @@ def test_a_wrong_value_is_refused(engine, given):
     assert len(engine.generate([PROMPTS[0]], greedy)[0][0].tokens) == greedy.max_tokens
 
 
-@pytest.fixture(scope="module")
-def following() -> Engine:
-    """An engine with reproducible drafts."""
-    return shared_engine({"num_speculative_tokens": 24, "calibrate_drafts": False})
-
-
 @pytest.mark.parametrize("beside", [False, True])
-def test_later_requests_draft_from_its_blocks(following, monkeypatch, beside):
+def test_later_requests_draft_from_its_blocks(monkeypatch, beside):
     """The next turn of a chat reuses its blocks, and gets the same drafts."""
+    following = shared_engine({"num_speculative_tokens": 24, "calibrate_drafts": False})
     text = PROMPTS[7][:45]
     found = []
     for opts_out in (False, True):
@@ -154,8 +144,8 @@ def test_later_requests_draft_from_its_blocks(following, monkeypatch, beside):
     assert found[0] == found[1]
 
 
-def test_trees_made_to_hurt_the_others(following, reference, monkeypatch):
+def test_trees_made_to_hurt_the_others(tree, reference, monkeypatch):
     """Deep trees, all accepted: other requests run ahead."""
     expected = reference("greedy", params())
-    install(monkeypatch, following, "deep", expected)
-    check(following, opting_out(params(), every=2), expected)
+    install(monkeypatch, tree, "deep", expected)
+    check(tree, opting_out(params(), every=2), expected)

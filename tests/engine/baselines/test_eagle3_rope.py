@@ -17,7 +17,7 @@ from vllm_specblock.triton_kernels.layers.rope import rotate_pair
 from vllm_specblock.drafters.common.rope import Rotary, rewritten
 from vllm_specblock.drafters.eagle3.config import from_json
 
-D, HEADS, ROWS, THETA = 16, 2, 24, 5000.0
+D, HEADS, ROWS = 16, 2, 24
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -29,43 +29,32 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 128,
 }
+THETA = {"rope_theta": 5000.0}
+DEFAULT, LINEAR = {"rope_type": "default"}, {"factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+CONTEXT = {"original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, **CONTEXT}
+ALL_KEYS = {"beta_fast": 8, "beta_slow": 2, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}
 ROPES = {
     "nothing said": {},
-    "theta": {"rope_theta": THETA},
-    "transformers 5": {"rope_parameters": {"rope_type": "default", "rope_theta": THETA}},
-    "theta twice": {
-        "rope_theta": 3.0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
-    },
-    "theta inside scaling": {"rope_theta": 3.0, "rope_scaling": YARN | {"rope_theta": THETA}},
-    "linear": {"rope_theta": THETA, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "linear, old word": {"rope_theta": THETA, "rope_scaling": {"type": "linear", "factor": 4.0}},
-    "llama3": {
-        "rope_theta": THETA,
-        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64},
-    },
-    "llama3 of the whole context": {"rope_theta": THETA, "rope_scaling": LLAMA3},
-    "yarn": {"rope_theta": THETA, "rope_scaling": YARN},
-    "yarn, transformers 5": {"rope_parameters": YARN | {"rope_theta": THETA}},
-    "yarn, context outside": {
-        "rope_theta": THETA,
-        "rope_scaling": YARN,
-        "original_max_position_embeddings": 32,
-    },
-    "yarn, all keys": {
-        "rope_theta": THETA,
-        "rope_scaling": YARN
-        | {"beta_fast": 8, "beta_slow": 2, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
-    },
-    "yarn, its factor": {"rope_theta": THETA, "rope_scaling": YARN | {"attention_factor": 1.5}},
-    "partial": {"rope_theta": THETA, "partial_rotary_factor": 0.5},
+    "theta": THETA,
+    "transformers 5": {"rope_parameters": DEFAULT | THETA},
+    "theta twice": {"rope_theta": 3.0, "rope_parameters": DEFAULT | THETA},
+    "theta inside scaling": {"rope_theta": 3.0, "rope_scaling": YARN | THETA},
+    "linear": THETA | {"rope_scaling": {"rope_type": "linear", **LINEAR}},
+    "linear, old word": THETA | {"rope_scaling": {"type": "linear", **LINEAR}},
+    "llama3": THETA | {"rope_scaling": LLAMA3 | CONTEXT},
+    "llama3 of the whole context": THETA | {"rope_scaling": LLAMA3},
+    "yarn": THETA | {"rope_scaling": YARN},
+    "yarn, transformers 5": {"rope_parameters": YARN | THETA},
+    "yarn, context outside": THETA | {"rope_scaling": YARN, "original_max_position_embeddings": 32},
+    "yarn, all keys": THETA | {"rope_scaling": YARN | ALL_KEYS},
+    "yarn, its factor": THETA | {"rope_scaling": YARN | {"attention_factor": 1.5}},
+    "partial": THETA | {"partial_rotary_factor": 0.5},
     "partial, transformers 5": {
-        "rope_parameters": {"rope_theta": THETA, "rope_type": "default"}
-        | {"partial_rotary_factor": 0.25}
+        "rope_parameters": THETA | DEFAULT | {"partial_rotary_factor": 0.25}
     },
-    "partial yarn": {"rope_theta": THETA, "partial_rotary_factor": 0.5, "rope_scaling": YARN},
+    "partial yarn": THETA | {"partial_rotary_factor": 0.5, "rope_scaling": YARN},
 }
 
 
@@ -108,14 +97,12 @@ def test_scores_are_those_of_vllm(name, layout, kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     shape = from_json(raw, "config.json")
     torch.manual_seed(0)
-    stored = {
-        "midlayer.self_attn.q_proj.weight": torch.randn(HEADS * D, 8),
-        "midlayer.self_attn.k_proj.weight": torch.randn(D, 8),
-        "midlayer.self_attn.q_proj.bias": torch.randn(HEADS * D),
-        "midlayer.self_attn.k_proj.bias": torch.randn(D),
-        "midlayer.self_attn.q_norm.weight": torch.rand(D) + 0.5,
-        "midlayer.self_attn.k_norm.weight": torch.rand(D) + 0.5,
-    }
+    stored = {}
+    for which, rows in (("q", HEADS * D), ("k", D)):
+        part = f"midlayer.self_attn.{which}_"
+        stored[f"{part}proj.weight"] = torch.randn(rows, 8)
+        stored[f"{part}proj.bias"] = torch.randn(rows)
+        stored[f"{part}norm.weight"] = torch.rand(D) + 0.5
     state, position = torch.randn(ROWS, 8), torch.randint(0, 100, (ROWS,))
 
     def projected(tensors):

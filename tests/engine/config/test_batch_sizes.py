@@ -19,8 +19,9 @@ DEVICES = {
 }
 
 
-def arguments(**changes) -> EngineArgs:
-    return EngineArgs(model=str(TARGET), speculative_config={"method": "specblock"}, **changes)
+def arguments(speculative=None, **changes) -> EngineArgs:
+    given = {"method": "specblock"} | (speculative or {})
+    return EngineArgs(model=str(TARGET), speculative_config=given, **changes)
 
 
 @pytest.mark.parametrize(
@@ -65,14 +66,9 @@ def test_steps_of_whole_trees_are_captured():
         {"max_cudagraph_capture_size": 64},
         {"compilation_config": CompilationConfig(cudagraph_capture_sizes=[1, 2])},
         {"compilation_config": CompilationConfig(max_cudagraph_capture_size=32)},
+        # A schedule has graphs of its own.
+        {"speculative": {"num_speculative_tokens_per_batch_size": [[1, 8, 60], [9, 64, 10]]}},
     ],
 )
 def test_given_sizes_stay(changes):
     assert sizes(60, **changes) is None
-
-
-def test_a_schedule_has_graphs_of_its_own():
-    args = arguments()
-    args.speculative_config["num_speculative_tokens_per_batch_size"] = [[1, 8, 60], [9, 64, 10]]
-    capture_trees(args, 60)
-    assert args.cudagraph_capture_sizes is None

@@ -18,13 +18,18 @@ RAW = {
 }
 
 
+def overridden(folder, raw, given):
+    (folder / "config.json").write_text(json.dumps(raw))
+    return arg_utils.maybe_override_with_speculators(
+        model=str(folder), tokenizer=None, trust_remote_code=False, vllm_speculative_config=given
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "method", "tokens"),
     [
         (None, "eagle3", 5),
-        ({}, "eagle3", 5),
-        ({"num_speculative_tokens": 2}, "eagle3", 2),
-        ({"method": "ngram"}, "eagle3", 5),  # as vLLM does it
+        ({"method": "ngram", "num_speculative_tokens": 2}, "eagle3", 2),  # as vLLM does it
         # Of a tree the plugin knows how many nodes are good.
         ({"method": "specblock"}, "specblock", None),
         ({"method": "specblock", "num_speculative_tokens": 24}, "specblock", 24),
@@ -32,10 +37,7 @@ RAW = {
     ],
 )
 def test_ours_is_kept_where_it_is_asked_for(given, method, tokens, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(RAW))
-    model, tokenizer, found = arg_utils.maybe_override_with_speculators(
-        model=str(tmp_path), tokenizer=None, trust_remote_code=False, vllm_speculative_config=given
-    )
+    model, tokenizer, found = overridden(tmp_path, RAW, given)
     assert model == tokenizer == "org/target"
     assert (found["model"], found["method"]) == (str(tmp_path), method)
     counts = [value for key, value in found.items() if key.startswith("num")]
@@ -43,9 +45,6 @@ def test_ours_is_kept_where_it_is_asked_for(given, method, tokens, tmp_path):
 
 
 def test_other_models_are_left_alone(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     given = {"method": "specblock", "model": "org/drafter"}
-    found = arg_utils.maybe_override_with_speculators(
-        model=str(tmp_path), tokenizer=None, trust_remote_code=False, vllm_speculative_config=given
-    )
+    found = overridden(tmp_path, {"model_type": "llama"}, given)
     assert found == (str(tmp_path), None, given)

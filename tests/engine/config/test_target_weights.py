@@ -11,71 +11,51 @@ from vllm_specblock.config import OptionError
 from vllm_specblock.engine.config import validate
 
 X86 = current_platform.is_cpu() and current_platform.get_cpu_architecture() == CpuArchEnum.X86
+TILES, AVX512 = "torch.cpu._is_amx_tile_supported", "torch.cpu._is_avx512_supported"
 
-AMX, AVX512 = "torch.cpu._is_amx_tile_supported", "torch.cpu._is_avx512_supported"
 
-
-def hold(monkeypatch, lacking: list[str], quantization, said, says: str | None) -> None:
-    """A target is taken on a processor that has everything, and refused on one that lacks some."""
+def target(quantization=None, **said) -> SimpleNamespace:
+    """said: the `quantization_config` of a config.json."""
     config = SimpleNamespace(quantization_config=said) if said else SimpleNamespace()
-    target = SimpleNamespace(model="some/target", quantization=quantization, hf_config=config)
-    for feature in (AMX, AVX512):
-        monkeypatch.setattr(feature, lambda: True)
-    validate.check_quantization(target)
-    for feature in lacking:
-        monkeypatch.setattr(feature, lambda: False)
-    if says is None:
-        validate.check_quantization(target)
-        return
-    with pytest.raises(OptionError, match=says):
-        validate.check_quantization(target)
+    return SimpleNamespace(model="some/target", quantization=quantization, hf_config=config)
 
 
-COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
+def compressed(**group) -> SimpleNamespace:
+    return target("compressed-tensors", config_groups={"group_0": group})
 
 
-@pytest.mark.parametrize(
-    ("quantization", "said", "refused"),
-    [
-        (None, None, False),
-        ("fp8", {"quant_method": "fp8"}, True),
-        ("fp8", None, True),  # asked for while a checkpoint of more bits is loaded
-        ("awq", {"quant_method": "awq", "bits": 4}, False),
-        ("compressed-tensors", {"weights": {"type": "float", "num_bits": 8}}, True),
-        ("compressed-tensors", {"weights": {"type": "int", "num_bits": 8}}, False),
-    ],
-)
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="of vLLM's CPU build")
-def test_targets_in_float8_want_tiles(monkeypatch, quantization, said, refused):
-    if quantization == "compressed-tensors":
-        said = COMPRESSED | {"config_groups": {"group_0": said}}
-    says = r"float8 weights.*AMX tiles.*unquantised target\.$" if refused else None
-    hold(monkeypatch, [AMX], quantization, said, says)
-
-
-@pytest.mark.parametrize(
-    ("said", "refused"),
-    [
-        ({"quant_method": "awq", "bits": 4}, True),
-        ({"quant_method": "gptq", "bits": 8}, False),
-        (COMPRESSED | {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, True),
-        (COMPRESSED | {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, False),
-    ],
-)
 @pytest.mark.skipif(not X86, reason="of vLLM's CPU build for x86")
-def test_targets_in_4_bits_want_avx_512(monkeypatch, said, refused):
-    says = r"4-bit weights.*AVX-512.*unquantised target\.$" if refused else None
-    hold(monkeypatch, [AMX, AVX512], "any", said, says)
+@pytest.mark.parametrize(
+    ("model", "needs"),
+    [
+        (target(), ()),
+        (target("fp8", quant_method="fp8"), (TILES, AVX512)),
+        (target("fp8"), (TILES, AVX512)),  # asked for while a checkpoint of more bits is loaded
+        (compressed(weights={"type": "float", "num_bits": 8}), (TILES, AVX512)),
+        (compressed(weights={"type": "int", "num_bits": 8}), ()),
+        (compressed(weights={"num_bits": 4}), (AVX512,)),
+        (target("awq", quant_method="awq", bits=4), (AVX512,)),
+        (target("gptq", quant_method="gptq", bits=8), ()),
+    ],
+)
+def test_weights_that_this_cpu_has_no_kernel_for_are_refused(monkeypatch, model, needs):
+    for feature in (TILES, AVX512):
+        monkeypatch.setattr(feature, lambda: True)
+    validate.check_quantization(model)
+    for feature in (TILES, AVX512):  # no processor has tiles alone
+        monkeypatch.setattr(feature, lambda: False)
+        if feature not in needs:
+            validate.check_quantization(model)
+            continue
+        says = "float8 weights.*AMX tiles" if TILES in needs else r"4-bit weights.*AVX-512"
+        with pytest.raises(OptionError, match=rf"{says}.*unquantised target\.$"):
+            validate.check_quantization(model)
 
 
 @pytest.mark.parametrize("activations", [None, {"num_bits": 8, "type": "int"}])
 def test_rounded_activations_are_warned_of(monkeypatch, activations):
-    group = {"weights": {"type": "int", "num_bits": 8}, "input_activations": activations}
-    said = COMPRESSED | {"config_groups": {"group_0": group}}
-    config = SimpleNamespace(quantization_config=said)
     warnings = []
     monkeypatch.setattr(validate.logger, "warning", warnings.append)
-    validate.check_quantization(
-        SimpleNamespace(model="some/target", quantization="compressed-tensors", hf_config=config)
-    )
+    weights = {"type": "int", "num_bits": 8}
+    validate.check_quantization(compressed(weights=weights, input_activations=activations))
     assert len(warnings) == (activations is not None)

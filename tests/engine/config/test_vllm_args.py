@@ -17,11 +17,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from vllm_specblock.config import OptionError
-from vllm_specblock.engine.config import validate, vllm_args
-from vllm_specblock.engine.config.ours import is_ours
+from vllm_specblock.engine.config import resolved_config, validate
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig
 
-on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="refused before on a GPU")
+on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="of a CPU build")
 
 
 def refused(*parts: str, **kwargs) -> None:
@@ -40,12 +39,12 @@ def plan_of(speculative=None, **changes) -> ResolvedConfig:
 def put_on_a_gpu(monkeypatch) -> SimpleNamespace:
     """Let vLLM's platform be another one from now on."""
     gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
-    for module in (validate, vllm_args):
+    for module in (validate, resolved_config):
         monkeypatch.setattr(module, "current_platform", gpu)
     return gpu
 
 
-def test_accepted():
+def test_one_drafter():
     config = configure({"num_blocks": 3, "branching": [1, 2, 3, 4]})
     assert config.speculative_config.num_speculative_tokens == 24
     assert config.num_lookahead_tokens >= 24, "later blocks borrow these slots"
@@ -58,17 +57,30 @@ def test_accepted():
     assert draft.hf_config.eagle_aux_hidden_state_layer_ids == [2, 3, 4]
 
 
+def test_a_drafter_without_weights():
+    config = configure({"kind": "ngram", "model": None}).speculative_config
+    assert config.specblock.drafters[0].folder is None and config.specblock.layers == ()
+    draft = config.draft_model_config
+    assert (draft.get_hidden_size(), draft.get_vocab_size()) == (192, 2048)
+
+
+def test_two_drafters_in_keys_with_dashes_as_on_a_command_line():
+    second = {"kind": "ngram", "max-match": 5}
+    plan = plan_of({"second-drafter": second, "draft-policy": "merge", "budget": "split"})
+    assert [drafter.kind for drafter in plan.drafters] == ["specblock", "ngram"]
+    assert plan.drafters[1].options.max_match == 5
+    assert plan.combine.draft_policy == "merge" and plan.combine.budget == "split"
+    assert plan.layers == (2, 3, 4)
+
+
 def test_weights_in_eight_bits_want_a_gpu_that_has_them(monkeypatch):
-    plan = plan_of({"quantization": "fp8", "calibrate_drafts": False})
-    (head,) = plan.drafters
-    assert head.options.quantization == "fp8" and head.options.calibrate_drafts is False
-    gpu = put_on_a_gpu(monkeypatch)
-    for capability in (89, 90):
-        gpu.has_device_capability = lambda wanted, mine=capability: mine >= wanted
-        validate.check_weights(plan)
+    plan, gpu = plan_of({"quantization": "fp8"}), put_on_a_gpu(monkeypatch)
+    others = EngineArgs(model=str(TARGET)), plan, {}, ParallelConfig()
+    gpu.has_device_capability = lambda wanted: wanted <= 89
+    validate.check_combination(*others)
     gpu.has_device_capability = lambda wanted: wanted <= 80
     with pytest.raises(OptionError, match=r"'fp8', but this GPU has no float8.*drop the key"):
-        validate.check_weights(plan)
+        validate.check_combination(*others)
 
 
 def test_default_numbers_of_nodes_and_blocks():
@@ -82,23 +94,16 @@ def test_default_numbers_of_nodes_and_blocks():
         assert head.options.num_blocks == blocks
 
 
-def test_other_methods_are_left_alone():
-    given = {"method": "ngram", "num_speculative_tokens": 3}
-    args = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
-    config = args.create_engine_config().speculative_config
-    assert config.method == "ngram" and not is_ours(config)
-
-
 NGRAM = {"kind": "ngram"}
 SECOND = {"second_drafter": NGRAM}
 TABLES, EAGLE3 = ROOT / "examples/two_heads/tables", ROOT / "examples/two_heads/eagle3"
 ADAPT = {"adapt": {"policy": "watch", "requests": "marked"}}
 
 
+# Options of one drafter or of `adapt` alone: tests/test_config.py and tests/adapt/test_options.py.
 @pytest.mark.parametrize(
     ("speculative", "parts"),
     [
-        ({"num_speculative_tokens": 257}, ["is 257", "1 to 256"]),
         ({"model": None}, ["'model' is missing"]),
         ({"model": "no/such"}, ["'model' is 'no/such'", "neither a folder"]),
         ({"rejection_sample_method": "block"}, ["_method' is 'block'", "'standard' only"]),
@@ -108,30 +113,22 @@ ADAPT = {"adapt": {"policy": "watch", "requests": "marked"}}
             ["num_blocks", "num_starts"],
         ),
         # Combinations.
-        ({"second_drafter": "ngram"}, ["'second_drafter' is 'ngram'", "dictionary"]),
         ({"second_drafter": {}}, ["'second_drafter.model' is missing"]),
-        ({"second_drafter": {"kind": "hydra"}}, ["'second_drafter.kind' is 'hydra'", "eagle3"]),
         ({"second_drafter": NGRAM | {"model": "x"}}, ["'ngram'", "no weights"]),
-        ({"second_drafter": NGRAM | {"depth": 0}}, ["'second_drafter.depth' is 0"]),
         ({"second_drafter": NGRAM | {"revision": "main"}}, ["'second_drafter.revision' is 'main'"]),
         ({"kind": "eagle3"}, ["'kind' is 'eagle3'", "kind 'specblock'"]),
         ({"kind": "ngram", "model": None, **SECOND}, ["Both drafters", "n-gram"]),
-        ({"draft_policy": "merge"}, ["'draft_policy'", "'second_drafter'"]),
-        (SECOND | {"draft_policy": "vote"}, ["'draft_policy' is 'vote'"]),
         (SECOND | {"merge": "trie"}, ["'merge'", "draft_policy is 'route'"]),
         (
             SECOND | {"draft_policy": "merge", "budget": "split", "num_speculative_tokens": 1},
             ["cannot be split", "num_speculative_tokens"],
         ),
         # Adaptation.
-        ({"adapt": {"policies": "watch"}}, ["'adapt.policies' is not known", "memory"]),
         ({"second_drafter": NGRAM | {"adapt": True}}, ["'second_drafter.adapt'", "kind 'ngram'"]),
         (
             ADAPT | {"second_drafter": {"model": str(TABLES), "adapt": {"policy": "watch"}}},
             ["both drafters", "one can adapt"],
         ),
-        ({"adapt": {"trainer": "cuda:99"}}, ["'adapt.trainer' is 'cuda:99'", "GPUs here"]),
-        ({"adapt": {"trainer": "some/folder", "every": 4}}, ["'every'", "adapt run"]),
     ],
 )
 def test_wrong_options(speculative, parts):
@@ -165,6 +162,10 @@ TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         ),
         ({"runner": "pooling"}, ["runner is 'pooling'", "drafts generated text only"]),
         ({"kv_offloading_size": 1.0}, ["KV connectors", "drop kv_transfer_config"]),
+        (
+            {"disable_hybrid_kv_cache_manager": False},
+            ["disable_hybrid_kv_cache_manager is False", "drop it"],
+        ),
         pytest.param(
             ADAPTIVE | TWO_RANKS,
             ["'enable_adaptive_verification' is true", "tensor_parallel_size is 2"],
@@ -191,14 +192,11 @@ def test_what_works_on_a_cpu_only(monkeypatch):
         validate.check_cache(args, SimpleNamespace())
     with pytest.raises(OptionError, match=r"LoRA on a GPU, .*drop enable_lora\.$"):
         validate.check_runner(args, ParallelConfig())
-
-
-@pytest.mark.parametrize("changes", [{"enable_dbo": True}, {"ubatch_size": 2}])
-def test_batches_in_parts(changes):
-    """vLLM itself refuses them on a CPU, in other words."""
-    parallel = replace(ParallelConfig(), **changes)
-    with pytest.raises(OptionError, match=r"micro-batches.*drop enable_dbo and ubatch_size\.$"):
-        validate.check_runner(EngineArgs(model=str(TARGET)), parallel)
+    args.enable_lora = False
+    for changes in ({"enable_dbo": True}, {"ubatch_size": 2}):
+        parallel = replace(ParallelConfig(), **changes)
+        with pytest.raises(OptionError, match=r"micro-batches.*drop enable_dbo and ubatch_size\.$"):
+            validate.check_runner(args, parallel)
 
 
 def test_the_other_runner(monkeypatch):
@@ -207,18 +205,11 @@ def test_the_other_runner(monkeypatch):
     refused("Model Runner V2", "VLLM_USE_V2_MODEL_RUNNER=0 switches it off")
 
 
-TARGET_KIND = {
-    "runner_type": "generate",
-    "model": "some/target",
-    "hf_text_config": SimpleNamespace(model_type="llama", num_hidden_layers=7),
-    "is_encoder_decoder": False,
-    "use_mla": False,
-    "is_hybrid": False,
-    "is_attention_free": False,
-    "supports_multimodal_inputs": False,
-    "attention_chunk_size": None,
-    "uses_alibi": False,
-}
+FLAGS = (
+    "is_encoder_decoder use_mla is_hybrid is_attention_free supports_multimodal_inputs uses_alibi"
+)
+TARGET_KIND = dict.fromkeys(FLAGS.split(), False)
+TARGET_KIND |= {"runner_type": "generate", "model": "some/target", "attention_chunk_size": None}
 
 
 @pytest.mark.parametrize(
@@ -245,36 +236,19 @@ def copied(tmp_path):
     return tmp_path / "drafter"
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"vocab_size": 2049}, ["vocabulary size 2048", "has 2049"]),
-        ({"hidden_size": 384, "head_dim": 64}, ["hidden size 192", "has 384"]),
-    ],
-)
-def test_a_drafter_of_another_target(changes, parts, tmp_path):
-    other = shutil.copytree(TARGET, tmp_path / "target")
-    edit_config(other, **changes)
-    refused(*parts, target=other)
-
-
-def test_drafter_that_reads_layers_that_are_not_there(copied):
+def test_a_drafter_of_another_target(copied, tmp_path):
     target = json.loads((copied / "config.json").read_text())["target"]
-    edit_config(copied, target=target | {"layer_ids": [2, 3, 7]})
+    edit_config(copied, vocab_size=2049, target=target | {"vocab_size": 2049})
+    given = {"second_drafter": {"model": str(copied)}}
+    refused("second_drafter", "vocabulary size 2049", "has 2048", speculative=given)
+    edit_config(copied, vocab_size=2048, target=target | {"layer_ids": [2, 3, 7]})
     refused("[2, 3, 7]", "0 to 6", speculative={"model": str(copied)})
+    other = shutil.copytree(TARGET, tmp_path / "target")
+    edit_config(other, hidden_size=384, head_dim=64)
+    refused("hidden size 192", "has 384", target=other)
 
 
-def test_two_heads():
-    """In keys with dashes, as on a command line."""
-    second = {"kind": "ngram", "max-match": 5}
-    plan = plan_of({"second-drafter": second, "draft-policy": "merge", "budget": "split"})
-    assert [head.kind for head in plan.drafters] == ["specblock", "ngram"]
-    assert plan.drafters[1].options.max_match == 5
-    assert plan.combine.draft_policy == "merge" and plan.combine.budget == "split"
-    assert plan.layers == (2, 3, 4)
-
-
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="a CPU's memory keeps what is missed")
+@on_a_cpu
 @pytest.mark.parametrize(
     ("given", "changes", "skips"),
     [
@@ -294,16 +268,7 @@ def test_where_a_drafter_is_left_out_of_steps(given, changes, skips):
         refused(*says, speculative=given | {"skip_drafter": True}, **changes)
 
 
-def test_a_head_without_weights():
-    config = configure({"kind": "ngram", "model": None})
-    plan = config.speculative_config.specblock
-    assert plan.drafters[0].folder is None and plan.layers == ()
-    draft = config.speculative_config.draft_model_config
-    assert (draft.get_hidden_size(), draft.get_vocab_size()) == (192, 2048)
-    assert is_ours(config.speculative_config)
-
-
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="a CPU's defaults")
+@on_a_cpu
 @pytest.mark.parametrize(
     ("given", "changes", "adapts"),
     [
@@ -335,18 +300,7 @@ def test_budgets_follow_from_costs_on_a_gpu_with_full_graphs(monkeypatch, change
     put_on_a_gpu(monkeypatch)
     args = EngineArgs(model=str(TARGET), **changes)
     parallel = SimpleNamespace(data_parallel_size=args.data_parallel_size)
-    assert vllm_args._can_adapt(args, parallel) == adapts
-
-
-def test_second_head_of_another_target(copied):
-    target = json.loads((copied / "config.json").read_text())["target"]
-    edit_config(copied, vocab_size=2049, target=target | {"vocab_size": 2049})
-    refused(
-        "second_drafter",
-        "vocabulary size 2049",
-        "has 2048",
-        speculative={"second_drafter": {"model": str(copied)}},
-    )
+    assert resolved_config._can_adapt(args, parallel) == adapts
 
 
 def test_adaptation_is_off_and_can_be_on():
@@ -362,8 +316,7 @@ def test_adaptation_is_off_and_can_be_on():
 
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu", "gpu"])
 def test_adaptation_among_ranks_and_of_a_target_elsewhere(monkeypatch, on_cpu):
-    watch, learns, busy = map(plan_of, (ADAPT, {"adapt": True}, ADAPT))
-    busy.adapting.adapt.__dict__["trainer"] = "cuda:1"
+    watch, learns = map(plan_of, (ADAPT, {"adapt": True}))
     rank = {"data_parallel_size_local": 1, "distributed_executor_backend": "mp", "nnodes": 1}
     two = SimpleNamespace(tensor_parallel_size=2, world_size=2, **rank)
     here, there = SimpleNamespace(model=str(TARGET)), SimpleNamespace(model="some/target")
@@ -378,6 +331,7 @@ def test_adaptation_among_ranks_and_of_a_target_elsewhere(monkeypatch, on_cpu):
             validate.check_adapt(watch, several, here)
     with pytest.raises(OptionError, match=r"'some/target' is not a folder.*drop the key\.$"):
         validate.check_adapt(learns, two, there)
-    why = "PyTorch finds 0 GPUs" if on_cpu else "a rank of vLLM serves on"
+    learns.adapting.adapt.__dict__["trainer"] = "cuda:1"
+    why = "PyTorch finds" if on_cpu else "a rank of vLLM serves on"
     with pytest.raises(OptionError, match=rf"'cuda:1', but {why}.*'cpu'\.$"):
-        validate.check_adapt(busy, two, here)
+        validate.check_adapt(learns, two, here)

@@ -90,24 +90,21 @@ def engine(request):
     )
 
 
-@pytest.fixture
-def fixed(engine):
-    if engine.runner.adaptive_verification is not None:
-        pytest.skip("fixed trees only")
-    return engine
+fixed_trees = pytest.mark.parametrize("engine", ["fixed"], indirect=True)
 
 
 @pytest.fixture
-def pausing(engine, monkeypatch):
+def pause(engine, monkeypatch):
     """Pause or resume drafting from the next step on."""
-    manager = engine.runner.adaptive_verification
-    if manager is None:
-        pytest.skip("adaptive trees only")
+    controller = engine.runner.adaptive_verification.controller
 
     def pause(paused: bool) -> None:
-        monkeypatch.setattr(manager.controller, "drafts", lambda *_: not paused)
+        monkeypatch.setattr(controller, "drafts", lambda *_: not paused)
 
     return pause
+
+
+adaptive_trees = pytest.mark.parametrize("engine", ["adaptive, asynchronous"], indirect=True)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -128,13 +125,14 @@ def test_reported_tau(engine, end, temperature):
         assert metrics["num_draft_tokens"] == NODES * (len(seen.given[where]) - 1)
 
 
-def test_a_stop_inside_an_accepted_path(fixed):
+@fixed_trees
+def test_a_stop_inside_an_accepted_path(engine):
     """max_tokens cuts the last token of an accepted path."""
-    steps = run(fixed, params(1, temperature=0.0, max_tokens=60), PROMPTS[:1]).given["0", 0]
+    steps = run(engine, params(1, temperature=0.0, max_tokens=60), PROMPTS[:1]).given["0", 0]
     ends = [sum(steps[: at + 1]) - 1 for at, tokens in enumerate(steps) if tokens > 2]
     assert len(ends) > 3, "too few accepted drafts to test"
     for end in ends[:4]:
-        seen = run(fixed, params(1, temperature=0.0, max_tokens=end), PROMPTS[:1])
+        seen = run(engine, params(1, temperature=0.0, max_tokens=end), PROMPTS[:1])
         assert sum(seen.given["0", 0]) == end and seen.given["0", 0][-1] > 1
         assert seen.counters[ACCEPTED] == end - 1 - seen.steps
         check(seen)
@@ -146,23 +144,15 @@ def test_sequences_and_aborted_requests(engine):
     check(seen)
 
 
-def test_a_cached_prompt_has_no_drafts(fixed):
-    """vLLM pads its last token with placeholder drafts."""
-    text = prompts(8)[7][:65]
-    fixed.generate([text], params(1, temperature=0.0, max_tokens=2))
-    seen = run(fixed, params(2, temperature=0.0, max_tokens=30), [PROMPTS[0], text])
-    assert seen.counters[DRAFTS] == seen.steps
-    check(seen)
-
-
 def count_drafts(output, *_) -> int:
     """Return the drafts that are scheduled in a step."""
     return sum(map(len, output.scheduled_spec_decode_tokens.values()))
 
 
+@adaptive_trees
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_paused_drafting_schedules_and_counts_no_drafts(engine, pausing, monkeypatch, temperature):
-    pausing(True)
+def test_paused_drafting_schedules_and_counts_no_drafts(engine, pause, monkeypatch, temperature):
+    pause(True)
     run(engine, params(temperature=temperature, max_tokens=10))
     drafts = note_calls(monkeypatch, engine.core.scheduler, "schedule", count_drafts)
     seen = run(engine, params(temperature=temperature, max_tokens=40))
@@ -173,13 +163,14 @@ def test_paused_drafting_schedules_and_counts_no_drafts(engine, pausing, monkeyp
     check(seen)
 
 
-def test_drafting_resumes_after_a_pause(engine, pausing, monkeypatch):
+@adaptive_trees
+def test_drafting_resumes_after_a_pause(engine, pause, monkeypatch):
     """The same requests get drafts again, and the same tokens."""
     requests = params(temperature=0.0, max_tokens=60)
-    pausing(False)
+    pause(False)
     expected = engine.generate(PROMPTS, requests)
     turn = iter(range(10**6))
-    pausing(True)
+    pause(True)
     controller = engine.runner.adaptive_verification.controller
     monkeypatch.setattr(controller, "drafts", lambda *_: not 4 <= next(turn) < 12)
     drafts = note_calls(monkeypatch, engine.core.scheduler, "schedule", count_drafts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import time
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 from support.dashboard import asked, of_adaptation, unanswered
-from support.engines import TARGET, Engine, make_engine, prompts
+from support.engines import TARGET, make_engine, prompts
 from support.processes import run_python
 from support.verification import to_be_counted
 from vllm import SamplingParams
@@ -23,15 +24,17 @@ from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
 from vllm_specblock.engine.metrics import acceptance, exporter
 from vllm_specblock.engine.metrics.counters import DRAFTING_NS, DRAFTING_STEPS, DrafterCounters
+from vllm_specblock.engine.metrics.draft_clock import Stopwatch
 
 
-def vllm_config(config, engine: int = 0):
-    """What `make_sink` reads of vLLM's config."""
-    return SimpleNamespace(
+def sink_of(config, engine: int = 0):
+    """The sink of one engine of a deployment."""
+    made = SimpleNamespace(
         speculative_config=config,
         model_config=SimpleNamespace(served_model_name="target"),
         parallel_config=SimpleNamespace(data_parallel_index=engine),
     )
+    return exporter.make_sink(made, rank=0)
 
 
 def shown() -> dict[tuple[str, ...], int]:
@@ -63,7 +66,7 @@ COUNTS = {("drafted_nodes", 1): 7, ("drafted_nodes", 2): 5, ("agreed", 0): 2}
 def test_metrics_of_two_engines(config):
     assert shown() == {}
     for engine in range(2):
-        sink = exporter.make_sink(vllm_config(config, engine), rank=0)
+        sink = sink_of(config, engine)
         sink(COUNTS)
         sink({key: value + engine for key, value in COUNTS.items()})
     # As vLLM does when an engine starts: ours are to outlive it.
@@ -80,7 +83,7 @@ def test_metrics_of_two_engines(config):
 
 def test_counters_reach_the_reader_with_every_name(config):
     """Three requests: one whose drafters agree, one that ran no node, and one that has ended."""
-    counters = DrafterCounters(2, "cpu", exporter.make_sink(vllm_config(config), rank=0))
+    counters = DrafterCounters(2, "cpu", sink_of(config))
     counters.publish()
     assert set(shown().values()) == {0}
     verified = to_be_counted(
@@ -120,40 +123,42 @@ def test_counters_reach_the_reader_with_every_name(config):
     }
 
 
+def test_time_of_any_drafter_in_steps_without_prompts():
+    speculator = SimpleNamespace(propose=lambda batch, after: time.sleep(0.01) or after)
+    watch = Stopwatch(speculator, "cpu")
+    for has_prefill in (False, True, False):
+        assert speculator.propose(SimpleNamespace(has_prefill=has_prefill), "drafts") == "drafts"
+    nanoseconds, steps = watch.take()
+    assert steps == 2 and 20e6 <= nanoseconds < 200e6
+    assert watch.take() == (0, 0)
+
+
 def test_a_filtered_scrape_finds_them(config):
     """`/metrics?name[]=...` asks a registry for names, which a collector has to declare."""
-    exporter.make_sink(vllm_config(config), rank=0)(COUNTS)
+    sink_of(config)(COUNTS)
     name = "vllm:specblock_agreed_total"
     (metric,) = REGISTRY.restricted_registry([name]).collect()
     assert [sample.name for sample in metric.samples] == [name]
 
 
-def test_the_newest_engine_of_a_process_is_shown(config):
-    exporter.make_sink(vllm_config(config), rank=0)(COUNTS)
-    other = Config()
-    exporter.announce(other)
+def test_the_newest_engine_of_a_process_is_shown_until_its_end():
+    first, newest = Config(), Config()
+    exporter.announce(first)
+    sink_of(first)(COUNTS)
+    exporter.announce(newest)
     assert shown() == {}
-    exporter.make_sink(vllm_config(other), rank=0)({("agreed", 0): 1})
-    assert shown() == {("agreed", "0"): 1}
-    # The end of the first takes nothing of the second.
-    del config
-    gc.collect()
-    assert shown() == {("agreed", "0"): 1}
-
-
-def test_files_go_with_the_config():
-    config = Config()
-    exporter.announce(config)
-    folder = Path(config.specblock_metrics).parent
-    exporter.make_sink(vllm_config(config), rank=0)(COUNTS)
+    sink_of(newest)({("agreed", 0): 1})
+    folder = Path(newest.specblock_metrics).parent
     assert [path.suffix for path in folder.iterdir()] == [".db"]
+    del first
+    gc.collect()
     child = os.fork()
-    if not child:
-        del config
+    if not child:  # a fork's copy takes nothing along
+        del newest
         os._exit(gc.collect() < 0)
     os.waitpid(child, 0)
-    assert folder.is_dir(), "a fork's copy took the files along"
-    del config
+    assert shown() == {("agreed", "0"): 1}
+    del newest
     gc.collect()
     assert not folder.exists() and shown() == {}
 
@@ -209,21 +214,6 @@ def test_the_path_travels_and_leaves_the_compile_cache_its_name():
     assert sample.labels == {"model_name": str(TARGET), "engine": "0"}
 
 
-def behind_the_end(engine: Engine) -> int:
-    """Return the accepted nodes after the end of requests; drafters' counters include them.
-
-    Every decode step must verify a tree.
-    """
-    values = {m.name: m for m in engine.llm.get_metrics()}
-    drafts, accepted = (
-        values[f"vllm:spec_decode_num_{each}"].value for each in ("drafts", "accepted_tokens")
-    )
-    given = values[acceptance.TOKENS].value - values[acceptance.REQUESTS].count
-    assert drafts == values[acceptance.STEPS].count and drafts + accepted == given
-    total = engine.speculator.counters.total[:9].view(3, 3)
-    return int(total[:, 1].sum()) - accepted
-
-
 @pytest.mark.parametrize("heads", ["1", "12"], ids=["alone", "merged"])
 def test_a_real_run_agrees_with_vllms_own_counters(heads):
     """And the dashboard asks for nothing that a merging engine, or one that learns, lacks."""
@@ -239,11 +229,16 @@ def test_a_real_run_agrees_with_vllms_own_counters(heads):
     def total(name: str) -> int:
         return sum(got[f"specblock_{name}", head] for head in heads)
 
-    # Nodes of both drafters are counted for each.
+    # Nodes of both drafters are counted for each, and those behind a request's end by us alone.
     shared = got.get(("specblock_shared_nodes", None), 0)
     shared_accepted = got.get(("specblock_shared_accepted_nodes", None), 0)
-    accepted = total("accepted_nodes") - shared_accepted - behind_the_end(engine)
-    assert accepted == got["spec_decode_num_accepted_tokens", None] > 0
+    counts = {m.name: m.count for m in engine.llm.get_metrics() if hasattr(m, "count")}
+    tokens, steps = got["generation_tokens", None], counts[acceptance.STEPS]
+    accepted = got["spec_decode_num_accepted_tokens", None]
+    assert accepted == tokens - counts[acceptance.REQUESTS] - steps > 0
+    assert got["spec_decode_num_drafts", None] == steps
+    counted = int(engine.speculator.counters.total[:9].view(3, 3)[:, 1].sum())
+    assert total("accepted_nodes") - shared_accepted == counted >= accepted
     verified = total("verified_nodes") - shared
     assert verified == got["specblock_tree_nodes", None] > 0
     if heads == "12":

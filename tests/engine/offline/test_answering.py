@@ -13,14 +13,8 @@ def test_steps_add_up_to_the_answer(plain):
     tree = make_engine({"num_speculative_tokens": 24})
     engine = Answering.__new__(Answering)
     engine.llm, engine.stopwatch = tree.llm, None
-    prompts = [[5, 6, 7, 8] * 3, [9, 10, 11] * 5]
-    job = {
-        "prompts": prompts,
-        "seeds": [3, 4],
-        "temperature": 0.8,
-        "max_tokens": 30,
-        "ignore_eos": True,
-    }
+    job = {"prompts": [[5, 6, 7, 8] * 3, [9, 10, 11] * 5], "seeds": [3, 4]}
+    job |= {"temperature": 0.8, "max_tokens": 30, "ignore_eos": True}
     said: list[list[list[int]]] = [[], []]
     found = engine.answer(job, lambda index, new: said[index].append(new))
     assert [[token for new in steps for token in new] for steps in said] == found["ids"]

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
     from vllm.v1.worker.gpu.states import RequestState
 
-_NODES = "num_speculative_tokens"
-
 
 class SpecBlockHFConfig(EAGLEConfig):
     """An EAGLEConfig that wraps nothing: vLLM would wrap and rename any other "eagle3" config."""
@@ -55,14 +53,10 @@ class SpecBlockForDrafting(nn.Module):
             'e.g. {"method": "specblock", "model": DRAFTER}.'
         )
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    embed_input_ids = compute_logits = forward
 
 
 def register() -> None:
@@ -127,8 +121,8 @@ def keep_method(
     given = vllm_speculative_config
     model, tokenizer, found = original(*args, vllm_speculative_config=given, **kwargs)
     if found is not None and given is not None and asks_for_us(given):
-        if found["method"] != METHOD and _NODES not in given:
-            del found[_NODES]  # the length of a chain
+        if found["method"] != METHOD and "num_speculative_tokens" not in given:
+            del found["num_speculative_tokens"]  # the length of a chain
         found["method"] = METHOD
     return model, tokenizer, found
 

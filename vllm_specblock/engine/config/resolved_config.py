@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, ParallelConfig
+from vllm.config.vllm import OptimizationLevel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 
 from vllm_specblock.config import (
     SOURCE_KEYS,
     CombineConfig,
     OptionError,
     check_num_nodes,
+    default_nodes,
     parse_combine,
     parse_drafter,
     split_keys,
@@ -23,6 +27,7 @@ from vllm_specblock.drafters.common.hub import DRAFTER_FILES, snapshot
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.registry import DrafterOptions, drafter_kind
+from vllm_specblock.engine.config import validate
 from vllm_specblock.engine.step_observer import ADAPT, adaptation
 from vllm_specblock.options import Options
 from vllm_specblock.tree import MAX_NODES
@@ -61,18 +66,27 @@ class ResolvedConfig:
         return tuple(sorted({layer for drafter in self.drafters for layer in drafter.layers}))
 
 
-def resolve_config(
-    given: dict[str, Any], target: ModelConfig, hub: dict[str, Any]
-) -> ResolvedConfig:
-    """Parse a `speculative_config`, dashes in keys replaced, with `num_speculative_tokens`.
+def keys_of(args: EngineArgs) -> dict[str, Any]:
+    """Return the user's `speculative_config`, dashes in keys replaced."""
+    return {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
 
-    Raises as `vllm_args.resolve`; hub: keywords of `snapshot_download`.
+
+def resolve(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> ResolvedConfig:
+    """Return the options, checked against the target and the device.
+
+    Raises:
+        OptionError: a wrong key or value; a drafter of another target; drafters or options that do
+            not go together.
+        CheckpointError: a drafter's files do not match their config.
     """
-    num_speculative_tokens = check_num_nodes(given["num_speculative_tokens"])
+    given = keys_of(args)
+    nodes = given.get("num_speculative_tokens", default_nodes(current_platform.is_cpu()))
+    num_speculative_tokens = check_num_nodes(nodes)
     first, second, combining = split_keys(given)
     combine = None if second is None else parse_combine(combining)
     if combine is not None:
         _check_policy(combine, num_speculative_tokens)
+    hub = {"token": args.hf_token, "cache_dir": args.download_dir}
     drafters = [
         _resolve_drafter(drafter, target, where, hub, num_speculative_tokens)
         for drafter, where in ((first, ""), (second, "second_drafter."))
@@ -84,13 +98,51 @@ def resolve_config(
             f"Both drafters use {what} and would draft the same tokens: change one of them, or "
             "drop second_drafter."
         )
-    adaptive = given.get("enable_adaptive_verification", False)
+    scheduled = given.get("num_speculative_tokens_per_batch_size") is not None
+    default = not scheduled and _can_adapt(args, parallel)
+    adaptive = given.get("enable_adaptive_verification", default)
     if not isinstance(adaptive, bool):
         raise OptionError(
             f"speculative_config key 'enable_adaptive_verification' is {adaptive!r}, but must be "
             "true or false."
         )
-    return ResolvedConfig(tuple(drafters), num_speculative_tokens, adaptive, combine)
+    resolved = ResolvedConfig(tuple(drafters), num_speculative_tokens, adaptive, combine)
+    validate.check_combination(args, resolved, given, parallel)
+    resolved = _with_skipping(resolved, parallel)
+    validate.check_adapt(resolved, parallel, target)
+    return resolved
+
+
+def _can_adapt(args: EngineArgs, parallel: ParallelConfig) -> bool:
+    """Return whether adaptive verification can run; a GPU needs full CUDA graphs for decoding."""
+    if args.enable_lora:
+        return False
+    if current_platform.is_cpu():
+        return parallel.tensor_parallel_size == 1
+    mode, by_level = args.compilation_config.cudagraph_mode, OptimizationLevel.O2
+    full = args.optimization_level >= by_level if mode is None else mode.has_full_cudagraphs()
+    return full and not args.enforce_eager and parallel.data_parallel_size == 1
+
+
+def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> ResolvedConfig:
+    """Set the default of `skip_drafter`, or raise OptionError if it is true but not supported."""
+    combine = resolved.combine
+    if combine is None or combine.skip_drafter is False:
+        return resolved
+    without_weights = sum(drafter.folder is None for drafter in resolved.drafters)
+    can = (
+        current_platform.is_cpu()
+        and parallel.tensor_parallel_size == 1
+        and (combine.draft_policy, combine.budget) == ("merge", "joint")
+        and without_weights == 1
+    )
+    if combine.skip_drafter and not can:
+        raise OptionError(
+            "speculative_config key 'skip_drafter' is true, but it needs a CPU, one process, and "
+            "a merge ('draft_policy' 'merge', 'budget' 'joint') with an n-gram drafter: drop the "
+            "key."
+        )
+    return replace(resolved, combine=combine.model_copy(update={"skip_drafter": can}))
 
 
 def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
@@ -14,19 +14,12 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specblock.config import OptionError
-from vllm_specblock.engine.config.resolved_config import ResolvedConfig
 from vllm_specblock.engine.step_observer import adaptation
 
+if TYPE_CHECKING:
+    from vllm_specblock.engine.config.resolved_config import ResolvedConfig
+
 logger = logging.getLogger("vllm.specblock")
-
-
-def check_batch(args: EngineArgs, num_speculative_tokens: int) -> None:
-    budget, tree = args.max_num_batched_tokens, num_speculative_tokens + 1
-    if budget is not None and budget < tree:
-        raise OptionError(
-            f"max_num_batched_tokens is {budget}, but one tree needs {tree} tokens ({tree - 1} "
-            "nodes and a root): raise it, or lower num_speculative_tokens."
-        )
 
 
 def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
@@ -59,21 +52,15 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
             "disable_hybrid_kv_cache_manager is False, but drafters and target share one block "
             "table: drop it."
         )
+    lora = "LoRA on a GPU, where vLLM's kernels are untested with trees"
     connectors = args.kv_transfer_config is not None or args.kv_offloading_size
+    sharded = parallel.enable_batch_sharded_sampling
     for refused, what, options in (
-        (
-            args.enable_lora and not current_platform.is_cpu(),
-            "LoRA on a GPU, where vLLM's kernels are untested with trees",
-            "enable_lora",
-        ),
+        (args.enable_lora and not current_platform.is_cpu(), lora, "enable_lora"),
         (parallel.use_ubatching, "micro-batches", "enable_dbo and ubatch_size"),
         (connectors, "KV connectors", "kv_transfer_config and kv_offloading_size"),
         (args.kv_sharing_fast_prefill, "fast prefill", "kv_sharing_fast_prefill"),
-        (
-            parallel.enable_batch_sharded_sampling,
-            "sharded samples",
-            "enable_batch_sharded_sampling",
-        ),
+        (sharded, "sharded samples", "enable_batch_sharded_sampling"),
         (getattr(args, "watermark_config", None), "watermarking", "watermark_config"),
     ):
         if refused:
@@ -174,6 +161,19 @@ def check_combination(
             f"speculative_config key 'rejection_sample_method' is {method!r}, but draft trees "
             "support 'standard' only: drop the key."
         )
+    tokens, nodes = args.max_num_batched_tokens, resolved.num_speculative_tokens
+    if tokens is not None and tokens <= nodes:
+        raise OptionError(
+            f"max_num_batched_tokens is {tokens}, but one tree needs {nodes + 1} tokens ({nodes} "
+            "nodes and a root): raise it, or lower num_speculative_tokens."
+        )
+    asked = {getattr(drafter.options, "quantization", None) for drafter in resolved.drafters}
+    old = current_platform.is_cuda() and not current_platform.has_device_capability(89)
+    if "fp8" in asked and old:
+        raise OptionError(
+            "speculative_config key 'quantization' is 'fp8', but this GPU has no float8 (compute "
+            "capability 8.9 or later): drop the key."
+        )
     for refused, both, why in (
         (
             resolved.adaptive and current_platform.is_cpu() and ranks > 1,
@@ -193,17 +193,6 @@ def check_combination(
     ):
         if refused:
             raise OptionError(f"speculative_config key {both}, but {why}: drop one of them.")
-
-
-def check_weights(resolved: ResolvedConfig) -> None:
-    """Refuse 8-bit drafters on a GPU without float8."""
-    asked = {getattr(drafter.options, "quantization", None) for drafter in resolved.drafters}
-    old = current_platform.is_cuda() and not current_platform.has_device_capability(89)
-    if "fp8" in asked and old:
-        raise OptionError(
-            "speculative_config key 'quantization' is 'fp8', but this GPU has no float8 (compute "
-            "capability 8.9 or later): drop the key."
-        )
 
 
 def check_adapt(resolved: ResolvedConfig, parallel: ParallelConfig, target: ModelConfig) -> None:

@@ -5,20 +5,17 @@ Runs while the engine's config is built, so that errors come before anything is 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
-from vllm.config.vllm import OptimizationLevel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_specblock.config import METHOD, VLLM_KEYS, OptionError, default_nodes
+from vllm_specblock.config import METHOD, VLLM_KEYS
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine.config import validate
-from vllm_specblock.engine.config.resolved_config import ResolvedConfig, resolve_config
+from vllm_specblock.engine.config.resolved_config import ResolvedConfig, keys_of, resolve
 
 PLACEHOLDER_DRAFT_CONFIG = Path(__file__).parent / "placeholder_draft_config"
 """The draft model config that vLLM requires; it cannot parse our drafters' own."""
@@ -42,10 +39,9 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     validate.check_quantization(target)
     validate.check_cache(args, target)
     resolved = resolve(args, target, parallel)
-    given, num_speculative_tokens = keys_of(args), resolved.num_speculative_tokens
-    validate.check_batch(args, num_speculative_tokens)
+    num_speculative_tokens = resolved.num_speculative_tokens
     args.speculative_config = {
-        **{key: value for key, value in given.items() if key in VLLM_KEYS},
+        **{key: value for key, value in keys_of(args).items() if key in VLLM_KEYS},
         "method": "eagle3",
         "model": str(PLACEHOLDER_DRAFT_CONFIG),
         "num_speculative_tokens": num_speculative_tokens,
@@ -66,64 +62,6 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     # table of their own.
     args.disable_hybrid_kv_cache_manager = not target.is_hybrid
     return resolved
-
-
-def keys_of(args: EngineArgs) -> dict[str, Any]:
-    """Return the user's `speculative_config`, dashes in keys replaced."""
-    return {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
-
-
-def resolve(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> ResolvedConfig:
-    """Return the options, checked against the target and the device.
-
-    Raises:
-        OptionError: a wrong key or value; a drafter of another target; drafters or options that do
-            not go together.
-        CheckpointError: a drafter's files do not match their config.
-    """
-    given, on_cpu = keys_of(args), current_platform.is_cpu()
-    fixed = given.get("num_speculative_tokens_per_batch_size") is not None
-    given.setdefault("enable_adaptive_verification", not fixed and _can_adapt(args, parallel))
-    given.setdefault("num_speculative_tokens", default_nodes(on_cpu))
-    hub = {"token": args.hf_token, "cache_dir": args.download_dir}
-    resolved = resolve_config(given, target, hub)
-    validate.check_combination(args, resolved, given, parallel)
-    resolved = _with_skipping(resolved, parallel)
-    validate.check_weights(resolved)
-    validate.check_adapt(resolved, parallel, target)
-    return resolved
-
-
-def _can_adapt(args: EngineArgs, parallel: ParallelConfig) -> bool:
-    """Return whether adaptive verification can run; a GPU needs full CUDA graphs for decoding."""
-    if args.enable_lora:
-        return False
-    if current_platform.is_cpu():
-        return parallel.tensor_parallel_size == 1
-    mode, by_level = args.compilation_config.cudagraph_mode, OptimizationLevel.O2
-    full = args.optimization_level >= by_level if mode is None else mode.has_full_cudagraphs()
-    return full and not args.enforce_eager and parallel.data_parallel_size == 1
-
-
-def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> ResolvedConfig:
-    """Set the default of `skip_drafter`, or raise OptionError if it is true but not supported."""
-    combine = resolved.combine
-    if combine is None or combine.skip_drafter is False:
-        return resolved
-    without_weights = sum(drafter.folder is None for drafter in resolved.drafters)
-    can = (
-        current_platform.is_cpu()
-        and parallel.tensor_parallel_size == 1
-        and (combine.draft_policy, combine.budget) == ("merge", "joint")
-        and without_weights == 1
-    )
-    if combine.skip_drafter and not can:
-        raise OptionError(
-            "speculative_config key 'skip_drafter' is true, but it needs a CPU, one process, and "
-            "a merge ('draft_policy' 'merge', 'budget' 'joint') with an n-gram drafter: drop the "
-            "key."
-        )
-    return replace(resolved, combine=combine.model_copy(update={"skip_drafter": can}))
 
 
 def make_room(args: EngineArgs, num_speculative_tokens: int, parallel: ParallelConfig) -> None:

@@ -6,14 +6,14 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import entry_points, metadata, requires
-from typing import Any
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from vllm_specblock.engine import compat
-from vllm_specblock.engine.doctor.finding import Finding, as_line, wrong
 from vllm_specblock.versions import (
     installed_version,
     is_supported,
@@ -26,8 +26,27 @@ COMPILERS = ("gcc", "clang", "cc")
 """C compilers that Triton can use to build kernel launchers."""
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; "wrong": an engine would fail, or run without drafts."""
+
+    name: str  # what was examined
+    found: str  # its state
+    verdict: Literal["right", "note", "wrong"] = "right"
+    advice: str = ""  # what to do, one line
+
+
+def wrong(name: str, found: str, advice: str) -> Finding:
+    return Finding(name, found, "wrong", advice)
+
+
+def as_line(error: BaseException) -> str:
+    """Return the message of an error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def examine(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
-    """Yield findings; vLLM is imported last, and only if nothing before speaks against it.
+    """Yield findings; vLLM is imported last, and only if no earlier check failed.
 
     Args:
         target: a folder or a hub id.
@@ -66,11 +85,7 @@ def versions() -> Iterator[Finding]:
         yield wrong("vLLM", found, supported_sentence(found))
     else:
         yield Finding("vLLM", found)
-    triton = installed_version("triton")
-    if triton is None:
-        yield wrong("triton", "not installed", "vLLM's Model Runner V2 needs it: install triton.")
-    else:
-        yield Finding("triton", triton)
+    yield _judged("triton", installed_version("triton"), SpecifierSet())
     yield plugin()
 
 

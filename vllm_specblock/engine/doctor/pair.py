@@ -18,9 +18,12 @@ from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.interface import CacheLayer
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine.config import validate
-from vllm_specblock.engine.config.resolved_config import ResolvedDrafter, fetch_drafter
-from vllm_specblock.engine.config.vllm_args import resolve
-from vllm_specblock.engine.doctor.finding import Finding, as_line, wrong
+from vllm_specblock.engine.config.resolved_config import (
+    ResolvedDrafter,
+    fetch_drafter,
+    resolve,
+)
+from vllm_specblock.engine.doctor.examine import Finding, as_line, wrong
 
 Refused = (OptionError, CheckpointError)
 

@@ -6,10 +6,10 @@ request. `FeatureConnector` adds the input of the LM head, and support for CPUs.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target.feature_store import Features
 
 CPU_CACHE_BYTES = 2 << 30
+_DONE: Any = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
+"""Stands for the CUDA event of a finished copy."""
 
 
 class FeatureExtractor:
@@ -54,8 +56,6 @@ class FeatureExtractor:
         scratch: Path,
         engine: Mapping[str, Any] | None = None,
     ) -> None:
-        # An engine in a process of its own would outlive a killed parent.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self.scratch = scratch
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -141,18 +141,8 @@ class FeatureConnector(ExampleHiddenStatesConnector):
         states = blocks.transpose(1, 2).flatten(0, 1)[: len(pending.token_ids)]
         tensors = {"hidden_states": states.contiguous(), "token_ids": pending.token_ids}
         lock = self._lock_fds.pop(pending.req_id, None)
-        self._write_tensors(tensors, _Done(), pending.filename, lock)
-        self._req_copy_events[pending.req_id] = _Done()
-
-
-class _Done:
-    """Stands for the CUDA event of a finished copy."""
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
+        self._write_tensors(tensors, _DONE, pending.filename, lock)
+        self._req_copy_events[pending.req_id] = _DONE
 
 
 def _append_last_output() -> None:

@@ -34,9 +34,6 @@ class VllmAnswerer:
         seed: int = 0,
         engine: Mapping[str, Any] | None = None,
     ) -> None:
-        # An engine in a process of its own outlives a killed parent and keeps its memory, and
-        # requests reach it at uneven times, so that no two runs compute the same batches.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self.top_p = top_p
         settings = {"model": str(target), "max_model_len": max_length, "dtype": dtype, "seed": seed}
         # After a chunk of a prompt, vLLM's first model runner rewinds a seeded request's generator,
@@ -74,6 +71,9 @@ class VllmAnswerer:
 
 def start(settings: Mapping[str, Any]) -> LLM:
     """Start an engine; raises TrainError where vLLM does not take these arguments of `LLM`."""
+    # An engine in a process of its own outlives a killed parent and keeps its memory, and requests
+    # reach it at uneven times, so that no two runs compute the same batches.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:
         return LLM(**settings)
     except (TypeError, ValueError) as error:

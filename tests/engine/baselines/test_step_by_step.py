@@ -1,0 +1,217 @@
+"""EAGLE-3, DFlash and JetSpec drafters draft what vLLM's own do, and what they ask of a target.
+
+Drafters are random, so that nearly every draft is wrong and each step is another text to compare.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support import dflash
+from support.committed import along_a_chain, own_caches
+from support.engines import TARGET, configure, make_engine, note_calls, record_drafts
+from support.matrix import PROMPTS, params
+
+from vllm_specblock.config import OptionError
+from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
+from vllm_specblock.drafters.dflash.model import FILES as DFLASH
+from vllm_specblock.drafters.eagle3.checkpoint import FILES as EAGLE3
+from vllm_specblock.drafters.eagle3.config import from_json
+from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
+from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.options import DFlashConfig, Eagle3Config
+from vllm_specblock.engine.runner.speculator import TreeSpeculator
+from vllm_specblock.train.target.features import load_target
+
+DRAFTED, LAYERS, PAGE, MAX_LEN = 3, (2, 3, 4), 16, 256
+
+
+def layer_json(**changes) -> dict:
+    target = json.loads((TARGET / "config.json").read_text())
+    return {
+        "hidden_size": target["hidden_size"],
+        "vocab_size": target["vocab_size"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        **changes,
+    }
+
+
+def flat() -> dict:
+    """The authors' layout: two layers, every bias, one norm before fc, llama3 RoPE; embedding, LM
+    head and vocabulary are the target's."""
+    return layer_json(
+        architectures=["LlamaForCausalLMEagle3"],
+        model_type="llama",
+        num_hidden_layers=2,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_theta=5000.0,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        eagle_aux_hidden_state_layer_ids=LAYERS,
+        eagle_config={"norm_before_fc": True, "use_aux_hidden_state": True},
+    )
+
+
+def speculators() -> dict:
+    """Qwen3, every other norm, YaRN over half of each head, a mapping, LM head and embedding."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 1500,
+        "norm_before_residual": True,
+        "fc_norm": True,
+        "norm_output": True,
+        "eagle_aux_hidden_state_layer_ids": LAYERS,
+        "transformer_layer_config": layer_json(
+            model_type="qwen3",
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "partial_rotary_factor": 0.5,
+            },
+        ),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DRAFTED}],
+            "verifier": {"name_or_path": str(TARGET), "architectures": ["LlamaForCausalLM"]},
+        },
+        "torch_dtype": "float32",
+    }
+
+
+def write(directory: Path, raw: dict, whole: bool) -> None:
+    """whole: with embedding, LM head and mapping, as safetensors; else without, in two .bin."""
+    torch.manual_seed(0)
+    drafter = Eagle3Model(from_json(raw, "config.json"), own_embedding=whole)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            # Large enough for every part of the layer to tell.
+            weight.uniform_(0.5, 1.5) if weight.dim() == 1 else weight.normal_(std=0.2)
+    shape = drafter.config
+    named = torch.randperm(shape.vocab_size)[: shape.draft_vocab_size].sort().values
+    drafter.d2t.copy_(named - torch.arange(len(named)))
+    tensors = {n.replace("midlayer", "layers.0"): t for n, t in drafter.state_dict().items()}
+    if whole:
+        save_file(tensors, directory / "model.safetensors")
+    else:
+        del tensors["d2t"], tensors["lm_head.weight"]
+        names = sorted(tensors)
+        for part, chosen in enumerate((names[:9], names[9:]), start=1):
+            shard = {name: tensors[name] for name in chosen}
+            torch.save(shard, directory / f"pytorch_model-0000{part}-of-00002.bin")
+    (directory / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target(TARGET, "fp32", torch.device("cpu"))
+
+
+def engine_with(speculative: dict, **changes):
+    engine = make_engine(speculative, **changes)
+    assert not isinstance(engine.speculator, TreeSpeculator), "vLLM's own"
+    return engine
+
+
+def steps(engine, drafts: list, noted: list, drafter, target, layer_ids):
+    """Yield what was noted when vLLM's drafter drafted, and our drafter's tree of the same text."""
+    table = own_caches(drafter, MAX_LEN, PAGE)
+    for prompt in PROMPTS[:4]:
+        drafts.clear()
+        noted.clear()
+        ((answer,),) = engine.generate([prompt], params(1, max_tokens=24))
+        text = torch.tensor([*prompt, *answer.tokens])
+        hidden = target(text[None], output_hidden_states=True).hidden_states
+        states = torch.stack([hidden[layer] for layer in layer_ids])
+        assert len(noted) == len(drafts)
+        trees = along_a_chain(drafter, prompt, answer.tokens, drafts, states, table, PAGE)
+        yield from zip(noted, trees)
+
+
+@pytest.mark.parametrize(("make", "whole"), [(flat, False), (speculators, True)])
+@torch.no_grad()
+def test_eagle3_drafts_the_same_tokens(make, whole, target, tmp_path, monkeypatch):
+    write(tmp_path, make(), whole)
+    # Where it names its target vLLM finds it, and its method.
+    asked, named = {"num_speculative_tokens": DRAFTED, "method": "eagle3"}, {"model": str(tmp_path)}
+    engine = engine_with(asked, **named) if whole else engine_with(asked | named)
+    drafts, model = record_drafts(engine, monkeypatch), EAGLE3.load(tmp_path)
+    assert model.wants_head is not whole
+    if model.wants_head:
+        model.share_head(target.get_output_embeddings().weight)
+    options = Eagle3Config(depth=DRAFTED, top_k=1)
+    drafter = Eagle3Drafter(model, target.get_input_embeddings(), options, DRAFTED, MAX_LEN)
+    found = [
+        tree.token[0].tolist() == chain
+        for chain, tree in steps(engine, drafts, drafts, drafter, target, LAYERS)
+    ]
+    # Two tokens that score the same to the last bits may change places.
+    assert len(found) > 40 and found.count(False) <= 1
+
+
+@pytest.mark.parametrize("kind", dflash.FOR_TINY_PAIR)
+@torch.no_grad()
+def test_dflash_has_the_same_logits(kind, target, tmp_path, monkeypatch):
+    raw = dflash.FOR_TINY_PAIR[kind]
+    model = dflash.make_model(raw, std=0.2)
+    # vLLM 0.32 on a CPU norms the context's keys of every layer by the first one's weights.
+    first, second = (layer.self_attn.k_norm.weight for layer in model.layers)
+    second.copy_(first)
+    folder = dflash.write(tmp_path / "drafter", model, raw)
+    engine = engine_with({"method": "dflash", "model": str(folder), "num_speculative_tokens": 4})
+    drafts = record_drafts(engine, monkeypatch)
+    theirs = note_calls(
+        monkeypatch, engine.speculator.model, "compute_logits", lambda logits, *_: logits.cpu()
+    )
+    model = DFLASH.load(folder)
+    model.share_head(target.get_output_embeddings().weight)
+    ours = note_calls(monkeypatch, model, "logits", lambda logits, *_: logits)
+    drafter = DFlashDrafter(
+        model, target.get_input_embeddings(), DFlashConfig(), 12, MAX_LEN, layers=(0, 1, 2, 3)
+    )
+    compared = 0
+    for logits, _ in steps(engine, drafts, theirs, drafter, target, model.config.layer_ids):
+        torch.testing.assert_close(ours[-1][0], logits, atol=1e-3, rtol=0)
+        compared += 1
+    assert compared > 60
+
+
+@pytest.mark.parametrize("kind", dflash.FOR_TINY_PAIR)
+def test_what_is_asked_of_the_target(kind, tmp_path):
+    raw = dflash.FOR_TINY_PAIR[kind]
+    folder = dflash.write(tmp_path / "drafter", dflash.make_model(raw), raw)
+    config = configure({"model": str(folder), "depth": 3}).speculative_config
+    draft = config.draft_model_config.hf_config
+    assert draft.eagle_aux_hidden_state_layer_ids == [1, 3, 5, 6]
+    (drafter,) = config.specblock.drafters
+    assert drafter.kind == kind and drafter.options.depth == 3
+    other = next(each for each in dflash.FOR_TINY_PAIR if each != kind)
+    for wrong, says in (
+        ({"top_k": 3}, f"of a drafter of kind '{kind}'"),
+        ({"kind": other}, f"holds a drafter of kind '{kind}'"),
+        ({"adapt": True}, "adapt"),
+    ):
+        with pytest.raises(OptionError, match=says):
+            configure({"model": str(folder), **wrong})
