@@ -96,7 +96,7 @@ class AcceptanceEstimator:
         steps: torch.Tensor,
         later: Later | None = None,
     ) -> None:
-        """Write `steps` [≥ R, N] of R new trees, `score` [S, N] by slot; `mark` nodes of `later`."""
+        """Write `steps` [≥ R, N] of R new trees, `score` [S, N] by slot; see `mark` for `later`."""
         seen = temperature, self.judged, self.reached, self.believed, PRIOR, BINS_PER_NAT
         if self.judged.is_cuda:
             write_survival_triton(req_idx, score, *seen, steps, later)
