@@ -96,7 +96,10 @@ class AcceptanceEstimator:
         steps: torch.Tensor,
         later: Later | None = None,
     ) -> None:
-        """Write `steps` [≥ R, N] of R new trees, `score` [S, N] by slot; see `mark` for `later`."""
+        """Write `steps` [≥ R, N] of R new trees; `score` [S, N] is by slot.
+
+        With `later`, they get the bits of `mark`.
+        """
         seen = temperature, self.judged, self.reached, self.believed, PRIOR, BINS_PER_NAT
         if self.judged.is_cuda:
             write_survival_triton(req_idx, score, *seen, steps, later)

@@ -43,7 +43,7 @@ class Step(NamedTuple):
     tokens: int | None  # committed, of all requests; None: unknown
     seconds: float = 0.0
     draft_seconds: float = 0.0  # of drafting in it
-    by: int = WHOLE  # or BRIEF, or LOOKUP
+    by: int = WHOLE  # or LOOKUP or BRIEF
     read: int = 0  # missed rows that a drafter with weights read first
 
 

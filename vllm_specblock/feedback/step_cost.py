@@ -98,8 +98,7 @@ class StepCost:
         # The last one: a plain step over one that verifies no node.
         found = np.concatenate([times, *drafts, times[:1]])
         self._logs = logs = np.log(np.maximum(found / times[0], 1e-7))
-        # Relative costs of steps that verify trees, by rows.
-        self.verify = _Curve(rows, logs, 0)
+        self.verify = _Curve(rows, logs, 0)  # relative costs of steps with trees, by rows
         self._drafts = [_Curve(counts, logs, len(rows) + by * len(counts)) for by in range(3)]
         self._covariance: np.ndarray | None = None  # until the first step
         self._spread = SPREAD if noisy else SURE
