@@ -52,6 +52,7 @@ emulated-gpu:
 
 test-emulated-gpu: emulated-gpu
 	for sm in 80 100 120; do $(CUDA_VENV)/bin/python -m pytest $(COMPILED) --sm $$sm || exit 1; done
+	$(EMULATED) -m pytest tests/emulated_gpu/checks/check_modules.py
 	$(EMULATED) -m pytest tests/emulated_gpu/checks/check_device.py
 	$(EMULATED) --lazy --host-forms -m pytest tests/emulated_gpu/checks/check_host_work.py
 	$(EMULATED) --lazy --host-forms -m pytest tests/emulated_gpu/checks/check_commands.py

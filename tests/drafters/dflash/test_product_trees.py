@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -36,12 +34,6 @@ def test_product_trees_are_the_best_of_all_paths(depth, width, budget, seed):
             assert total == pytest.approx(named[path], rel=1e-5)
         assert (tree.parent[request, len(best) :] == -1).all()
         assert tree.logprob[request, len(best) :].isneginf().all()
-
-
-def test_what_is_no_choice_is_left_out():
-    logprob = torch.tensor([[[-0.1, -2.0, -math.inf], [-math.inf] * 3]])
-    tree = ProductTrees(2, 3, 8, "cpu").grow(logprob, torch.tensor([[[4, 5, 6], [7, 8, 9]]]))
-    assert texts(tree, 0) == {(4,): pytest.approx(-0.1), (5,): -2.0}
 
 
 def test_a_tie_goes_to_the_lower_depth():

@@ -98,33 +98,20 @@ def test_block1_of_a_whole_sequence(variant):
         assert_near(flat(cache.value[layer]), train[f"block1.layer{layer}.v"])
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 4])
-def test_block2_of_the_first_training_row(variant, cut):
-    # Only row 0: at later rows training also looked at block 2 of the rows before, which
-    # inference does not have.
-    train = variant.train
+# Only row 0: at later rows training also looked at block 2 of the rows before, which inference does
+# not have.
+@pytest.mark.parametrize("cuts", [(1,), (2,), (3,), (4,), (2, 3)], ids=str)
+def test_later_blocks_of_the_first_training_row(variant, cuts):
     cache, hidden = variant.train_rows(1)
-    attend = cache.grow().starts(torch.tensor([0]), torch.tensor([cut - 1]))
-    token = train[f"block2.M{cut}.row_tokens"][:1]
-    hidden = variant.drafter(hidden[:, cut - 1], variant.embed(token), torch.tensor([1]), attend)
+    growth, name = cache.grow(), ""
+    for row, cut in enumerate(cuts):
+        name = f"block{row + 2}.M{'_'.join(map(str, cuts[: row + 1]))}"
+        attend = growth.starts(torch.tensor([row]), torch.tensor([cut - 1]))
+        token = variant.embed(variant.train[f"{name}.row_tokens"][:1])
+        hidden = variant.drafter(hidden[:, cut - 1], token, torch.tensor([1]), attend)
     logits, rank_logits = variant.drafter.heads(hidden)
-    assert_near(logits, train[f"block2.M{cut}.logits"][:1])
-    assert_near(rank_logits, train[f"block2.M{cut}.rank_logits"][:1])
-
-
-def test_block3_of_the_first_training_row(variant):
-    train, base = variant.train, torch.tensor([1])
-    cache, hidden = variant.train_rows(1)
-    growth = cache.grow()
-    second = growth.starts(torch.tensor([0]), torch.tensor([1]))
-    token = train["block2.M2.row_tokens"][:1]
-    hidden = variant.drafter(hidden[:, 1], variant.embed(token), base, second)
-    third = growth.starts(torch.tensor([1]), torch.tensor([2]))
-    token = train["block3.M2_3.row_tokens"][:1]
-    hidden = variant.drafter(hidden[:, 2], variant.embed(token), base, third)
-    logits, rank_logits = variant.drafter.heads(hidden)
-    assert_near(logits, train["block3.M2_3.logits"][:1])
-    assert_near(rank_logits, train["block3.M2_3.rank_logits"][:1])
+    assert_near(logits, variant.train[f"{name}.logits"][:1])
+    assert_near(rank_logits, variant.train[f"{name}.rank_logits"][:1])
 
 
 @pytest.mark.parametrize("only_last", [False, True], ids=["all rows", "last row kept"])
