@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +90,7 @@ def _begin(out: Path, making: dict[str, Any]) -> None:
     if shards.shard_path(out, 0).exists():
         if not path.exists():
             raise TrainError(f"{out} holds other data already; give another folder to write to.")
-        begun = json.loads(path.read_text(encoding="utf-8"))
+        begun = shards.read_object(path, making)
         shards.check_same(
             f"{out} was begun",
             begun["options"] | {"input": begun["input"]},
