@@ -24,7 +24,7 @@ from vllm_specblock.adapt.policy.actions import put, trains
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.feedback.calibration import DraftCalibration
-from vllm_specblock.train.eval.drafting import ServedDraft, draft_specblock, serving_shape
+from vllm_specblock.train.eval.drafting import ServedDraft, draft_trees, serving_shape
 from vllm_specblock.train.eval.steps import Step, steps_along
 from vllm_specblock.train.learner import EvalSequence
 
@@ -149,7 +149,7 @@ class Simulation:
         return served
 
     def _draft(self, sequence: EvalSequence) -> ServedDraft:
-        return draft_specblock(self.serving, sequence, self.shape, self.calibration)
+        return draft_trees(self.serving, sequence, self.shape, self.calibration)
 
     def _record(self, sequence: EvalSequence, request: FinishedRequest) -> Record:
         self.count += 1
