@@ -34,7 +34,7 @@ from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.eval.evaluate import sequences_for, sequences_from
-from vllm_specblock.train.eval.loaded import pair_specblock
+from vllm_specblock.train.eval.loaded import pair
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.target import target_rows
 from vllm_specblock.train.target.features import load_target, load_tokenizer
@@ -60,7 +60,7 @@ class Pair:
     """A drafter and its target, as simulations need them."""
 
     def __init__(self, drafter: Path, target: Path) -> None:
-        self.pairing = pair_specblock(drafter, target)
+        self.pairing = pair(drafter, target, ["specblock"])
         self.model = load_target(self.pairing.target, "fp32", torch.device("cpu"))
         self.layers = self.pairing.layer_ids
         self.weights = checkpoint.load(self.pairing.drafter, torch.float32, "cpu")

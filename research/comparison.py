@@ -2,9 +2,10 @@
 
     python research/comparison.py examples/tiny_pair/comparison.yaml
 
-Every drafter learns from one pass over one target's features, in the same order, and is judged by
-the same replay, one per temperature. A stopped run resumes. With `minutes` in the recipe a call
-ends after so many and asks to be called again.
+The drafters learn one after the other, each in OUT/NAME, from the same texts in the same order, and
+are judged by the same replay, one per temperature. With `features` the target runs only once for
+all. A stopped run resumes. With `minutes` in the recipe a call ends after so many and asks to be
+called again.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.bench.summary import markdown_table
 from vllm_specblock.cli.options import options_of
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import write_json
-from vllm_specblock.train.distributed import ranks
-from vllm_specblock.train.eval.drafting import draft_specblock, serving_shape
+from vllm_specblock.train.distributed import ranks, world
+from vllm_specblock.train.eval.drafting import draft_trees, serving_shape
 from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
 from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import Learner, TrainBatch
@@ -88,23 +90,30 @@ def compare(
     with ranks(config.device) as device:
         run_context = prepare(config, device, _SHORTEST)
         common = footing(config, run_context)
-        learners = {name: drafter_zoo.make(name, common) for name in config.names}
         teacher = make_teacher(config, run_context, common.t2d, device)
-        trainer = Trainer(
-            config,
-            {name: learner.to(device).train() for name, learner in learners.items()},
-            teacher,
-            run_context.windows,
-            sequences_of(run_context, teacher, device),
-            device,
-            run_context.facts,
-        )
-        trainer.restore()
-        trainer.run()
-        if trainer.step < trainer.steps or trainer.rank != 0:
-            return
-        calibrate(trainer)
-        judge(config, trainer, common.layer_ids, device, deadline)
+        sequences = sequences_of(run_context, teacher, device)
+        trainers = {}
+        for name in config.names:
+            changes: dict[str, Any] = {"out": config.out / name}
+            if deadline:
+                changes["minutes"] = (deadline - time.monotonic()) / 60
+            trainer = trainers[name] = Trainer(
+                config.model_copy(update=changes),
+                drafter_zoo.make(name, common).to(device).train(),
+                teacher,
+                run_context.windows,
+                sequences,
+                device,
+                run_context.facts,
+            )
+            trainer.restore()
+            trainer.run()
+            if trainer.step < trainer.steps:
+                return
+        if world()[0] == 0:
+            if "Falcon" in trainers:
+                calibrate(trainers["Falcon"])
+            judge(config, trainers, common.layer_ids, device, deadline)
 
 
 def footing(config: Comparison, run_context: RunContext) -> drafter_zoo.RunContext:
@@ -130,9 +139,6 @@ def footing(config: Comparison, run_context: RunContext) -> drafter_zoo.RunConte
 @torch.no_grad()
 def calibrate(trainer: Trainer) -> None:
     """Shape Falcon's static tree by training text, once it has learned, and save it again."""
-    train_state = trainer.train_states.get("Falcon")
-    if train_state is None:
-        return
     train_batches = []
     for step in range(_CALIBRATION):
         batch = trainer.windows.batch(step, trainer.micro, trainer.config.seed).to(trainer.device)
@@ -140,13 +146,14 @@ def calibrate(trainer: Trainer) -> None:
         train_batches.append(
             TrainBatch(batch, target_outputs, trainer.teacher.embed, trainer.step, seed=step)
         )
-    train_state.learner.float().calibrate(train_batches)
-    train_state.learner.save(trainer.folder("Falcon"))
+    learner = trainer.train_state.learner
+    learner.float().calibrate(train_batches)
+    learner.save(trainer.config.out)
 
 
 def judge(
     config: Comparison,
-    trainer: Trainer,
+    trainers: dict[str, Trainer],
     layer_ids: tuple[int, int, int],
     device: torch.device,
     deadline: float | None,
@@ -159,7 +166,7 @@ def judge(
     for temperature in (0.0, 1.0):
         how = {"temperature": temperature, "seed": config.seed, "layer_ids": layer_ids}
         sequences = list(sequences_from(target, prompts, config.new_tokens, **how))
-        for name, make_draft in contestants(config, trainer).items():
+        for name, make_draft in contestants(config, trainers).items():
             key = f"{name} T={temperature:g}"
             if key in results:
                 continue
@@ -176,8 +183,9 @@ def judge(
                 "seconds": round(time.monotonic() - began, 1),
             }
             write_json(path, results)
-    learners = {name: state.learner for name, state in trainer.train_states.items()}
-    logs = {name: state.metrics_log.entries for name, state in trainer.train_states.items()}
+    learners = {name: trainer.train_state.learner for name, trainer in trainers.items()}
+    logs = {name: trainer.train_state.metrics_log.entries for name, trainer in trainers.items()}
+    first = next(iter(trainers.values()))
     summary = {
         "results": results,
         "parameters": {name: drafter_zoo.parameters(each) for name, each in learners.items()},
@@ -187,11 +195,11 @@ def judge(
             if isinstance(learner, SpecBlockLearner)
         },
         "alpha": {name: last_alpha(entries) for name, entries in logs.items()},
-        "seconds_of_training": max(
-            entry.get("seconds", 0.0) for entries in logs.values() for entry in entries
+        "seconds_of_training": sum(
+            max(entry.get("seconds", 0.0) for entry in entries) for entries in logs.values()
         ),
-        "updates": trainer.step,
-        "facts": trainer.facts,
+        "updates": first.step,
+        "facts": first.facts,
     }
     write_json(config.out / "comparison.json", summary)
     print(table(summary))
@@ -204,19 +212,19 @@ def last_alpha(entries: list[dict[str, Any]]) -> list[list[float]]:
     return [[round(a, 3) for a in block] for block in torch.stack(last).mean(0).tolist()]
 
 
-def contestants(config: Comparison, trainer: Trainer) -> dict[str, Any]:
+def contestants(config: Comparison, trainers: dict[str, Trainer]) -> dict[str, Any]:
     """Return the drafts to replay: of each drafter, and of SpecBlock with other trees."""
     found: dict[str, Any] = {}
-    for name, train_state in trainer.train_states.items():
-        learner: Learner = train_state.learner
+    for name, trainer in trainers.items():
+        learner: Learner = trainer.train_state.learner
         if isinstance(learner, SpecBlockLearner):
             learner.shape = serving_shape(learner.drafter, nodes=config.nodes)
         found[name] = learner.draft_along
-    if "specblock" in trainer.train_states:
-        drafter = trainer.train_states["specblock"].learner.drafter
+    if "specblock" in trainers:
+        drafter = trainers["specblock"].train_state.learner.drafter
         uniform = uniform_shape(serving_shape(drafter, SpecBlockConfig(), config.nodes))
         papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), config.nodes)
-        draft = partial(draft_specblock, drafter)
+        draft = partial(draft_trees, drafter)
         found |= {PAPER: partial(draft, shape=papers), UNIFORM: partial(draft, shape=uniform)}
     return found
 
@@ -257,5 +265,5 @@ FORWARDS |= {"Falcon": 3, "SpS": 5}
 if __name__ == "__main__":
     try:
         typer.run(compare)
-    except TrainError as error:
+    except (CheckpointError, TrainError) as error:
         raise SystemExit(f"Error: {error}") from None

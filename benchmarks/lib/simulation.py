@@ -26,7 +26,7 @@ from vllm_specblock.adapt.policy.actions import put, trains
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest, Policy
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.feedback.calibration import DraftCalibration
-from vllm_specblock.train.eval.drafting import draft_specblock, serving_shape
+from vllm_specblock.train.eval.drafting import draft_trees, serving_shape
 from vllm_specblock.train.eval.steps import steps_along
 from vllm_specblock.train.learner import EvalSequence
 
@@ -124,7 +124,7 @@ class Simulation:
 
     def serve(self, phase: str, sequence: EvalSequence) -> Served | None:
         """Serve one text, then let the policy act on it; None where it is too short for a step."""
-        draft = draft_specblock(self.serving, sequence, self.shape, self.calibration)
+        draft = draft_trees(self.serving, sequence, self.shape, self.calibration)
         steps = list(steps_along(draft, sequence, self.shape.max_depth))
         if not steps:
             return None

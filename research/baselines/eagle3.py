@@ -25,7 +25,7 @@ from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.train.data.batch import Batch
-from vllm_specblock.train.eval.drafting import draft_eagle3
+from vllm_specblock.train.eval.drafting import draft_trees
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,
@@ -84,14 +84,14 @@ class Eagle3(NamedLearner, Eagle3Model):
             on_path = torch.zeros_like(on_path).index_put((window, row), hit)
         weight = DECAY ** torch.arange(self.steps, device=label.device)
         count = torch.tensor(count, device=label.device)
-        loss = (train_batch.mean(torch.stack(total), count) * weight).sum()
+        loss = (train_batch.counts.mean(torch.stack(total), count) * weight).sum()
         ce_loss, hits, seen = torch.stack(tally, dim=1)[:, None].float()
         return LossOutput(loss, ce_loss, hits, seen, torch.zeros_like(loss))
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
         width = min(10, len(self.d2t))
         shape = TreeShape.levels(depth=7, top_k=width, width=width, budget=self.budget)
-        return draft_eagle3(self, sequence, shape)
+        return draft_trees(self, sequence, shape)
 
     def save(self, directory: Path) -> None:
         tensors = self.state_dict()

@@ -182,7 +182,7 @@ class PositionsLearner(NamedLearner):
             sums.append((total, loss_mask.sum(), *seen))
         total, count, seen, hits, ce_loss = (torch.stack(column) for column in zip(*sums))
         weight = torch.tensor(weights, device=total.device)
-        loss = (train_batch.mean(total, count) * weight).sum() / weight.sum()
+        loss = (train_batch.counts.mean(total, count) * weight).sum() / weight.sum()
         shown = (each.float().view(blocks, -1) for each in (ce_loss, hits, seen))
         return LossOutput(loss, *shown, loss.new_zeros(()))
 

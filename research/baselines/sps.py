@@ -199,7 +199,7 @@ class SmallModel(NamedLearner, SmallLanguageModel):
         total, _, best = loss_and_choice(normed, self.rows(), target_probs, target_row)
         count = torch.tensor(len(best), device=label.device)
         hit = (best == wanted[rows]).sum()
-        loss = train_batch.mean(total, count)
+        loss = train_batch.counts.mean(total, count)
         tally = (number.detach().float().view(1, 1) for number in (total, hit, count))
         return LossOutput(loss, *tally, torch.zeros_like(loss))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm_specblock.adapt.options import AdaptConfig, check_adapt, parse_adapt
+from vllm_specblock.adapt.serving.observer import trainer_config
 from vllm_specblock.config import OptionError
 
 
@@ -102,3 +103,25 @@ def test_where_a_trainer_cannot_be(trainer, serving, parts, monkeypatch, tmp_pat
     assert sentence.endswith(".") and sentence.count(". ") == 0 and "\n" not in sentence
     assert all(part in sentence for part in parts), sentence
     return None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, {"policy": "gain", "actions": "heads", "device": "cpu", "lr": None, "out": None}),
+        ({"trainer": "cuda:1"}, {"device": "cuda:1", "actions": "all"}),
+        (
+            {"policy": "always", "every": 4, "lr": 1e-3},
+            {"policy": "always", "every": 4, "lr": 1e-3},
+        ),
+        (
+            {"rule": "paper", "memory": 64, "out": "x"},
+            {"policy": "paper", "memory": 64, "out": "x"},
+        ),
+    ],
+)
+def test_a_trainer_is_told_what_the_options_say(given, said):
+    options = parse_adapt(given, "specblock")
+    config = trainer_config(options, "drafter", "target", 1)
+    assert (config.drafter, config.target, config.num_blocks) == ("drafter", "target", 1)
+    assert {name: getattr(config, name) for name in said} == said

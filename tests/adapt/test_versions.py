@@ -106,8 +106,8 @@ def without(name: str):
     return lambda folder: (folder / name).unlink()
 
 
-def garbage(name: str):
-    return lambda folder: (folder / name).write_text('{"adaptation": 3')
+def garbage(content: str):
+    return lambda folder: (folder / "provenance.json").write_text(content)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,8 @@ def garbage(name: str):
         (flipped, "not those that were written"),
         (without("model.safetensors"), "not those that were written"),
         (without("provenance.json"), "not whole"),
-        (garbage("provenance.json"), "not whole"),
+        (garbage('{"adaptation": 3'), "not whole"),
+        (garbage('{"adaptation": {"fingerprints": 3}}'), "not whole"),
         (shutil.rmtree, "no version version-00002"),
     ],
 )

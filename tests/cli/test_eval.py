@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.train.eval.drafting import draft_specblock, serving_shape
+from vllm_specblock.train.eval.drafting import draft_trees, serving_shape
 from vllm_specblock.train.eval.evaluate import sequences_from
 from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.target.features import load_target, load_tokenizer
@@ -58,7 +58,7 @@ def test_table_and_file_say_what_replay_finds(prompts, tmp_path):
         assert entry["temperature"] == temperature
         for nodes in (16, 30):
             shape = serving_shape(drafter, SpecBlockConfig(num_blocks=3), nodes)
-            whole = replay(lambda s, shape=shape: draft_specblock(drafter, s, shape), sequences, 12)
+            whole = replay(lambda s, shape=shape: draft_trees(drafter, s, shape), sequences, 12)
             found = entry["trees"][f"tree of {nodes}"]
             assert (found["tau"], found["steps"]) == (whole.tau, len(whole.accepted))
             assert f"{whole.tau:.3f} ± " in result.stdout

@@ -9,7 +9,7 @@ from support.records import HIDDEN, small_drafter
 from support.trees import texts
 
 from vllm_specblock.drafters.options import SpecBlockConfig
-from vllm_specblock.train.eval.drafting import draft_specblock, serving_shape
+from vllm_specblock.train.eval.drafting import draft_trees, serving_shape
 from vllm_specblock.train.learner import EvalSequence
 
 
@@ -26,6 +26,6 @@ def test_a_uniform_tree_fills_its_budget_without_the_rank_head(blocks, nodes):
         with torch.no_grad():  # the rank head says the same bucket everywhere
             drafter.rank_head[2].weight.zero_()
             drafter.rank_head[2].weight[favourite] = 1.0
-        trees.append(texts(draft_specblock(drafter, sequence, shape)(12), 0))
+        trees.append(texts(draft_trees(drafter, sequence, shape)(12), 0))
     assert trees.count(trees[0]) == 4
     assert len(trees[0]) == nodes

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from support.dense_cache import DenseCache
 from support.train_batches import lesson_of, packed
 
 from vllm_specblock.train.distributed import BatchCounts
@@ -48,35 +47,6 @@ def documents(train_batch):
             first += length
 
 
-class Inference:
-    """A document's rows through `DenseCache`, one at a time, as a request would run them."""
-
-    def __init__(self, drafter, embed, tokens, hidden):
-        self.drafter, self.embed, self.tokens, self.hidden = drafter, embed, tokens, hidden
-        self.path_rope = drafter.config.block_rope == "path"
-
-    def blocks(self, restart_positions: list[int]):
-        """Yield per row its states of every block [K, H], block b+1 started at cuts[b]."""
-        cache = DenseCache(self.drafter.config)
-        for row in range(len(self.tokens) - 1):
-            condition = self.drafter.condition(self.hidden[row][None])
-            states = [self._forward(row, 0, condition, cache.append())]
-            growth, offset = cache.grow(), 0
-            for block, restart_position in enumerate(restart_positions):
-                offset += restart_position
-                attend = growth.starts(torch.tensor([block]), torch.tensor([restart_position - 1]))
-                states.append(
-                    self._forward(row, offset, states[-1][restart_position - 1][None], attend)
-                )
-            yield row, states
-
-    def _forward(self, row, offset, condition, attend):
-        place = row + 1 + offset
-        token = self.tokens[place] if place < len(self.tokens) else torch.tensor(0)
-        base = torch.tensor([row + 1 + (offset if self.path_rope else 0)])
-        return self.drafter(condition, self.embed(token)[None], base, attend)[0]
-
-
 def states_of(unroll, restart_positions):
     """Every forward's attend and output."""
     seen = []
@@ -92,7 +62,7 @@ def states_of(unroll, restart_positions):
 @pytest.mark.parametrize("rope", ["base", "path"])
 @pytest.mark.parametrize("restart_positions", [[1], [4], [2, 1, 3]])
 @torch.no_grad()
-def test_states_are_those_of_inference(scene, restart_positions, rope, kernel):
+def test_states_are_those_of_inference(scene, inference, restart_positions, rope, kernel):
     drafter, train_batch = scene(block_rope=rope)
     unroll = Unroll(drafter, train_batch, Recipe(mask_restart=True, kernel=kernel))
     seen = states_of(unroll, restart_positions)
@@ -102,7 +72,7 @@ def test_states_are_those_of_inference(scene, restart_positions, rope, kernel):
             row + 1 + sum(restart_positions[:block]) < len(tokens),
         )
         for window, first, tokens, _, hidden in documents(train_batch)
-        for row, states in Inference(drafter, train_batch.embed, tokens, hidden).blocks(
+        for row, states in inference(drafter, train_batch.embed, tokens, hidden).blocks(
             restart_positions
         )
         for block, state in enumerate(states)
@@ -125,7 +95,7 @@ def test_states_are_those_of_inference(scene, restart_positions, rope, kernel):
 @pytest.mark.parametrize("valid", [False, True])
 @pytest.mark.parametrize("restart_positions", [[1], [3], [1, 2], [2, 1]])
 @torch.no_grad()
-def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, valid):
+def test_objective_is_the_loop_over_rows(scene, inference, restart_positions, restart, valid):
     """Eqs. 5-7 and the rank loss with labels, laws and cuts, from states of inference."""
     drafter, train_batch = scene()
     named = drafter.t2d.nonzero()[:, 0].tolist()
@@ -137,7 +107,7 @@ def test_objective_is_the_loop_over_rows(scene, restart_positions, restart, vali
             named.index(token) if token in named and mine else None
             for token, mine in zip(tokens.tolist(), written)
         ] + [None] * 20
-        for row, states in Inference(drafter, train_batch.embed, tokens, hidden).blocks(
+        for row, states in inference(drafter, train_batch.embed, tokens, hidden).blocks(
             restart_positions
         ):
             live = right = learned = written[row + 1]

@@ -16,13 +16,6 @@ def sentence(error: pytest.ExceptionInfo) -> str:
     return text
 
 
-def test_defaults_are_the_papers():
-    config = parse(**NEEDED)
-    assert (config.epochs, config.batch, config.lr) == (20, 96, 5e-5)
-    assert (config.warmup, config.clip, config.rank_from) == (0.015, 0.5, 2000)
-    assert (config.block_size, config.num_layers, config.rank_topk) == (4, 2, 20)
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

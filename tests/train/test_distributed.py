@@ -129,7 +129,7 @@ def test_a_killed_sharded_run_goes_on_in_one_process(command, train_state, folde
     options = {**OPTIONS, "target": folder / "target", "data": folder / "d.safetensors"}
     trainer = build(parse(**options, out=tmp_path / "sharded"), torch.device("cpu"))
     trainer.restore()
-    state = trainer.train_states["drafter"].state()
+    state = trainer.train_state.state()
     assert all(torch.equal(saved["model"][name], value) for name, value in state["model"].items())
     (moments,), (found,) = ([each["state"] for each in of["optimizers"]] for of in (saved, state))
     assert len(moments) > 20 and moments.keys() == found.keys()

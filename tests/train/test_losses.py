@@ -5,7 +5,7 @@ import torch
 
 from vllm_specblock.train import losses
 from vllm_specblock.train.learner import IGNORE_INDEX
-from vllm_specblock.train.losses import block_loss, rank_bucket
+from vllm_specblock.train.losses import block_loss
 
 
 @pytest.fixture
@@ -62,48 +62,8 @@ def test_gradients_are_those_of_autograd(block, monkeypatch):
         torch.testing.assert_close(mine, other)
 
 
-def test_without_the_valid_prefix_a_wrong_choice_ends_no_path(block):
-    masked, free = block_loss(**block), block_loss(**block, valid_prefix=False)
-    named = (block["label"] != IGNORE_INDEX).cumprod(1).bool() & block["start"][:, None]
-    assert free.num_positions.tolist() == named.sum(0).tolist()
-    assert (free.num_positions > masked.num_positions)[1:].all()
-    assert torch.equal(free.on_path, masked.on_path) and torch.equal(free.hit, masked.hit)
-
-
-def test_no_row_on_the_path_is_no_loss(block):
-    loss = block_loss(**block | {"start": torch.zeros(40, dtype=torch.bool)})
-    assert not loss.draft.any() and loss.rank == 0 and not loss.on_path.any()
-
-
-@pytest.mark.parametrize(
-    ("second", "on_path"),
-    [
-        (lambda label: IGNORE_INDEX, [True, False, False, False]),  # it cannot be named
-        (lambda label: (label + 1) % 14, [True, True, False, False]),  # a wrong choice
-    ],
-)
-def test_where_a_path_ends(block, second, on_path):
-    drafter, block["hidden"] = block["drafter"], block["hidden"][:1]
-    label = drafter.heads(block["hidden"])[0].argmax(-1)  # all right, but for position 2
-    label[0, 1] = second(label[0, 1])
-    block |= {"label": label, "target_row": block["target_row"][:1], "rank": False}
-    loss = block_loss(**block | {"start": torch.tensor([True])})
-    assert loss.on_path.tolist() == [on_path]
-    assert loss.hit.tolist() == [[True, False, False, False]]
-    loss.draft.sum().backward()
-    assert loss.rank == 0 and drafter.rank_head[0].weight.grad is None
-
-
 def test_rank_gradient_stays_in_the_rank_head(block):
     block_loss(**block).rank.backward()
     reached = {n for n, p in block["drafter"].named_parameters() if p.grad is not None}
     assert reached == {"rank_head.0.weight", "rank_head.2.weight"}
     assert block["hidden"].grad is None
-
-
-@pytest.mark.parametrize(
-    ("rank", "bucket"), [(1, 0), (2, 1), (4, 1), (5, 2), (10, 2), (11, 3), (14, 3)]
-)
-def test_rank_buckets(rank, bucket):
-    logits = torch.arange(14, 0, -1.0)[None]  # label i has rank i + 1
-    assert rank_bucket(logits, torch.tensor([rank - 1])).tolist() == [bucket]

@@ -19,10 +19,10 @@ from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.data.packed_dataset import load_texts, token_counts
 from vllm_specblock.train.data.shards import Text
-from vllm_specblock.train.learner import TrainBatch
 from vllm_specblock.train.loop import Trainer
 from vllm_specblock.train.optimizers import learning_rate
 from vllm_specblock.train.run import build, prepare, train
+from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target import feature_store, target_rows
 from vllm_specblock.train.target.feature_store import Features, Origin
 from vllm_specblock.train.train_state import TrainState
@@ -46,7 +46,7 @@ def uneven(tmp_path):
 
 
 def learner_of(run):
-    return run.train_states["drafter"].learner
+    return run.train_state.learner
 
 
 def drafter_of(run):
@@ -145,6 +145,25 @@ class TestResume:
 
 
 class TestLearning:
+    def test_gradients_that_are_no_numbers_cost_an_update_each_and_then_the_run(
+        self, options, monkeypatch
+    ):
+        run, forward = build(options(steps=100), CPU), SpecBlockLearner.forward
+
+        def broken(self, train_batch):
+            output = forward(self, train_batch)
+            return output._replace(loss=output.loss * torch.nan) if train_batch.step else output
+
+        monkeypatch.setattr(SpecBlockLearner, "forward", broken)
+        run.update()
+        learned = {name: value.clone() for name, value in learner_of(run).state_dict().items()}
+        for _ in range(19):
+            run.update()
+        assert run.train_state.lost == 19 and equal(learner_of(run).state_dict(), learned)
+        with pytest.raises(TrainError, match="gradient has not been finite for 20 updates"):
+            run.update()
+        assert run.step == 20
+
     def test_it_learns(self, options):
         entries = history(train(options(steps=60, lr=3e-3, log_every=20), progress=False))
         first, last = (entry["loss"][0][0] for entry in (entries[0], entries[-1]))
@@ -250,7 +269,7 @@ class TestMicroBatches:
         run = build(options(data=spoken, steps=100, lr=1e-2, rank_from=0), CPU)
         while run.step < 25:
             run.update()
-        counted = run.train_states["drafter"].metrics_log.sums[0][1]
+        counted = run.train_state.metrics_log.sums[0][1]
         assert (counted[:, :3] > 0).all() and counted[0, 1] < 0.9 * counted[0, 0]
         return run
 
@@ -380,18 +399,3 @@ def test_stored_features_teach_what_the_target_does(options, folder, uneven, tmp
         torch.testing.assert_close(other[name], value, atol=2e-5, rtol=1e-3, msg=name)
     one, two = ([e["tau"] for e in history(out) if "tau" in e] for out in (online, stored))
     assert len(one) == 2 and one == two
-
-
-def test_the_mask_decides_what_is_learned(options, uneven, tmp_path):
-    """Position 1 of a row counts where its root and the token after it do."""
-    texts = list(shards.read_shard(uneven))
-    save_tokens(tmp_path / "unmasked.safetensors", [text.tokens for text in texts])
-    counted = []
-    for data in (uneven, tmp_path / "unmasked.safetensors"):
-        run = build(options(data=data, valid_prefix=False, num_blocks=1), CPU)
-        batch = run.windows.of(range(len(run.windows)))
-        train_batch = TrainBatch(batch, run.teacher.teach(batch), run.teacher.embed, 9, seed=4)
-        counted.append(int(learner_of(run)(train_batch).num_positions[0, 0]))
-    masks = [piece for text in texts for piece in text.loss_mask.split(LENGTH) if len(piece) >= 6]
-    assert counted[0] == sum(int((m[2:] & m[1:-1]).sum()) for m in masks) < counted[1]
-    assert counted[1] == sum(len(m) - 2 for m in masks)

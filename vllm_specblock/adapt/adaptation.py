@@ -51,8 +51,11 @@ class Adaptation:
         count: Count = lambda name, by: None,
         seconds_lost: Callable[[Action, float], float] = lambda action, seconds: 0.0,
     ) -> None:
-        self.policy, self.teacher = policy, teacher
-        self.config = _learned_by(policy, config or AdaptationConfig())
+        config = config or AdaptationConfig()
+        if policy.rejected_only:
+            recipe = replace(config.recipe, rejected_only=True)
+            config = replace(config, rehearsal=False, recipe=recipe)
+        self.policy, self.teacher, self.config = policy, teacher, config
         self.count, self.seconds_lost = count, seconds_lost
         self.updater = Updater(copy.deepcopy(drafter), self.config)
         self.judge = Judge(drafter, teacher, self.config.recipe.num_blocks)
@@ -209,12 +212,6 @@ class Adaptation:
         put(self.updater.drafter, version.tensors)
         self.updater.forget()
         self.training = version
-
-
-def _learned_by(policy: Policy, config: AdaptationConfig) -> AdaptationConfig:
-    if not policy.rejected_only:
-        return config
-    return replace(config, rehearsal=False, recipe=replace(config.recipe, rejected_only=True))
 
 
 def _on_host(tensors: Tensors) -> Tensors:

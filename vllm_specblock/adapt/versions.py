@@ -248,14 +248,15 @@ def name_of(number: int) -> str | None:
 
 def number_of(name: str | None) -> int:
     """Return a version's number; 0: the delivered drafter."""
-    return 0 if name is None else int(name.removeprefix(PREFIX))
+    digits = str(name).removeprefix(PREFIX)
+    return int(digits) if digits.isdigit() else 0
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
     """Return the facts of a version; raises TrainError if they cannot be read."""
     try:
         facts = read_json(folder / provenance.FILE)["adaptation"]
-        if isinstance(facts, dict):
+        if isinstance(facts, dict) and isinstance(facts["fingerprints"], dict):
             return facts
     except (OSError, ValueError, KeyError, TypeError):
         pass

@@ -56,11 +56,11 @@ def run(
     from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
     from vllm_specblock.adapt.trainer.trainer import POLL, Trainer, TrainerConfig
     from vllm_specblock.train.distributed import usable_device
-    from vllm_specblock.train.eval.loaded import pair_specblock
+    from vllm_specblock.train.eval.loaded import pair
 
     torch.set_num_threads(threads)
     source = FolderSource(folder)
-    pairing = pair_specblock(drafter, target)
+    pairing = pair(drafter, target, ["specblock"])
     config = TrainerConfig(
         str(pairing.drafter),
         str(pairing.target),

@@ -72,14 +72,14 @@ def evaluate(
     from vllm_specblock.train.data.shards import write_json
     from vllm_specblock.train.distributed import usable_device
     from vllm_specblock.train.eval import evaluate as figures_of
-    from vllm_specblock.train.eval.loaded import pair_specblock
+    from vllm_specblock.train.eval.loaded import pair
     from vllm_specblock.train.provenance import provenance
     from vllm_specblock.train.target.features import load_target, load_tokenizer
 
     if json_file is not None and json_file.is_dir():
         raise TrainError(f"--json {json_file} is a folder: name a file in it.")
     where = usable_device(device)
-    pairing = pair_specblock(drafter, target)
+    pairing = pair(drafter, target, ["specblock"])
     found = read_prompts(
         data,
         load_tokenizer(pairing.target),

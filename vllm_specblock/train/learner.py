@@ -45,10 +45,6 @@ class TrainBatch:
     seed: int
     counts: BatchCounts = field(default_factory=BatchCounts)
 
-    def mean(self, total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
-        """Return this batch's share of global means, see `BatchCounts.mean`."""
-        return self.counts.mean(total, count, floor)
-
 
 class LossOutput(NamedTuple):
     """Loss and counts of one batch.

@@ -1,8 +1,4 @@
-"""Training loop of one or several learners.
-
-Several learners share data, order and the target's forward; `specblock train` has one. The state on
-disk survives a kill at any point.
-"""
+"""Training loop of a drafter; the state on disk survives a kill at any point."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +29,7 @@ from vllm_specblock.train.train_state import TrainState, describe, read_state
 STATE_DIR = "training"
 BEST_DIR = "best"
 JUDGED_DEPTH = 8
-"""Minimum tokens before a step along a text, equal for every learner."""
+"""Minimum tokens before a step along a text, equal for every drafter."""
 
 _LOST_IN_A_ROW = 20
 """Consecutive updates without a finite gradient after which a run is aborted."""
@@ -44,8 +39,7 @@ class Trainer:
     """One run. `step` counts the updates done.
 
     Args:
-        learners: by name, on `device`, float32. A single one is written to `config.out`, several
-            to a folder each.
+        learner: on `device`, float32; its drafter is written to `config.out`.
         windows: training text.
         sequences: held-out texts to draft along; only the first rank needs them.
         facts: written beside each checkpoint.
@@ -54,7 +48,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        learners: Mapping[str, Learner],
+        learner: Learner,
         teacher: Teacher,
         windows: PackedDataset,
         sequences: list[EvalSequence],
@@ -70,9 +64,7 @@ class Trainer:
                 f"A batch of {config.batch} windows cannot be shared by {self.ranks} devices that "
                 f"take {self.micro} at once: make batch a multiple of {self.micro * self.ranks}."
             )
-        self.train_states = {
-            name: TrainState(learner, config) for name, learner in learners.items()
-        }
+        self.train_state = TrainState(learner, config)
         if sequences and not any(s.prompt + JUDGED_DEPTH + 1 < len(s.tokens) for s in sequences):
             raise TrainError(
                 f"None of the {config.hold_out} held-out texts goes on for {JUDGED_DEPTH + 2} "
@@ -100,11 +92,11 @@ class Trainer:
                 bar.update()
                 last = self.step == self.steps
                 if last or self.step % config.log_every == 0:
-                    for entry in self.log().values():
-                        bar.set_postfix_str(describe(entry))
+                    bar.set_postfix_str(describe(self.log()))
                 if config.hold_out and (last or self.step % config.eval_every == 0):
-                    for name, entry in self.judge().items():
-                        bar.write(f"step {self.step} {name}: τ {entry['tau']:.3f}")
+                    tau = self.judge()
+                    if self.rank == 0:
+                        bar.write(f"step {self.step}: τ {tau:.3f}")
                 if last or self.step % config.save_every == 0:
                     self.save()
 
@@ -116,42 +108,36 @@ class Trainer:
         return bool(sum_over_ranks(late))
 
     def update(self) -> None:
-        """One optimiser update of every learner."""
-        config = self.config
+        """One optimiser update."""
+        config, train_state = self.config, self.train_state
         rounds = config.batch // (self.micro * self.ranks)
-        counts = {name: BatchCounts(rounds) for name in self.train_states}
+        counts = BatchCounts(rounds)
         train_batches = []
         with self._arithmetic():
             for turn in range(rounds):
-                train_batch = self._train_batch(turn)
+                train_batch = self._train_batch(turn, counts)
                 if rounds > 1:
-                    for name, train_state in self.train_states.items():
-                        train_state.count(train_batch, counts[name])
+                    train_state.count(train_batch)
                     # Recompute p* to save memory.
                     train_batch = _with_probs(train_batch, torch.empty(0))
                 train_batches.append(train_batch)
-        for count in counts.values():
-            count.finish()
+        counts.finish()
         # A new context, or autocast would reuse weights cast without a gradient.
         with self._arithmetic():
             for turn, train_batch in enumerate(train_batches, start=1):
                 if rounds > 1:
                     last = train_batch.target_outputs.last
                     train_batch = _with_probs(train_batch, self.teacher.target_probs(last))
-                for name, train_state in self.train_states.items():
-                    train_state.learn(train_batch, counts[name], more_to_come=turn < rounds)
-        rate = learning_rate(config, self.step, self.steps)
-        for name, train_state in self.train_states.items():
-            train_state.step(rate, config.clip)
-            if train_state.lost == _LOST_IN_A_ROW:
-                raise TrainError(
-                    f"The gradient of {name} has not been finite for {train_state.lost} updates, "
-                    f"to number {self.step}: start anew (--no-resume) with a learning rate below "
-                    f"{config.lr}."
-                )
+                train_state.learn(train_batch, more_to_come=turn < rounds)
+        train_state.step(learning_rate(config, self.step, self.steps), config.clip)
+        if train_state.lost == _LOST_IN_A_ROW:
+            raise TrainError(
+                f"The gradient has not been finite for {train_state.lost} updates, to number "
+                f"{self.step}: start anew (--no-resume) with a learning rate below {config.lr}."
+            )
         self.step += 1
 
-    def _train_batch(self, turn: int) -> TrainBatch:
+    def _train_batch(self, turn: int, counts: BatchCounts) -> TrainBatch:
         """Return micro-batch `turn` of this rank for the next update."""
         config = self.config
         batch = self.windows.batch(self.step, config.batch, config.seed)
@@ -162,70 +148,63 @@ class Trainer:
             self.teacher.teach(mine),
             self.teacher.embed,
             self.step,
-            seed=config.seed * 1_000_003 + self.step,  # the same cuts for the whole batch
+            config.seed * 1_000_003 + self.step,  # the same cuts for the whole batch
+            counts,
         )
 
     def _arithmetic(self) -> torch.autocast:
         bf16 = self.config.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=bf16)
 
-    def log(self) -> dict[str, dict[str, Any]]:
-        """A log entry of every learner."""
-        about = {
-            "step": self.step,
-            "learning_rate": learning_rate(self.config, self.step - 1, self.steps),
-            "seconds": round(self.seconds, 3),
-        }
-        return {
-            name: train_state.metrics_log.entry(**about)
-            for name, train_state in self.train_states.items()
-        }
+    def log(self) -> dict[str, Any]:
+        """Add an entry to the log and return it."""
+        return self.train_state.metrics_log.entry(
+            step=self.step,
+            learning_rate=learning_rate(self.config, self.step - 1, self.steps),
+            seconds=round(self.seconds, 3),
+        )
 
-    def judge(self) -> dict[str, dict[str, Any]]:
-        """Replay every learner; write each that is the best so far to OUT/best."""
-        found = {}
-        for name, train_state in self.train_states.items():
-            learner = train_state.whole()
-            if self.rank == 0:
-                tau = replay(learner.draft_along, self.sequences, JUDGED_DEPTH).tau
-                found[name] = {"step": self.step, "tau": round(tau, 4)}
-                train_state.metrics_log.entries.append(found[name])
-                if tau > train_state.best_tau:
-                    train_state.best_tau = tau
-                    self._keep(learner, self.folder(name) / BEST_DIR, tau)
+    def judge(self) -> float:
+        """Replay the drafter, and write it to OUT/best if it is the best so far.
+
+        Returns τ; NaN on all ranks but the first, which replays.
+        """
+        train_state, tau = self.train_state, math.nan
+        learner = train_state.whole()
+        if self.rank == 0:
+            tau = replay(learner.draft_along, self.sequences, JUDGED_DEPTH).tau
+            entry = {"step": self.step, "tau": round(tau, 4)}
+            train_state.metrics_log.entries.append(entry)
+            if tau > train_state.best_tau:
+                train_state.best_tau = tau
+                self._keep(learner, self.config.out / BEST_DIR, tau)
         if self.ranks > 1:
             dist.barrier()
-        return found
-
-    def folder(self, name: str) -> Path:
-        """Folder of the learner `name`."""
-        return self.config.out if len(self.train_states) == 1 else self.config.out / name
+        return tau
 
     def save(self) -> None:
-        """Write the drafters, then the state; after a kill, the previous one is intact."""
+        """Write the drafter, then the state; after a kill, the previous one is intact."""
         self.keep()
-        learners = {name: train_state.state() for name, train_state in self.train_states.items()}
+        learner = self.train_state.state()
         if self.rank != 0:
             return
         self._state_file.parent.mkdir(parents=True, exist_ok=True)
-        for name, train_state in self.train_states.items():
-            log = f"{name}.jsonl" if len(self.train_states) > 1 else "log.jsonl"
-            train_state.metrics_log.write(self._state_file.with_name(log))
+        self.train_state.metrics_log.write(self._state_file.with_name("log.jsonl"))
         state = {
             "options": json.dumps(self.config.must_match()),
             "data": self.windows.fingerprint,
             "step": self.step,
             "seconds": self.seconds,
-            "learners": learners,
+            "learners": {"drafter": learner},
         }
         replace(self._state_file, lambda aside: torch.save(state, aside))
 
     def keep(self) -> None:
-        """Write the current drafters."""
-        for name, train_state in self.train_states.items():
-            learner = train_state.whole()
-            if self.rank == 0:
-                self._keep(learner, self.folder(name), train_state.metrics_log.tau_at(self.step))
+        """Write the current drafter."""
+        learner = self.train_state.whole()
+        if self.rank == 0:
+            tau = self.train_state.metrics_log.tau_at(self.step)
+            self._keep(learner, self.config.out, tau)
 
     def _keep(self, learner: Learner, folder: Path, tau: float | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -243,9 +222,8 @@ class Trainer:
             )
         if not found:
             return
-        state = read_state(path, self.config, self.windows.fingerprint, self.train_states)
-        for name, train_state in self.train_states.items():
-            train_state.load_state(state["learners"][name], self.device)
+        state = read_state(path, self.config, self.windows.fingerprint)
+        self.train_state.load_state(state["learners"]["drafter"], self.device)
         self.step, self._began = state["step"], time.monotonic() - state["seconds"]
 
     @property
@@ -256,8 +234,7 @@ class Trainer:
         """Delete the state and the best drafter of an earlier run."""
         if self.rank == 0:
             self._state_file.unlink(missing_ok=True)
-            for name in self.train_states:
-                shutil.rmtree(self.folder(name) / BEST_DIR, ignore_errors=True)
+            shutil.rmtree(self.config.out / BEST_DIR, ignore_errors=True)
 
     @property
     def seconds(self) -> float:

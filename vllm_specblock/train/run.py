@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import TargetInfo
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
@@ -35,6 +34,10 @@ from vllm_specblock.train.target.features import (
 )
 from vllm_specblock.train.target.target_info import check_target, describe_target
 
+_SHAPE = {"block_size", "num_layers", "intermediate_size", "rank_topk", "block_rope"}
+_SHAPE |= {"prefix_broadcast", "layer_shift"}
+"""Options that are arguments of `untrained.init`."""
+
 PROMPT_SHARE = 4
 """A held-out text without a prompt uses its first 1 / PROMPT_SHARE."""
 
@@ -51,7 +54,8 @@ def train(
         dry_run: stop before the first update, with the untrained drafter in `config.out`.
 
     Raises:
-        TrainError: data, target, drafter or state cannot be used, or the loss is not finite.
+        TrainError: data or state cannot be used, or the loss is not finite.
+        CheckpointError: target or drafter cannot be used.
     """
     if config.out.exists() and not config.out.is_dir():
         raise TrainError(f"{config.out} is a file, but the drafter goes to a folder.")
@@ -90,8 +94,7 @@ def build(config: TrainConfig, device: torch.device) -> Trainer:
     learner = SpecBlockLearner(drafter, recipe(config, device))
     _describe(config, run_context, learner, device)
     sequences, facts = sequences_of(run_context, teacher, device), run_context.facts
-    learners = {"drafter": learner}
-    return Trainer(config, learners, teacher, run_context.windows, sequences, device, facts)
+    return Trainer(config, learner, teacher, run_context.windows, sequences, device, facts)
 
 
 @dataclass(frozen=True)
@@ -112,12 +115,11 @@ class RunContext:
 
 
 def prepare(config: RunConfig, device: torch.device, shortest: int) -> RunContext:
-    """Read and check everything but weights; raises `TrainError`. `shortest`: see
-    `PackedDataset`."""
-    try:
-        target = describe_target(config.target, config.target_name, config.layer_ids)
-    except CheckpointError as error:
-        raise TrainError(str(error)) from error
+    """Read and check everything but weights; raises `TrainError` or `CheckpointError`.
+
+    shortest: see `PackedDataset`.
+    """
+    target = describe_target(config.target, config.target_name, config.layer_ids)
     texts = load_texts(config.data, target.vocab_size)
     if config.hold_out >= len(texts):
         raise TrainError(
@@ -193,24 +195,20 @@ def recipe(config: TrainConfig, device: torch.device) -> Recipe:
 
 def new_drafter(config: TrainConfig, run_context: RunContext) -> SpecBlockModel:
     """Return the drafter to start from: `config.init`, or new weights."""
-    try:
-        if config.init is None:
-            return untrained.init(
-                config.target,
-                block_size=config.block_size,
-                num_layers=config.num_layers,
-                draft_vocab_size=min(config.draft_vocab_size, run_context.target.vocab_size),
-                layer_ids=run_context.target.layer_ids,
-                token_counts=run_context.counts,
-                target_name=config.target_name,
-                seed=config.seed,
-                **{name: getattr(config, name) for name in _CHOICES},
-            )
+    target = run_context.target
+    if config.init is not None:
         drafter = checkpoint.load(config.init)
-        check_target(config.init, drafter.config.target, config.target, run_context.target)
-    except CheckpointError as error:
-        raise TrainError(str(error)) from error
-    return drafter
+        check_target(config.init, drafter.config.target, config.target, target)
+        return drafter
+    return untrained.init(
+        config.target,
+        draft_vocab_size=min(config.draft_vocab_size, target.vocab_size),
+        layer_ids=target.layer_ids,
+        token_counts=run_context.counts,
+        target_name=config.target_name,
+        seed=config.seed,
+        **config.model_dump(include=_SHAPE),
+    )
 
 
 def folded_head(target: Path, t2d: Tensor) -> Tensor:
@@ -245,7 +243,3 @@ def _describe(
     )
     if sentence := slow_arithmetic(config, device):
         tqdm.write(sentence)
-
-
-_CHOICES = ("intermediate_size", "rank_topk", "block_rope", "prefix_broadcast", "layer_shift")
-"""Options that are also keys of DrafterConfig."""

@@ -21,7 +21,7 @@ from vllm_specblock.drafters.specblock import checkpoint as drafter_files
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.attention import FirstBlock, Kernel, NextBlock
 from vllm_specblock.train.distributed import BatchCounts
-from vllm_specblock.train.eval.drafting import draft_specblock, serving_shape
+from vllm_specblock.train.eval.drafting import draft_trees, serving_shape
 from vllm_specblock.train.learner import (
     IGNORE_INDEX,
     Draft,
@@ -82,7 +82,7 @@ class SpecBlockLearner(Learner):
         return outcome(blocks, recipe.num_blocks, recipe.loss_floor, train_batch.counts)
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
-        return draft_specblock(self.drafter, sequence, self.shape)
+        return draft_trees(self.drafter, sequence, self.shape)
 
     def save(self, directory: Path) -> None:
         # No deepcopy of the module: it would copy checkpointed forwards.

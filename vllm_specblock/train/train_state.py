@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vllm_specblock.train.config import RunConfig, TrainError
 from vllm_specblock.train.data.shards import check_same, write_text
-from vllm_specblock.train.distributed import BatchCounts, sum_over_ranks, world
+from vllm_specblock.train.distributed import sum_over_ranks, world
 from vllm_specblock.train.learner import Learner, LossOutput, TrainBatch
 from vllm_specblock.train.optimizers import make_optimizers
 
@@ -44,26 +42,24 @@ class TrainState:
         self.lost = 0  # consecutive updates without a finite gradient
 
     @torch.no_grad()
-    def count(self, train_batch: TrainBatch, counts: BatchCounts) -> None:
+    def count(self, train_batch: TrainBatch) -> None:
         """Count the rows of one micro-batch."""
-        counts.start()
-        self._exchange(False)
-        self._module(replace(train_batch, counts=counts))
+        self._forward(train_batch, exchange=False)
 
-    def learn(self, train_batch: TrainBatch, counts: BatchCounts, more_to_come: bool) -> None:
-        """Accumulate the gradients of one micro-batch; `counts`: of the whole batch."""
-        counts.start()
-        self._exchange(not more_to_come)
-        outcome = self._module(replace(train_batch, counts=counts))
-        (outcome.loss / counts.rounds).backward()
+    def learn(self, train_batch: TrainBatch, more_to_come: bool) -> None:
+        """Accumulate the gradients of one micro-batch."""
+        outcome = self._forward(train_batch, exchange=not more_to_come)
+        (outcome.loss / train_batch.counts.rounds).backward()
         self.metrics_log.add(outcome)
 
-    def _exchange(self, gradients: bool) -> None:
-        """Set whether ranks exchange gradients after the next backward pass."""
+    def _forward(self, train_batch: TrainBatch, exchange: bool) -> LossOutput:
+        """exchange: whether ranks exchange gradients after the next backward pass."""
+        train_batch.counts.start()
         if isinstance(self._module, DistributedDataParallel):
-            self._module.require_backward_grad_sync = gradients
+            self._module.require_backward_grad_sync = exchange
         elif isinstance(self._module, FSDPModule):
-            self._module.set_requires_gradient_sync(gradients)
+            self._module.set_requires_gradient_sync(exchange)
+        return self._module(train_batch)
 
     def step(self, rate: float, clip: float) -> None:
         """Update the weights; skip and count updates without a finite gradient."""
@@ -135,24 +131,19 @@ def _spread_like(example: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(value.to(example.device), example.device_mesh, example.placements)
 
 
-def read_state(
-    path: Path, config: RunConfig, data: str, learners: Collection[str]
-) -> dict[str, Any]:
+def read_state(path: Path, config: RunConfig, data: str) -> dict[str, Any]:
     """Read what `Trainer.save` wrote to `path`; raises `TrainError` where it is no such state, or
-    belongs to other options, data (a fingerprint) or learners."""
+    belongs to other options or data (a fingerprint)."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise TrainError(f"{path} is no training state: {error}.") from None
-    if not isinstance(state, dict) or "learners" not in state:
+    if not isinstance(state, dict) or "drafter" not in state.get("learners", ()):
         raise TrainError(f"{path} is no training state of this version; give another --out.")
     advice = "give the same ones, another --out, or --no-resume to start anew."
     begun = json.loads(state["options"]) | {"data": state["data"]}
     now = config.must_match() | {"data": data}
     check_same(f"{path} was trained", begun, now, advice, hidden={"data"})
-    if state["learners"].keys() != set(learners):
-        names = f"{', '.join(state['learners'])}, not {', '.join(learners)}"
-        raise TrainError(f"{path} holds {names}; {advice}")
     return state
 
 

@@ -10,7 +10,7 @@ import torch
 from support.records import random_record, small_drafter, small_teacher
 
 from vllm_specblock.adapt.learning.update import AdaptationConfig, Updater, anchor
-from vllm_specblock.adapt.policy.actions import held, parameters, put
+from vllm_specblock.adapt.policy.actions import parameters
 from vllm_specblock.adapt.policy.interface import Action
 
 HEADS = {"lm_head.weight", "rank_head.0.weight", "rank_head.2.weight"}
@@ -94,16 +94,3 @@ def test_the_anchor_is_zero_at_the_origin_and_holds_back(train_batch):
         updater.update(Action.FULL, [train_batch] * 15)
         away[weight] = float(anchor(updater.drafter, drafter, train_batch).detach())
     assert 0 < away[10.0] < away[0.0] / 2
-
-
-def test_a_version_of_heads_shares_the_trunk_and_comes_back(train_batch):
-    updater = Updater(small_drafter())
-    first = held(updater.drafter, Action.FULL)
-    updater.update(Action.HEADS, [train_batch])
-    second = held(updater.drafter, Action.HEADS, first)
-    assert {name for name in first if first[name] is not second[name]} == HEADS
-    other = small_drafter(seed=9)
-    put(other, second)
-    assert not changed(dict(other.named_parameters()), dict(updater.drafter.named_parameters()))
-    put(updater.drafter, first)
-    assert not changed(dict(updater.drafter.named_parameters()), first)

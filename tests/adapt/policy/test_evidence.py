@@ -1,4 +1,5 @@
-"""Rates and delays of the evidence; texts differ by 0.09 of a usual one's steps."""
+"""Rates and delays of the evidence; texts differ by 0.09 of a usual one's steps. And which requests
+are hard."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from vllm_specblock.adapt.policy.evidence import GOOD, BettingEvidence, FallDetector
+from vllm_specblock.adapt.policy.evidence import GOOD, BettingEvidence, FallDetector, Usual
 
 SPREAD = 0.09
 
@@ -69,3 +70,19 @@ def test_a_rise_of_tau_does_not_trip():
     assert first(detector, draw, 3.0, 200, 0.3) is None
     detector.reset()
     assert detector.excess == 0 and not detector.add(-100.0)
+
+
+def test_it_parts_what_a_drafter_knows_from_what_it_does_not():
+    draw, usual = random.Random(0), Usual()
+    kinds = [draw.random() < 0.5 for _ in range(200)]
+    hard = [usual.is_hard(draw.gauss(3.4 if known else 1.6, 0.4)) for known in kinds]
+    wrong = sum(known == is_hard for known, is_hard in zip(kinds[8:], hard[8:]))
+    assert wrong < 8
+
+
+def test_of_requests_of_one_kind_half_are_hard():
+    draw, usual = random.Random(2), Usual()
+    hard = [usual.is_hard(draw.gauss(3.0, 0.5)) for _ in range(1000)]
+    assert 450 < sum(hard) < 550
+    usual = Usual()
+    assert all(usual.is_hard(1.0) for _ in range(100)), "where nothing is ever accepted, too"

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from support.adapting import VOCAB, Pair
 from support.rank_pair import (
+    Script,
+    digest,
     digest_of,
     linked,
     on_both_ranks,
     scripted,
+    served_of,
     starting,
 )
 from support.records import small_drafter
 
-from vllm_specblock.adapt.serving.swaps import EVERY
+from vllm_specblock.adapt.serving.swaps import EVERY, Swaps
 
 
 def changes(seen: list[str], begins: str | None = None) -> dict[int, str]:
@@ -100,3 +106,38 @@ def test_a_start(bad):
     first, second = on_both_ranks(starting, bad)
     assert first.seen == second.seen == digest_of(0 if bad else 7)
     assert first.reads == second.reads == (3 if bad else 2)
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def turns(request, monkeypatch):
+    """Turns of one rank until a version serves or is refused; as on a GPU: prepared in a thread."""
+    model, link = served_of(0), Script({})
+    swaps = Swaps(link, model)
+    if request.param == "gpu":
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
+        swaps._pool = ThreadPoolExecutor(1)
+
+    def until_settled(number: int) -> str:
+        link.arrivals, before = {0: number}, len(link.taken) + len(link.refused)
+        for _ in range(10_000):
+            swaps.turn()
+            if len(link.taken) + len(link.refused) > before:
+                return digest(model)
+            time.sleep(1e-4)
+        raise AssertionError("the version never came")
+
+    until_settled.link, until_settled.threaded = link, swaps._pool is not None
+    return until_settled
+
+
+def test_refused_weights_leave_what_serves_and_room_for_the_next(turns, monkeypatch):
+    """Weights that are prepared over several turns serve whole, or not at all."""
+    assert turns(2) == digest_of(2)
+    assert turns(-3) == digest_of(2)
+    if turns.threaded:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "pin_memory", None)  # a fault of another kind
+            assert turns(4) == digest_of(2)
+    assert turns(5) == digest_of(5)
+    assert turns.link.refused == ([3, 4] if turns.threaded else [3])
+    assert [number for _, number in turns.link.taken] == [2, 5]

@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from support.chat import PLAIN, ids_of, make_target, text_of
+from support.chat import PLAIN, make_target, text_of
 from transformers import AutoTokenizer
 
 from vllm_specblock.train.config import TrainError
@@ -131,14 +131,3 @@ def test_a_template_gets_its_options_and_may_refuse(tmp_path):
     )
     with pytest.raises(BrokenLine, match="the chat template refuses it: no bad"):
         chat_tokens(tmp_path, strict, mood="bad").question(said((U, "a")))
-
-
-def test_texts_are_framed_and_ids_stay_in_the_vocabulary(tmp_path):
-    tokens = chat_tokens(tmp_path, None)
-    assert not tokens.chat
-    assert text_of(tokens.raw("ab")) == "<s>ab"
-    assert text_of(tokens.document("ab")) == "<s>ab<|im_end|>"
-    tokens.vocab_size = ids_of("b")[0]
-    assert text_of(tokens.raw("a")) == "<s>a"
-    with pytest.raises(BrokenLine, match="past the target's last"):
-        tokens.raw("ab")

@@ -175,7 +175,12 @@ def test_a_folder_of_another_run_is_refused(run):
         with pytest.raises(TrainError, match=said) as caught:
             run(**changes)
         assert "\n" not in str(caught.value)
-    (run.folder / "out" / "making.json").unlink()
+    making = run.folder / "out" / "making.json"
+    for damaged in (b"", b"[1]", b"\xff", b'{"options": {}}'):
+        making.write_bytes(damaged)
+        with pytest.raises(TrainError, match=r"making\.json is damaged.* with options, input: "):
+            run()
+    making.unlink()
     with pytest.raises(TrainError, match="holds other data already"):
         run()
     run("fresh", draft_vocab_size=10)

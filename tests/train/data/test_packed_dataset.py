@@ -77,6 +77,8 @@ def test_packing_loses_nothing_and_overfills_nothing(lengths, room):
 
 def test_wrong_inputs_are_one_sentence(tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / shards.INDEX).write_text('{"shards"')
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     big = Text(torch.tensor([3, 4, 100]), torch.ones(3, dtype=torch.bool))
     shards.write_shard(tmp_path / "big.safetensors", [big])
@@ -85,6 +87,7 @@ def test_wrong_inputs_are_one_sentence(tmp_path):
     for name, reason in {
         "missing": "no training data",
         "empty": r"no data\.json",
+        "torn": r"data\.json is damaged, but must be a JSON object with shards",
         "a.jsonl": "is neither a folder",
         "big.safetensors": "token id 100, but the target's vocabulary ends at 99",
         "torn.safetensors": "not a readable safetensors",

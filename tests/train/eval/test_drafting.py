@@ -16,9 +16,7 @@ from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.drafting import (
     chain_shape,
-    draft_eagle3,
-    draft_specblock,
-    serving_growth,
+    draft_trees,
     serving_shape,
 )
 from vllm_specblock.train.learner import EvalSequence
@@ -74,7 +72,7 @@ def test_specblock_drafts_what_serving_drafts(scene, options, nodes, changes):
     drafter, sequence = scene(**changes)
     options = SpecBlockConfig(**options)
     calibration = DraftCalibration("cpu") if options.calibrate_drafts else None
-    draft = draft_specblock(drafter, sequence, serving_shape(drafter, options, nodes), calibration)
+    draft = draft_trees(drafter, sequence, serving_shape(drafter, options, nodes), calibration)
     head = SpecBlockDrafter(drafter, sequence.embed, options, nodes, max_model_len=96)
     caches = [torch.randn(PAGES + 1, PAGE * 4, 2, 16).transpose(1, 2) for _ in range(2)]
     assert len(list(trees_like_served(draft, head, caches, sequence))) == len(ROOTS)
@@ -95,7 +93,7 @@ def test_eagle3_drafts_what_serving_drafts(options, nodes, own_embedding):
     drafter, sequence = with_sequence(drafter)
     options = Eagle3Config(**options)
     calibration = DraftCalibration("cpu") if options.calibrate_drafts else None
-    draft = draft_eagle3(drafter, sequence, serving_growth(drafter, options, nodes), calibration)
+    draft = draft_trees(drafter, sequence, serving_shape(drafter, options, nodes), calibration)
     head = Eagle3Drafter(drafter, sequence.embed, options, nodes, max_model_len=96)
     caches = [torch.randn(PAGES + 1, PAGE, 2, 16).transpose(1, 2)]
     for tree, found in trees_like_served(draft, head, caches, sequence):
@@ -107,9 +105,9 @@ def test_eagle3_drafts_what_serving_drafts(options, nodes, own_embedding):
 
 def test_a_chain_is_the_best_token_of_every_position(scene):
     drafter, sequence = scene()
-    tree = draft_specblock(drafter, sequence, chain_shape(drafter, 3))(9)
+    tree = draft_trees(drafter, sequence, chain_shape(drafter, 3))(9)
     assert tree.parent[0].tolist() == list(range(12))
-    wide = draft_specblock(drafter, sequence, TreeShape(4, 3, 1, (5, 5, 5, 5), 200))(9)
+    wide = draft_trees(drafter, sequence, TreeShape(4, 3, 1, (5, 5, 5, 5), 200))(9)
     assert tuple(tree.token[0].tolist()) in texts(wide, 0)
 
 

@@ -7,13 +7,12 @@ import json
 
 import pytest
 import torch
-from support.dense_cache import DenseCache
 from support.targets import tiny_target
 
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.chain import ChainFigures, bucket_figures, chain_along
-from vllm_specblock.train.eval.drafting import draft_specblock
+from vllm_specblock.train.eval.drafting import draft_trees
 from vllm_specblock.train.eval.evaluate import evaluate, sequences_from, shapes_of
 from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import EvalSequence
@@ -49,36 +48,6 @@ def flat(rows: list[list]) -> list:
     return [value for row in rows for value in row]
 
 
-@torch.no_grad()
-def forced_chain(drafter, sequence, root: int, blocks: int):
-    """Per position (first choice, its rank bucket of the text's token or None, guess), with the
-    text's token at every start: one request, fresh caches."""
-    cache, row = DenseCache(drafter.config), torch.arange(root)
-    condition, embedding = (
-        drafter.condition(sequence.hidden[row]),
-        sequence.embed(sequence.tokens[1:]),
-    )
-    hidden = drafter(condition, embedding[row], row + 1, cache.append())[-1]
-    growth, found = cache.grow(), []
-    for block in range(blocks):
-        if block:
-            if root + block * K >= len(sequence.tokens):
-                break
-            start = sequence.tokens[root + block * K]
-            path = block * K if drafter.config.block_rope == "path" else 0
-            hidden = drafter(
-                hidden[-1:],
-                sequence.embed(start[None]),
-                torch.tensor([root + path]),
-                growth.starts(torch.tensor([block - 1]), torch.tensor([K - 1])),
-            )[0]
-        for k in range(K):
-            place = root + block * K + k + 1
-            if place < len(sequence.tokens):
-                found.append(judge(drafter, hidden[k], int(sequence.tokens[place])))
-    return found
-
-
 def judge(drafter, hidden, token: int):
     logits, rank_logits = drafter.heads(hidden)
     ranked = [int(i) for i in drafter.target_ids(logits.argsort(descending=True))]
@@ -90,7 +59,8 @@ def judge(drafter, hidden, token: int):
 
 
 @pytest.mark.parametrize("changes", [{}, {"block_rope": "path"}])
-def test_chain_figures_are_those_of_a_naive_loop(scene, changes):
+@torch.no_grad()
+def test_chain_figures_are_those_of_a_naive_loop(scene, inference, changes):
     drafter, sequences = scene(**changes)
     blocks = 3
     # A short one, and one of more roots than are drafted together.
@@ -98,8 +68,11 @@ def test_chain_figures_are_those_of_a_naive_loop(scene, changes):
     counts = [[0, 0] for _ in range(blocks * K)]
     confusion = [[0] * 4 for _ in range(4)]
     for sequence in sequences:
-        for root in range(PROMPT, len(sequence.tokens) - 1):
-            judged = forced_chain(drafter, sequence, root, blocks)
+        tokens = sequence.tokens
+        rows = inference(drafter, sequence.embed, tokens, sequence.hidden)
+        for row, states in list(rows.blocks([K] * (blocks - 1)))[PROMPT - 1 : -1]:
+            places = zip(torch.cat(states), tokens[row + 2 :].tolist())
+            judged = [judge(drafter, state, token) for state, token in places]
             hits = [hit for hit, *_ in judged]
             for k, (hit, bucket, guess) in enumerate(judged):
                 if all(hits[:k]):
@@ -143,7 +116,7 @@ def test_figures_of_several_trees_in_one_pass(scene, temperature):
     for name, shape in shapes.items():
         beta = None if temperature is None else DraftCalibration("cpu", num_slots=1)
         how = shape, beta, temperature or 0.0
-        whole = replay(lambda s, how=how: draft_specblock(drafter, s, *how), sequences, 8)
+        whole = replay(lambda s, how=how: draft_trees(drafter, s, *how), sequences, 8)
         found, steps = figures.trees[name], len(whole.accepted)
         assert (found.tau, found.steps) == (whole.tau, steps)
         if beta is not None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.trees import nodes, texts, to_tree
+from support.trees import texts, to_tree
 
 from vllm_specblock.train.config import TrainError
-from vllm_specblock.train.eval.steps import accepted_path, replay
+from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import EvalSequence
 
 DEPTH = 3
@@ -31,15 +29,6 @@ def drawn_tree(root: int):
             made.append((parent, int(torch.randint(2, (), generator=draw))))
             depth.append(depth[parent] + 1)
     return to_tree([made], 8)
-
-
-@settings(max_examples=60, deadline=None)
-@given(nodes(max_nodes=20, vocab=2), st.lists(st.integers(0, 1), max_size=6))
-def test_the_accepted_path_is_the_longest_path_that_matches(tree, wanted):
-    tree = to_tree([tree], 24)
-    paths = texts(tree, 0)
-    expected = max(k for k in range(len(wanted) + 1) if not k or tuple(wanted[:k]) in paths)
-    assert len(accepted_path(tree, wanted)) - 1 == expected
 
 
 @pytest.mark.parametrize("prompt", [1, 5])

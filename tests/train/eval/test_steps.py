@@ -12,7 +12,7 @@ from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.evaluate import sequences_for
-from vllm_specblock.train.eval.loaded import load_drafter, pair, pair_specblock
+from vllm_specblock.train.eval.loaded import load_drafter, pair
 from vllm_specblock.train.eval.steps import replay, steps_along
 from vllm_specblock.train.target.answers import continue_prompts
 from vllm_specblock.train.target.features import load_target, load_tokenizer
@@ -69,10 +69,10 @@ def test_what_does_not_belong_together_is_refused_before_weights_are_read(tmp_pa
     )
     with pytest.raises(CheckpointError, match=r"\[2, 3, 4\], but .* has only layers 0 to 2"):
         pair(eagle3, tmp_path)
-    with pytest.raises(CheckpointError):
-        pair_specblock(eagle3, TARGET)
+    with pytest.raises(TrainError, match="kind 'eagle3', but must be specblock here"):
+        pair(eagle3, TARGET, ["specblock"])
     (tmp_path / "config.json").write_text('{"architectures": ["DFlashDraftModel"]}')
-    with pytest.raises(TrainError, match="kind 'dflash', but drafting along texts takes one of"):
+    with pytest.raises(TrainError, match="kind 'dflash', but must be specblock or eagle3 here"):
         pair(tmp_path, TARGET)
     with pytest.raises(OptionError, match="num_blocks"):
         pairing = pair(DRAFTERS["specblock"], TARGET)

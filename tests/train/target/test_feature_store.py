@@ -13,10 +13,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.batch import Batch, Segment
-from vllm_specblock.train.data.packed_dataset import PackedDataset
-from vllm_specblock.train.data.shards import Text
 from vllm_specblock.train.target import feature_store, target_rows
 from vllm_specblock.train.target.feature_store import Features, FeatureStore, Origin
 from vllm_specblock.train.target.features import StoredTeacher
@@ -82,37 +81,12 @@ def folder(tmp_path, sequences, origin) -> Path:
     return folder
 
 
-def test_a_packed_batch_gets_what_its_pieces_had_alone(folder, target, sequences):
-    """Every number against a loop over windows and documents."""
-    texts = [Text(ids, torch.ones(len(ids), dtype=torch.bool)) for ids in sequences]
-    windows = PackedDataset(texts, LENGTH, shortest=3)
-    batch = windows.of(range(len(windows)))
-    assert max(map(len, batch.segments)) > 1 and (batch.tokens < 0).any()
-    teacher = StoredTeacher(folder, target, DRAFT_IDS, "cpu", torch.float32)
-    target_outputs = teacher.teach(batch)
-    head = draw(VOCAB, HIDDEN, seed=1)
-    for window, segments in enumerate(batch.segments):
-        column = 0
-        for segment in segments:
-            alone = sequences[segment.sequence][segment.start : segment.start + segment.length]
-            expected, here = features_of(alone.long()), slice(column, column + segment.length)
-            assert torch.equal(target_outputs.hidden[window, here], expected.hidden)
-            assert torch.equal(target_outputs.last[window, here], expected.last)
-            probs = (expected.last @ head[DRAFT_IDS].T).softmax(-1)
-            torch.testing.assert_close(target_outputs.target_probs[window, here], probs)
-            column += segment.length
-        assert not target_outputs.hidden[window, column:].any()
-        assert not target_outputs.last[window, column:].any()
-    store = FeatureStore(folder)
-    assert len(store) == len(list(feature_store.segments_of(sequences, LENGTH)))
-    shorter, _ = store.read(Segment(4, 8, 5))  # the beginning of a stored piece
-    assert torch.equal(shorter.last, features_of(sequences[4][8:16].long()).last[:5])
-
-
-def batch_of(sequences, number: int = 2) -> Batch:
-    """Sequence `number` alone in a window."""
-    batch = Batch.of(sequences[number][None].long())
-    return replace(batch, segments=((Segment(number, 0, len(sequences[number])),),))
+def test_the_beginning_of_a_piece_can_be_read(folder, sequences):
+    features, tokens = FeatureStore(folder).read(Segment(4, 8, 5))
+    whole = features_of(sequences[4][8:16].long())
+    assert torch.equal(features.last, whole.last[:5])
+    assert torch.equal(features.hidden, whole.hidden[:5])
+    assert torch.equal(tokens, sequences[4][8:13])
 
 
 @pytest.mark.parametrize(
@@ -192,24 +166,30 @@ def test_a_piece_that_is_not_there(folder, target, segment):
 
 
 def test_other_tokens_at_the_same_place(folder, target, sequences):
-    batch = batch_of(sequences)
+    batch = Batch.of(sequences[2][None].long())
+    batch = replace(batch, segments=((Segment(2, 0, len(sequences[2])),),))
     batch.tokens[0, 3] = (batch.tokens[0, 3] + 1) % VOCAB
     teacher = StoredTeacher(folder, target, DRAFT_IDS, "cpu", torch.float32)
     with pytest.raises(TrainError, match="other data"):
         teacher.teach(batch)
 
 
-def test_a_damaged_shard(folder):
-    feature_store.shard_path(folder, 2).write_bytes(b"no shard")
-    with pytest.raises(
-        TrainError, match=r"features-00002.safetensors is not a readable safetensors"
-    ):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("features-00002.safetensors", "is not a readable safetensors"),
+        ("features.json", "is damaged, but must be a JSON object with shards, sequences"),
+    ],
+)
+def test_a_damaged_file(folder, name, said):
+    (folder / name).write_bytes(b"{")
+    with pytest.raises(TrainError, match=f"{name} {said}"):
         FeatureStore(folder)
 
 
 def test_a_target_without_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(TrainError, match=r"neither a \.safetensors file"):
+    with pytest.raises(CheckpointError, match=r"neither a \.safetensors file"):
         target_rows.embedding_rows(tmp_path)
     with pytest.raises(TrainError, match="cannot be read"):
         target_rows.fingerprint(tmp_path / "nowhere")

@@ -90,10 +90,10 @@ def _begin(out: Path, making: dict[str, Any]) -> None:
     if shards.shard_path(out, 0).exists():
         if not path.exists():
             raise TrainError(f"{out} holds other data already; give another folder to write to.")
-        begun = shards.read_json(path)
+        begun = shards.read_object(path, making)
         shards.check_same(
             f"{out} was begun",
-            {**begun.get("options", {}), "input": begun.get("input")},
+            {**begun["options"], "input": begun["input"]},
             {**making["options"], "input": making["input"]},
             "give the same options and files to go on, or another folder to write to.",
             hidden={"input"},

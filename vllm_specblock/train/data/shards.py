@@ -91,25 +91,34 @@ def read(folder: Path) -> Iterator[Text]:
         yield from read_shard(shard_path(folder, number))
 
 
-def read_index(folder: Path, name: str = INDEX, made_by: str = "data") -> dict[str, Any]:
+def read_index(
+    folder: Path,
+    name: str = INDEX,
+    made_by: str = "data",
+    keys: Collection[str] = ("shards",),
+) -> dict[str, Any]:
     """A folder's index, which `specblock MADE_BY` writes last; raises `TrainError` without it."""
-    if not (folder / name).exists():
+    try:
+        return read_object(folder / name, keys)
+    except FileNotFoundError:
         raise TrainError(
             f"There is no {name} in {folder}: `specblock {made_by}` has not been here, or was "
             "stopped before its end (run it again with the same options and it goes on)."
-        )
-    return read_json(folder / name)
+        ) from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file that we wrote; raises `TrainError` if it is damaged."""
+def read_object(path: Path, keys: Collection[str]) -> dict[str, Any]:
+    """Read a JSON object with at least these keys; raises `TrainError` if it is damaged."""
     try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise TrainError(f"{path} is not JSON: {error}.") from None
-    if not isinstance(content, dict):
-        raise TrainError(f"{path} is damaged: it holds no JSON object.")
-    return content
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict) and found.keys() >= set(keys):
+        return found
+    raise TrainError(
+        f"{path} is damaged, but must be a JSON object with {', '.join(keys)}: remove its "
+        "folder and make it again."
+    )
 
 
 def check_same(

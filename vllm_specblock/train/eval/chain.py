@@ -20,7 +20,7 @@ from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.attention import FirstBlock, NextBlock
 from vllm_specblock.train.data.batch import Batch
-from vllm_specblock.train.learner import IGNORE_INDEX, EvalSequence
+from vllm_specblock.train.learner import IGNORE_INDEX, EvalSequence, draft_labels
 from vllm_specblock.train.losses import RANK_BUCKETS, rank_bucket
 
 BUCKETS = len(RANK_BUCKETS) + 1
@@ -81,9 +81,8 @@ def _compare(drafter: SpecBlockModel, sequence: EvalSequence, hidden: Tensor) ->
     root = len(tokens) - count + torch.arange(count, device=hidden.device)
     place = root[:, None] + torch.arange(columns, device=hidden.device)
     seen = place < len(tokens)
-    wanted = tokens[place.clamp(max=len(tokens) - 1)]
-    draft_id = torch.where(drafter.t2d, drafter.t2d.cumsum(0) - 1, IGNORE_INDEX)[wanted]
-    draft_id = draft_id.where(seen, IGNORE_INDEX)
+    labels = draft_labels(drafter.t2d, Batch.of(tokens[None]))[0]
+    draft_id = labels[place.clamp(max=len(tokens) - 1)].where(seen, IGNORE_INDEX)
     hit, rank = torch.zeros_like(seen), torch.full_like(place, IGNORE_INDEX)
     guess = torch.zeros_like(place)
     for column in range(columns):

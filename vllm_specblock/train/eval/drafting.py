@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm_specblock.config import DEFAULT_NODES, parse_drafter
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
@@ -21,6 +19,8 @@ from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
+
+Network = SpecBlockModel | Eagle3Model
 
 PAGE = 16
 """Tokens of a cache block."""
@@ -117,54 +117,41 @@ class ServedDraft:
         )
 
 
-def draft_specblock(
-    model: SpecBlockModel,
+def draft_trees(
+    model: Network,
     sequence: EvalSequence,
     shape: TreeShape,
     calibration: DraftCalibration | None = None,
     temperature: float = 0.0,
 ) -> ServedDraft:
-    """Draft trees of any shape."""
-    embed = _embedding(sequence, model)
-    drafter = SpecBlockDrafter(model, embed, SpecBlockConfig(), shape.budget, max_model_len=1)
+    """Draft trees of any shape along a text, see `ServedDraft`."""
+    dtype = next(model.parameters()).dtype
+
+    def embed(ids: Tensor) -> Tensor:
+        return sequence.embed(ids).to(dtype)
+
+    drafter: NetworkDrafter
+    if isinstance(model, Eagle3Model):
+        layers = tuple(range(sequence.hidden.shape[-1] // model.config.target_hidden_size))
+        drafter = Eagle3Drafter(model, embed, Eagle3Config(), shape.budget, 1, layers=layers)
+        drafter.max_depth = shape.num_blocks
+    else:
+        drafter = SpecBlockDrafter(model, embed, SpecBlockConfig(), shape.budget, 1)
     drafter.shape = shape
     return ServedDraft(drafter, sequence, calibration, temperature)
 
 
-def draft_eagle3(
-    model: Eagle3Model,
-    sequence: EvalSequence,
-    growth: TreeShape,
-    calibration: DraftCalibration | None = None,
-    temperature: float = 0.0,
-) -> ServedDraft:
-    """Draft trees of any growth."""
-    layers = tuple(range(sequence.hidden.shape[-1] // model.config.target_hidden_size))
-    embed = _embedding(sequence, model)
-    drafter = Eagle3Drafter(model, embed, Eagle3Config(), growth.budget, 1, layers=layers)
-    drafter.shape, drafter.max_depth = growth, growth.num_blocks
-    return ServedDraft(drafter, sequence, calibration, temperature)
-
-
-def _embedding(sequence: EvalSequence, model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The target's embedding, in the drafter's dtype."""
-    dtype = next(model.parameters()).dtype
-    return lambda ids: sequence.embed(ids).to(dtype)
-
-
 def serving_shape(
-    model: SpecBlockModel, options: SpecBlockConfig | None = None, nodes: int = DEFAULT_NODES
+    model: Network,
+    options: SpecBlockConfig | Eagle3Config | None = None,
+    nodes: int = DEFAULT_NODES,
 ) -> TreeShape:
-    """The trees that serving grows with `options` (default: its own) and a budget of `nodes`."""
+    """Return the trees that serving grows with `options` (default: its own) and `nodes`."""
+    if isinstance(model, Eagle3Model):
+        assert not isinstance(options, SpecBlockConfig)
+        return level_shape(options or Eagle3Config(), nodes, nodes, model.config.draft_vocab_size)
     options = options or parse_drafter({}, "specblock", num_nodes=nodes)
     return SpecBlockDrafter(model, lambda tokens: tokens, options, nodes, max_model_len=1).shape
-
-
-def serving_growth(
-    model: Eagle3Model, options: Eagle3Config | None = None, nodes: int = DEFAULT_NODES
-) -> TreeShape:
-    """The trees that serving grows with `options` (default: its own) and a budget of `nodes`."""
-    return level_shape(options or Eagle3Config(), nodes, nodes, model.config.draft_vocab_size)
 
 
 def chain_shape(model: SpecBlockModel, blocks: int) -> TreeShape:

@@ -17,7 +17,7 @@ from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.eval.chain import ChainFigures, chain_along
 from vllm_specblock.train.eval.drafting import (
     chain_shape,
-    draft_specblock,
+    draft_trees,
     serving_shape,
 )
 from vllm_specblock.train.eval.steps import Replay
@@ -108,7 +108,7 @@ def evaluate(
     for sequence in sequences:
         texts += 1
         for name, shape in shapes.items():
-            draft = draft_specblock(drafter, sequence, shape, learned[name], sampling_temperature)
+            draft = draft_trees(drafter, sequence, shape, learned[name], sampling_temperature)
             replays[name].follow(draft, sequence, depth)
         if len(sequence.tokens) > sequence.prompt + 1:  # else the text ends at the first root
             chains.append(chain_along(drafter, sequence, blocks))

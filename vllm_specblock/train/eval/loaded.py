@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,21 +14,20 @@ from vllm_specblock.drafters.common.config import CheckpointError, default_layer
 from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.eagle3.checkpoint import FILES as eagle3_files
+from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock import checkpoint as specblock_files
 from vllm_specblock.drafters.specblock.config import TargetInfo
+from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.chain import Chain, chain_along
-from vllm_specblock.train.eval.drafting import (
-    ServedDraft,
-    draft_eagle3,
-    draft_specblock,
-    serving_growth,
-    serving_shape,
-)
+from vllm_specblock.train.eval.drafting import Network, ServedDraft, draft_trees, serving_shape
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.target import target_rows
-from vllm_specblock.train.target.target_info import check_target, describe_target, read_target
+from vllm_specblock.train.target.target_info import check_target, read_target
+
+KINDS = ("specblock", "eagle3")
+"""Kinds of drafters that draft along texts."""
 
 
 @dataclass(frozen=True)
@@ -64,51 +63,39 @@ class LoadedDrafter:
     block_size: int = 1
 
 
-def pair(drafter: Path, target: Path | None) -> Pairing:
+def pair(drafter: Path, target: Path | None, kinds: Collection[str] = KINDS) -> Pairing:
     """Find a drafter's target (default: the one that its config names) and compare their sizes;
     both may be folders or hub ids.
 
     Raises:
-        TrainError: there is no target, or a drafter of this kind drafts in engines only.
+        TrainError: there is no target, or the drafter is of another kind.
         CheckpointError: one of the configs cannot be used, or they do not belong together.
     """
     drafter = drafter_folder(drafter)
     kind = kind_of(drafter)
-    if kind == "specblock":
-        return pair_specblock(drafter, target)
+    if kind not in kinds:
+        raise TrainError(
+            f"The drafter in {drafter} is of kind {kind!r}, but must be {' or '.join(kinds)} here; "
+            "`specblock bench` measures any kind."
+        )
     if kind == "eagle3":
-        return _pair_eagle3(drafter, target)
-    raise TrainError(
-        f"The drafter in {drafter} is of kind {kind!r}, but drafting along texts takes one of "
-        "specblock, eagle3: measure it served, with `specblock bench`."
-    )
-
-
-def pair_specblock(drafter: Path, target: Path | None) -> Pairing:
-    """`pair` for callers that take SpecBlock drafters only."""
-    drafter = drafter_folder(drafter)
-    config = specblock_files.read_config(drafter)
-    target = _target_of(drafter, target, config.target.name)
-    info = describe_target(target, layer_ids=config.target.layer_ids)
-    check_target(drafter, config.target, target, info)
-    assert info.layer_ids is not None  # `describe_target` sets them
-    return Pairing(drafter, target, "specblock", info.layer_ids, info.vocab_size)
-
-
-def _pair_eagle3(drafter: Path, target: Path | None) -> Pairing:
-    config = eagle3_files.read_config(drafter)
-    target = _target_of(drafter, target, None)
+        config = eagle3_files.read_config(drafter)
+        made_for = TargetInfo(hidden_size=config.target_hidden_size, vocab_size=config.vocab_size)
+        layers = config.layer_ids
+    else:
+        made_for = specblock_files.read_config(drafter).target
+        layers = made_for.layer_ids
+    target = _target_of(drafter, target, made_for.name)
     raw = read_target(target)
-    made_for = TargetInfo(hidden_size=config.target_hidden_size, vocab_size=config.vocab_size)
     found = TargetInfo(hidden_size=raw["hidden_size"], vocab_size=raw["vocab_size"])
     check_target(drafter, made_for, target, found)
-    layers = config.layer_ids or default_layer_ids(raw["num_hidden_layers"])
+    layers = layers or default_layer_ids(raw["num_hidden_layers"])
     if layers[-1] >= raw["num_hidden_layers"]:
         raise CheckpointError(
             f"The drafter in {drafter} reads target layers {list(layers)}, but {target} has only "
             f"layers 0 to {raw['num_hidden_layers'] - 1}."
         )
-    return Pairing(drafter, target, "eagle3", layers, raw["vocab_size"])
+    return Pairing(drafter, target, kind, layers, found.vocab_size)
 
 
 def _target_of(drafter: Path, target: Path | None, name: str | None) -> Path:
@@ -135,33 +122,25 @@ def load_drafter(
         CheckpointError: the tensors are not what the config says.
         OptionError: more forwards than are supported.
     """
-    if pairing.kind == "eagle3":
-        given = {} if forwards is None else {"depth": forwards}
-        levels = parse_drafter(given, "eagle3", num_nodes=nodes)
-        eagle3 = eagle3_files.load(pairing.drafter, dtype, device)
-        if eagle3.wants_head:
-            every = torch.arange(pairing.vocab_size)
-            eagle3.share_head(target_rows.head_rows(pairing.target, every).to(device))
-        growth = serving_growth(eagle3, levels, nodes)
-        learned = DraftCalibration(device, num_slots=1) if levels.calibrate_drafts else None
-        return LoadedDrafter(
-            pairing,
-            growth.num_blocks,
-            "level",
-            lambda text: draft_eagle3(eagle3, text, growth, learned),
-            learned,
-        )
-    given = {} if forwards is None else {"num_blocks": forwards}
-    options = parse_drafter(given, "specblock", num_nodes=nodes)
-    model = specblock_files.load(pairing.drafter, dtype, device)
-    shape = serving_shape(model, options, nodes)
+    eagle3 = pairing.kind == "eagle3"
+    given = {} if forwards is None else {"depth" if eagle3 else "num_blocks": forwards}
+    options = parse_drafter(given, pairing.kind, num_nodes=nodes)
+    load: Callable[..., Network] = eagle3_files.load if eagle3 else specblock_files.load
+    network = load(pairing.drafter, dtype, device)
+    if isinstance(network, Eagle3Model) and network.wants_head:
+        every = torch.arange(pairing.vocab_size)
+        network.share_head(target_rows.head_rows(pairing.target, every).to(device))
+    shape = serving_shape(network, options, nodes)
     calibration = DraftCalibration(device, num_slots=1) if options.calibrate_drafts else None
+    chain = None
+    if isinstance(network, SpecBlockModel):
+        chain = partial(chain_along, network, blocks=shape.num_blocks)
     return LoadedDrafter(
         pairing,
         shape.max_depth,
-        "block",
-        lambda text: draft_specblock(model, text, shape, calibration),
+        "level" if eagle3 else "block",
+        lambda text: draft_trees(network, text, shape, calibration),
         calibration,
-        partial(chain_along, model, blocks=shape.num_blocks),
+        chain,
         shape.block_size,
     )

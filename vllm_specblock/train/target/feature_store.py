@@ -109,7 +109,7 @@ def begin(folder: Path, origin: Origin) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     for name in (INDEX, UNFINISHED):
         if (folder / name).exists():
-            check(folder, shards.read_index(folder, name, "features"), **asdict(origin))
+            check(folder, shards.read_object(folder / name, asdict(origin)), **asdict(origin))
             if name == INDEX:
                 return True
     shards.write_json(folder / UNFINISHED, asdict(origin))
@@ -173,7 +173,8 @@ class FeatureStore:
 
     def __init__(self, folder: Path, **expected: Any) -> None:
         self.folder = folder
-        self.index = shards.read_index(folder, INDEX, "features")
+        keys = ("shards", "sequences", "length")
+        self.index = shards.read_index(folder, INDEX, "features", keys)
         check(folder, self.index, **expected)
         paths = (shard_path(folder, number) for number in range(self.index["shards"]))
         self._files = [shards.opened(path) for path in paths]

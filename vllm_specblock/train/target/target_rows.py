@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 from torch import Tensor
 
 from vllm_specblock.drafters.common.checkpoint_files import Stored, stored_in
-from vllm_specblock.drafters.common.config import CheckpointError
+from vllm_specblock.drafters.common.config import read_json
 from vllm_specblock.train.config import TrainError
 
 _EMBEDDING = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
@@ -20,7 +19,11 @@ _NORM = ("model.norm.weight",)
 def fingerprint(target: Path) -> str:
     """Return a hash of the target's config.json and of its weight files' names and sizes; raises
     `TrainError` if there is no target."""
-    digest = hashlib.sha256(_read(target / "config.json"))
+    path = target / "config.json"
+    try:
+        digest = hashlib.sha256(path.read_bytes())
+    except OSError as error:
+        raise TrainError(f"The target's {path} cannot be read: {error.strerror}.") from None
     for path in sorted(target.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
     return digest.hexdigest()[:32]
@@ -30,20 +33,20 @@ def embedding_rows(target: Path) -> Tensor:
     """Return the embedding, [V, Ht] in the files' dtype, a view of the mapped file.
 
     Raises:
-        TrainError: the target's files hold no such tensor, or several.
+        CheckpointError: the target's files cannot be read.
+        TrainError: they hold no such tensor, or several.
     """
-    return _only(_stored(target), _EMBEDDING, target)
+    return _only(stored_in(target), _EMBEDDING, target)
 
 
 def head_rows(target: Path, ids: Tensor) -> Tensor:
     """Return rows `ids` [n] int64 of the LM head, or of the embedding where both are tied: [n, Ht].
 
-    Raises:
-        TrainError: as `embedding_rows`.
+    Raises as `embedding_rows`.
     """
-    tensors = _stored(target)
+    tensors = stored_in(target)
     has_head = any(name.endswith(_HEAD) for name in tensors)
-    config = json.loads(_read(target / "config.json"))
+    config, _ = read_json(target / "config.json")
     text = config.get("text_config") or {}
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     # The config may omit it; files with tied weights hold one tensor.
@@ -54,10 +57,9 @@ def head_rows(target: Path, ids: Tensor) -> Tensor:
 def final_norm(target: Path) -> Tensor:
     """Return the weight of the norm before the LM head, [Ht] in the files' dtype.
 
-    Raises:
-        TrainError: as `embedding_rows`.
+    Raises as `embedding_rows`.
     """
-    return _only(_stored(target), _NORM, target)
+    return _only(stored_in(target), _NORM, target)
 
 
 def _only(tensors: dict[str, Stored], endings: tuple[str, ...], target: Path) -> Tensor:
@@ -69,17 +71,3 @@ def _only(tensors: dict[str, Stored], endings: tuple[str, ...], target: Path) ->
             "must have one."
         )
     return found[0].read()
-
-
-def _stored(target: Path) -> dict[str, Stored]:
-    try:
-        return stored_in(target)
-    except CheckpointError as error:
-        raise TrainError(str(error)) from None
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise TrainError(f"The target's {path} cannot be read: {error.strerror}.") from None
