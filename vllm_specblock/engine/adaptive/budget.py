@@ -25,7 +25,9 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_specblock.engine.compat import reallocated
 from vllm_specblock.engine.patches import Function, patch
 from vllm_specblock.engine.scheduler import UNDRAFTED
+from vllm_specblock.feedback.acceptance_estimator import marked
 from vllm_specblock.feedback.controller import Step
+from vllm_specblock.feedback.step_cost import LOOKUP
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
 
 if TYPE_CHECKING:
@@ -76,11 +78,11 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self._observe(requests, now, sampling)
         trees = bool(draft_tokens) and not state.all_paused
         if trees:
-            survival = self._survival(slots, drafts)
+            survival, later = self._survival(slots, drafts)
             room = self._max_total_logits - len(requests) * self.num_bonus_tokens
             most = max(0, min(int(drafts.sum()), room))  # a host array
             nodes = self.controller.budget(
-                survival, len(requests), rows, most, sampling, self._padded
+                survival, len(requests), rows, most, sampling, self._padded, later
             )
         self._batch_budget = (
             dict(zip(requests, drafts.tolist())),  # a host array
@@ -91,18 +93,26 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             behind = state.missed(slots)
             state.all_paused = not self.controller.drafts(len(requests), sampling, behind)
             drafts_now = not state.all_paused
+            if drafts_now and state.later is not None:
+                state.brief = self.controller.brief(len(requests), sampling)
             step = Step(len(requests), rows + nodes, trees, drafts_now, None, read=behind)
             self._begun = requests, step, now
         return rows + nodes
 
-    def _survival(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
-        """Return the survival of scheduled nodes, [R, N], 0 elsewhere."""
-        confidence = self._stale_confidences[self._stale_idx].np[slots].astype(np.float64)
-        survival = confidence.cumprod(axis=1)
+    def _survival(
+        self, slots: np.ndarray, drafts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the survival of scheduled nodes, [R, N], 0 elsewhere; which are of later blocks.
+
+        The second is None if there are none.
+        """
+        confidence = self._stale_confidences[self._stale_idx].np[slots]
+        later = None if self.trees.later is None else marked(confidence)
+        survival = confidence.astype(np.float64).cumprod(axis=1)
         # The confidences of a new request are 1 until it has drafts.
         survival[(confidence == 1).all(1)] = self._unknown
         survival[np.arange(survival.shape[1]) >= drafts[:, None]] = 0
-        return survival
+        return survival, later
 
     def _observe(self, requests: list[str], now: Any, sampling: bool) -> None:
         """Learn from the steps that ended: times are taken from one decode step to the next.
@@ -119,8 +129,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         accepted = state.accepted if step.rows > step.requests else 0
         step = step._replace(
             tokens=None if accepted is None else len(requests) + accepted,
-            asked=state.asked,
-            read=step.read + state.read if state.asked else 0,
+            by=state.by,
+            read=step.read + state.read if state.by != LOOKUP else 0,
         )
         self._timed.append((step, start, now, state.marks, sampling))
         while self._timed and state.clock.passed(self._timed[0][2]):
@@ -168,7 +178,10 @@ class DeviceBudgetManager(TreeBudgetManager):
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         self._sizes = np.array(capture_sizes)
-        return super().batches_to_profile(capture_sizes)
+        for brief in self.trees.lengths:
+            self.trees.brief = brief
+            yield from super().batches_to_profile(capture_sizes)
+        self.trees.brief = False
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         place = np.searchsorted(self._sizes, rows)
@@ -179,15 +192,16 @@ class DeviceBudgetManager(TreeBudgetManager):
     def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
         """Set the costs to begin with, and compile the kernel: warm-up requests do not reach it."""
         super().set_initial_cost_curves(samples)  # raises if there are none
-        times: list[defaultdict[int, list[float]]] = [defaultdict(list), defaultdict(list)]
-        for sample in samples:
+        times: list[defaultdict[int, list[float]]] = [defaultdict(list) for _ in range(3)]
+        whole = len(samples) // len(self.trees.lengths)
+        for place, sample in enumerate(samples):
             times[0][sample.num_target_tokens].append(sample.forward_ms)
             if sample.full_cudagraph:
-                times[1][sample.num_reqs].append(sample.drafter_ms)
+                times[1 if place < whole else 2][sample.num_reqs].append(sample.drafter_ms)
         costs = [{size: float(np.median(ms)) for size, ms in each.items()} for each in times]
         # All ranks must use the same costs.
-        verify, draft = get_tp_group().broadcast_object(costs, src=0)
-        self.controller.cost.measured(verify, draft, noisy=False)
+        verify, draft, brief = get_tp_group().broadcast_object(costs, src=0)
+        self.controller.cost.measured(verify, draft, brief, noisy=False)
         self._batch_budget = {"": 0}, {"": 1}, 0
         # int64, as in the runner.
         self.reallocate_drafts([""], self.query_start_loc.new_zeros(1, dtype=torch.int64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,15 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.drafters.common.missed_rows import Backlog, MissedRows
+from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.engine.adaptive.budget import OURS
 from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
 from vllm_specblock.feedback.controller import Controller
+from vllm_specblock.feedback.step_cost import BRIEF, LOOKUP, WHOLE
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
+from vllm_specblock.triton_kernels.feedback.write_survival import Later
 
 
 class AdaptiveTrees:
@@ -29,7 +32,8 @@ class AdaptiveTrees:
         samples: [S] bool, requests at T > 0.
         clock: that steps are timed by; marks: around the last proposal.
         accepted: draft tokens accepted in the last step; None on a GPU.
-        asked: a drafter with weights took part in the last proposal; read: rows it had missed.
+        brief: proposals are of the first block only; lengths: what it can be.
+        by: LOOKUP, BRIEF or WHOLE, the last proposal; read: rows that its drafter had missed.
         decide: called with the batch of a step without scheduled drafts.
 
     Args:
@@ -56,7 +60,9 @@ class AdaptiveTrees:
         self.acceptance = AcceptanceEstimator(device)
         self.marks: tuple[Any, Any] | None = None
         self.accepted: int | None = None
-        self.asked, self.read = True, 0
+        self.by, self.read = WHOLE, 0
+        self.brief, self.lengths = False, [False]
+        self.later: Later | None = None
         self.decide: Callable[[InputBatch], None] = lambda batch: None
         here = device_of(device)
         self.on_host, self.clock = here.on_host, here.clock()
@@ -93,6 +99,14 @@ class AdaptiveTrees:
         if self.on_host:
             self.accepted = int(verified.accepted.sum())  # a host tensor
 
+    def has_blocks(self, drafters: Sequence[Drafter]) -> None:
+        """Let the controller decide whether drafters draft all of their blocks."""
+        first = max(drafter.first_block for drafter in drafters)
+        others = sum(1 << at for at, each in enumerate(drafters) if not each.first_block)
+        if first:
+            self.lengths = [False, True]
+            self.later = Later(self.tree_states.depth, self.tree_states.origin, first, others)
+
     def drafted(self, began: Any, asked: bool, read: int = 0, prompts: int = 0) -> None:
         """Note a proposal that ends now.
 
@@ -101,10 +115,11 @@ class AdaptiveTrees:
             asked: a drafter with weights took part; read: rows that it had missed before.
             prompts: requests of a batch with prompts, which drafters have read; 0: it had none.
         """
-        self.marks, self.asked, self.read = (began, self.clock.mark()), asked, read
+        self.by = LOOKUP if not asked else BRIEF if self.brief else WHOLE
+        self.marks, self.read = (began, self.clock.mark()), read
         if prompts and self.on_host:
             cost = self.controller.cost
-            usual = cost.draft(prompts, asked) / cost.of(1.0)
+            usual = cost.draft(prompts, self.by) / cost.of(1.0)
             self.controller.observe_prompts(self.clock.seconds(*self.marks) - usual)
 
     def write_survival(self, req_idx: torch.Tensor, temperature: torch.Tensor) -> None:
@@ -115,7 +130,7 @@ class AdaptiveTrees:
             temperature: [R] fp32.
         """
         self.acceptance.write_survival(
-            self.tree_states.score, temperature, req_idx, self.confidence
+            self.tree_states.score, temperature, req_idx, self.confidence, self.later
         )
 
     def nothing_drafted(self, num_reqs: int) -> None:

@@ -105,9 +105,15 @@ class ProposalGraphs(CudaGraphManager):
         self.known = torch.tensor(self.sent, device=device)
         # Tensors that were captured must live as long as the graph.
         self.rows: dict[int, GraphStepBatch] = {}
+        self.of_length: dict[bool, dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]] = {}
 
-    def capture(self, step: Callable[[StepInputs], torch.Tensor], tokens: torch.Tensor) -> None:
-        """Capture `step` for every size; `tokens` [≥ most requests, N] int64 is its output."""
+    def capture(
+        self, step: Callable[[StepInputs], torch.Tensor], tokens: torch.Tensor, brief: bool
+    ) -> None:
+        """Capture `step` for every size; `tokens` [≥ most requests, N] int64 is its output.
+
+        brief: it drafts the first block only; `find` then finds these graphs.
+        """
         group = self.caches.group
 
         def create_forward_fn(
@@ -132,6 +138,7 @@ class ProposalGraphs(CudaGraphManager):
 
             return forward
 
+        self.graphs = self.of_length[brief] = {}
         super().capture(create_forward_fn, "Capturing SpecBlock proposals")
 
     def _rows(self, count: int) -> GraphStepBatch:
@@ -155,7 +162,7 @@ class ProposalGraphs(CudaGraphManager):
             self.rows[count] = GraphStepBatch(batch, self.tree_states, self.known[:count])
         return self.rows[count]
 
-    def find(self, batch: InputBatch, dummy: bool) -> BatchExecutionDescriptor | None:
+    def find(self, batch: InputBatch, dummy: bool, brief: bool) -> BatchExecutionDescriptor | None:
         """Return the graph for the `batch` of a step; None: run it eagerly.
 
         Requests of up to N + 1 rows of a dummy batch, which has no drafts, count as decoding.
@@ -169,6 +176,7 @@ class ProposalGraphs(CudaGraphManager):
             decodes = (scheduled - (0 if drafts is None else drafts) == 1).all()
         if not decodes or batch.num_tokens > self.most_rows:
             return None
+        self.graphs = self.of_length.get(brief, self.graphs)  # none yet in a dry run
         desc = self.dispatch(count, count * each, each, num_active_loras=0)
         return desc if desc.cg_mode == CUDAGraphMode.FULL else None
 
