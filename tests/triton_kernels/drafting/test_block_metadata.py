@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.tensors import assert_equal, column, on
-from vllm_specblock.triton_kernels.drafting.expand import NextStarts
+from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
 from vllm_specblock.triton_kernels.drafting.first_block_metadata import first_block_metadata
 from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     CommittedRows,
@@ -76,7 +76,8 @@ def test_as_torch_sees(launches, kernels, requests, size, starts, width, path_ro
     found = launch_first(SimpleNamespace(**on(device, vars(rows))), size)
     assert_equal(tuple(found), tuple(first_block_metadata.reference(rows, size)))
 
-    builder = DraftAttentionBuilder([torch.empty(0)], size, starts, BLOCKS, MAX, path_rope)
+    shape = TreeShape(size, BLOCKS, starts, (1, 1, 1, 1), 1)
+    builder = DraftAttentionBuilder([torch.empty(0)], shape, MAX, path_rope)
     # Twice as wide as what is used of it.
     table = torch.randint(0, 1 << 30, (requests, 2 * width), dtype=torch.int32)[:, :width]
     committed = CommittedRows(rows.position, rows.index, rows.last, table)

@@ -22,7 +22,7 @@ from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
     TreeAttentionBatch,
     packing_on_cpu,
 )
-from vllm_specblock.triton_kernels.drafting.expand import NextStarts
+from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
 from vllm_specblock.triton_kernels.drafting.first_block_metadata import first_block_metadata
 from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     CommittedRows,
@@ -79,34 +79,27 @@ class DraftAttentionBuilder:
 
     Args:
         caches: as PagedAttention.
+        shape: of the trees; K and S are its block size and starts.
         max_position: positions at or beyond it have no slot (the model's length limit).
         path_rope: RoPE counts the tokens on the path to a later block's row; otherwise all rows
             have the base of block 1's drafting row.
-        by_level: see `later_block_metadata`.
     """
 
     def __init__(
-        self,
-        caches: list[torch.Tensor],
-        block_size: int,  # K
-        num_starts: int,  # S, rows of every block after the first
-        num_blocks: int,  # M
-        max_position: int,
-        path_rope: bool = False,
-        by_level: bool = False,
+        self, caches: list[torch.Tensor], shape: TreeShape, max_position: int, path_rope: bool
     ) -> None:
-        self.caches, self.K, self.S, self.by_level = caches, block_size, num_starts, by_level
-        self.max_position, self.path_rope, device = max_position, path_rope, caches[0].device
+        self.caches, self.max_position, self.path_rope = caches, max_position, path_rope
+        self.K, self.S, self.by_level = shape.block_size, shape.num_starts, shape.by_level
         # Row 0 is the drafting row of block 1: later blocks see it in their prefix, so it owns no
         # bits. Row 1 + i owns bits i·K … i·K + K − 1 of the window.
-        rows = 1 + (num_blocks - 1) * num_starts
-        sees = torch.zeros(rows, block_size, max(1, rows - 1), block_size, dtype=torch.bool)
+        rows, K = 1 + (shape.num_blocks - 1) * self.S, self.K
+        sees = torch.zeros(rows, K, max(1, rows - 1), K, dtype=torch.bool)
         later = torch.arange(rows - 1)
-        sees[1 + later, :, later] = torch.ones(block_size, block_size, dtype=torch.bool).tril()
-        self.own = pack_bits(sees.flatten(2)).to(device)  # [rows, K, W]
-        self.rows_per_token, self.word_counts = block_size, {self.own.shape[-1]}
+        sees[1 + later, :, later] = torch.ones(K, K, dtype=torch.bool).tril()
+        self.own = pack_bits(sees.flatten(2)).to(caches[0].device)  # [rows, K, W]
+        self.rows_per_token, self.word_counts = K, {self.own.shape[-1]}
         # No row of block 1 has bits.
-        self.no_bits = self.own.new_zeros(MAX_ROWS * block_size, self.own.shape[-1])
+        self.no_bits = self.own.new_zeros(MAX_ROWS * K, self.own.shape[-1])
 
     def step(self, rows: CommittedTokens) -> None:
         """Begin a step; later blocks follow the last of `rows`."""

@@ -44,19 +44,11 @@ class MissedRows(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """`rows` of L × [n, Ht] states: one request's in one step, from `position` on."""
+    """One request's rows of one step, at positions `begin` … `end` − 1."""
 
-    states: tuple[Tensor, ...]
-    rows: slice
-    position: int
-
-    def __len__(self) -> int:
-        return self.rows.stop - self.rows.start
-
-    @property
-    def end(self) -> int:
-        """Position after the last row."""
-        return self.position + len(self)
+    states: list[Tensor]  # L × [n, Ht]
+    begin: int
+    end: int
 
 
 class Backlog:
@@ -69,12 +61,12 @@ class Backlog:
     def forget(self, req_idx: int) -> None:
         """Drop the rows of a request."""
         for piece in self.pieces.pop(req_idx, []):
-            self.bytes -= len(piece) * _row_bytes(piece.states)
+            self.bytes -= (piece.end - piece.begin) * _row_bytes(piece.states)
 
     def rows(self, req_idx: int) -> int:
         """Return how many rows of a request are kept."""
         pieces = self.pieces.get(req_idx)
-        return pieces[-1].end - pieces[0].position if pieces else 0
+        return pieces[-1].end - pieces[0].begin if pieces else 0
 
     def has_room(self, rows: int, states: Sequence[Tensor]) -> bool:
         """Whether there is memory for `rows` more rows of `states`."""
@@ -101,13 +93,13 @@ class Backlog:
         states = tuple(state[source] for state in rows.states)
         first = 0
         for r in kept.nonzero()[0].tolist():  # a host array
-            end, req_idx = first + rows.length[r], rows.req_idx[r]
+            count, req_idx, begin = rows.length[r], rows.req_idx[r], rows.position[r]
             before = self.pieces.get(req_idx)
-            if before and before[-1].end != rows.position[r]:
+            if before and before[-1].end != begin:
                 self.forget(req_idx)  # dummy batches share a slot
-            piece = _Piece(states, slice(first, end), rows.position[r])
-            self.pieces.setdefault(req_idx, []).append(piece)
-            first = end
+            own = [state[first : first + count] for state in states]
+            self.pieces.setdefault(req_idx, []).append(_Piece(own, begin, begin + count))
+            first += count
         return kept
 
     def catch_up(self, rows: CommittedTokens) -> CommittedTokens:
@@ -127,7 +119,7 @@ class Backlog:
         if not kept:
             return rows
         request = torch.from_numpy(np.arange(len(slots)).repeat(counts))
-        position = torch.cat([torch.arange(piece.position, piece.end) for piece in kept])
+        position = torch.cat([torch.arange(piece.begin, piece.end) for piece in kept])
         newest = torch.tensor(rows.row_start_host)[request]
         index = position - (rows.position[newest] - rows.index[newest])
         block = rows.block_table[request, index.clamp(min=0) // rows.block_size].long()
@@ -149,7 +141,7 @@ class Backlog:
         return replace(
             rows,
             states=tuple(
-                torch.cat([state, *(piece.states[layer][piece.rows] for piece in kept)])
+                torch.cat([state, *(piece.states[layer] for piece in kept)])
                 for layer, state in enumerate(rows.states)
             ),
             **fields,

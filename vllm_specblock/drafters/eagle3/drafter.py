@@ -1,18 +1,24 @@
-"""EAGLE-3 drafter: an existing checkpoint under EAGLE-2's dynamic tree."""
+"""EAGLE-3 drafter: an existing checkpoint under EAGLE-2's dynamic tree (arXiv 2406.16858).
+
+The best nodes of a level are the rows of the next one's forward, and each gives its best tokens.
+Of all candidates the best N are the tree.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder, PagedAttention
+from vllm_specblock.candidates import tree_of
+from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
-from vllm_specblock.drafters.eagle3.growth import LevelRows, grow, level_shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.options import Eagle3Config
 from vllm_specblock.drafters.specblock.growth import expansion
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.drafting.expand import NextStarts
+from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
+
+_DEPTH, _NODES_PER_LEVEL = 8, 4  # defaults, see `Eagle3Config.depth`
 
 
 class Eagle3Drafter(NetworkDrafter):
@@ -34,9 +40,8 @@ class Eagle3Drafter(NetworkDrafter):
         self.max_depth = self.shape.num_blocks
 
     def bind(self, caches: list[torch.Tensor]) -> None:
-        starts, levels = self.shape.num_starts, self.shape.num_blocks
         self.attention_builder = DraftAttentionBuilder(
-            caches, 1, starts, levels, self.max_model_len, path_rope=True, by_level=True
+            caches, self.shape, self.max_model_len, path_rope=True
         )
         self.width = torch.tensor(self.shape.branching, device=caches[0].device)
 
@@ -51,11 +56,30 @@ class Eagle3Drafter(NetworkDrafter):
         )
 
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
+        model, top_k = self.model, self.shape.width
         state, beta = of_requests(requests, self.state, self.beta)
-        self.attention_builder.begin(requests)
-        levels = expansion(self.shape, self.width, len(state))
-        return grow(self.model, self.embed, levels, state, self._level, beta)
+        growth = expansion(self.shape, self.width, len(state))
+        grown = growth.attach(None, *model.best(state[:, None, None], top_k, beta))
 
-    def _level(self, level: int, starts: NextStarts) -> tuple[PagedAttention, LevelRows]:
-        attend, rows = self.attention_builder.next(level, starts)
-        return attend, LevelRows(rows.valid, rows.source, rows.base)
+        self.attention_builder.begin(requests)
+        level = 1
+        while isinstance(grown, NextStarts):
+            level += 1
+            attend, rows = self.attention_builder.next(level, grown)
+            embedded, feature = self.embed(grown.token.flatten()), model.carry(state[rows.source])
+            state = model.run(embedded, feature, rows.base, attend)
+            best = model.best(state.view(*grown.token.shape, 1, -1), top_k, beta)
+            grown = growth.attach(grown._replace(valid=rows.valid), *best)
+        return grown if isinstance(grown, DraftTree) else tree_of(grown)
+
+
+def level_shape(
+    options: Eagle3Config, num_nodes: int, lookahead: int, draft_vocab_size: int
+) -> TreeShape:
+    """Return the shape for `options`, within `lookahead` slots and the draft vocabulary."""
+    wanted = options.depth or min(_DEPTH, max(2, num_nodes // _NODES_PER_LEVEL))
+    # Every row of level 2 and later borrows one reserved slot.
+    depth = min(wanted, num_nodes, lookahead + 1)
+    top_k = min(options.top_k, draft_vocab_size)
+    width = max(1, min(top_k, lookahead // max(1, depth - 1)))
+    return TreeShape.levels(depth, top_k, width, num_nodes)

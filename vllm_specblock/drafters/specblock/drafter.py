@@ -38,13 +38,9 @@ class SpecBlockDrafter(NetworkDrafter):
         self.max_depth = min(num_nodes, blocks * config.block_size)
 
     def bind(self, caches: list[torch.Tensor]) -> None:
+        path_rope = self.model.config.block_rope == "path"
         self.attention_builder = DraftAttentionBuilder(
-            caches,
-            self.shape.block_size,
-            self.shape.num_starts,
-            self.shape.num_blocks,
-            self.max_model_len,
-            self.model.config.block_rope == "path",
+            caches, self.shape, self.max_model_len, path_rope
         )
         self.width = torch.tensor(self.shape.branching, device=caches[0].device)
 

@@ -1,0 +1,401 @@
+"""Trees grown on the device: as in plain Python, and valid whatever the scores are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.committed import rows_of
+from support.drafted_blocks import coarse_block, random_block
+from support.lone_drafters import PAGE, head_of
+from support.naive_expand import NaiveExpansion
+from support.trees import texts
+from torch import nn
+from vllm_specblock.triton_kernels.drafting.expand import TreeShape
+from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
+from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
+
+from vllm_specblock.candidates import select
+from vllm_specblock.drafters.eagle3.drafter import level_shape
+from vllm_specblock.drafters.options import Eagle3Config
+from vllm_specblock.drafters.specblock.growth import Expansion, expansion
+from vllm_specblock.tree import DraftTree, unpack_bits
+
+BRANCHINGS = [(2, 4, 10, 0), (2, 4, 6, 4), (1, 1, 1, 1), (3, 0, 0, 0)]
+
+
+def empty(shape: TreeShape) -> Expansion:
+    return Expansion(shape, torch.tensor(shape.branching), 1)
+
+
+def expand_both(shape: TreeShape, vocab: int, seed: int, num_requests: int = 2, make=random_block):
+    draw = torch.Generator().manual_seed(seed)
+    growth = Expansion(shape, torch.tensor(shape.branching), num_requests)
+    naive = [NaiveExpansion(shape) for _ in range(num_requests)]
+    block = make(draw, shape, vocab, num_requests, 1)
+    starts = growth.attach(None, *block)
+    for request, plain in enumerate(naive):
+        plain.attach((), 0.0, *(part[request, 0].tolist() for part in block))
+    ends = [plain.chain_end for plain in naive]
+    for m in range(2, shape.num_blocks + 1):
+        # A caller reads hidden states at all of them, valid or not.
+        rows_so_far = 1 + (m - 2) * shape.num_starts
+        assert ((starts.row >= 0) & (starts.row < rows_so_far)).all()
+        assert ((starts.position >= 0) & (starts.position < shape.block_size)).all()
+        block = make(draw, shape, vocab, num_requests, shape.num_starts)
+        grown = growth.attach(starts, *block)
+        for request, plain in enumerate(naive):
+            chosen = plain.starts(ends[request])
+            for s in range(shape.num_starts):
+                if s >= len(chosen):
+                    assert not starts.valid[request, s]
+                    plain.skip()
+                    continue
+                text, score, row, position, _ = plain.nodes[chosen[s]]
+                assert starts.valid[request, s]
+                assert starts.token[request, s] == text[-1]
+                assert starts.row[request, s] == row and starts.position[request, s] == position
+                plain.attach(text, score, *(part[request, s].tolist() for part in block))
+                if s == 0:
+                    ends[request] = plain.chain_end
+        starts = grown
+    return starts, [plain.finish() for plain in naive]
+
+
+def assert_valid(tree: DraftTree, vocab: int, max_depth: int) -> None:
+    """All that verification takes for granted of R trees of N slots."""
+    requests, slots = tree.token.shape
+    assert ((tree.token >= 0) & (tree.token < vocab)).all()
+    assert ((tree.size >= 0) & (tree.size <= slots)).all()
+    assert not tree.logprob.isnan().any()
+    sees = unpack_bits(tree.ancestors, slots + 1).tolist()
+    for request in range(requests):
+        size, depth, path = int(tree.size[request]), [0], [{0}]
+        for node, up in enumerate(tree.parent[request].tolist(), 1):
+            assert (0 <= up < node) if node <= size else up == -1
+            up = max(up, 0)  # slots not in use hang from the root
+            depth.append(depth[up] + 1)
+            path.append(path[up] | {node})
+        assert tree.depth[request].tolist() == depth[1:] and max(depth) <= max_depth
+        assert [{at for at, bit in enumerate(row) if bit} for row in sees[request]] == path
+        scores = tree.logprob[request]
+        assert scores[:size].isfinite().all() and (scores[:size] <= 0).all()
+        assert (scores[:size].diff() <= 0).all()
+        assert torch.isneginf(scores[size:]).all() and (tree.token[request, size:] == 0).all()
+        assert len(texts(tree, request)) == size, "siblings of one text"
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.sampled_from(BRANCHINGS),
+    st.sampled_from([11, 60]),
+    st.integers(1, 120),
+    st.integers(0, 10**6),
+)
+@pytest.mark.parametrize("make", [random_block, coarse_block], ids=["floats", "ties"])
+def test_equal_to_plain_python(make, block_size, blocks, starts, branching, vocab, budget, seed):
+    """Node by node: higher score, then lower depth, then the earlier candidate."""
+    shape = TreeShape(block_size, blocks, starts, branching, budget)
+    tree, expected = expand_both(shape, vocab, seed, make=make)
+    for request, plain in enumerate(expected):
+        found = texts(tree, request)
+        if make is coarse_block:
+            assert list(found.items()) == list(plain.items())
+        assert found == pytest.approx(plain, abs=1e-4)
+    assert_valid(tree, vocab, shape.max_depth)
+
+
+@pytest.mark.parametrize("scores", [0.0, 1e-6], ids=["certain", "rounded above certain"])
+def test_certain_tokens_keep_parents_first(scores):
+    """Log-probabilities of 0: without care, parent and child would tie."""
+    shape = TreeShape(4, 2, 3, (1, 1, 1, 1), 16)
+    growth = empty(shape)
+    top = torch.full((1, 1, 4, 1), scores)
+    bucket = torch.zeros(1, 1, 4, dtype=torch.int64)
+    starts = growth.attach(None, top, torch.tensor([[[[5], [6], [7], [8]]]]), bucket)
+    follow = torch.tensor([1, 2, 3, 4]).view(1, 1, 4, 1).expand(1, 3, 4, 1)
+    tree = growth.attach(starts, top.expand(1, 3, 4, 1), follow, bucket.expand(1, 3, 4))
+    assert (tree.parent[0] < torch.arange(1, 17)).all()
+    assert (tree.logprob[0] == 0).all()
+    assert max(len(text) for text in texts(tree, 0)) == 8
+
+
+def test_starts_that_have_no_room_are_left_out():
+    shape = TreeShape(4, 2, 4, (2, 4, 6, 4), 60)
+    draw = torch.Generator().manual_seed(0)
+    growth = empty(shape)
+    starts = growth.attach(None, *random_block(draw, shape, 50, 1, 1))
+    starts.valid[:] = False
+    tree = growth.attach(starts, *random_block(draw, shape, 50, 1, 4))
+    assert max(len(text) for text in texts(tree, 0)) <= 4
+
+
+def test_a_text_that_filled_a_shape_may_still_start():
+    """Block 1 gives up at its second position; block 2 finds the same text, surer and open."""
+    shape = TreeShape(3, 3, 8, (1, 0, 0, 0), 60)
+    growth = empty(shape)
+    chain = torch.tensor([[[[1], [2], [3]]]])
+    top = torch.full((1, 1, 3, 1), -1.0)
+    starts = growth.attach(None, top, chain, torch.tensor([[[0, 3, 0]]]))
+    assert starts.token[0, :2].tolist() == [3, 1] and starts.valid.sum() == 2
+    # Below text 1: 2 once more, at −0.5 instead of −1.
+    top = torch.full((1, 8, 3, 1), -0.5)
+    token = torch.tensor([[4], [5], [6]]).expand(1, 8, 3, 1).clone()
+    token[0, 1, 0] = 2
+    starts = growth.attach(starts, top, token, torch.zeros(1, 8, 3, dtype=torch.int64))
+    again = (starts.token[0] == 2) & starts.valid[0]
+    assert again.sum() == 1
+    assert starts.row[0, again] == 2 and starts.position[0, again] == 0
+
+
+def test_paths_too_long_for_a_key():
+    with pytest.raises(ValueError, match="draft paths of 256 tokens, but at most 255"):
+        TreeShape(32, 8, 8, (2, 4, 6, 4), 60)
+
+
+def test_a_node_is_of_the_forward_whose_candidate_was_kept():
+    """Block 1: 5 (or 6), then 7 (or 8). Block 2 starts after 5, 7 and after 5."""
+    growth = empty(TreeShape(2, 2, 2, (2, 2, 2, 2), 20))
+    bucket = torch.zeros(1, 1, 2, dtype=torch.int64)
+    starts = growth.attach(
+        None,
+        torch.tensor([[[[0.6, 0.4], [0.5, 0.3]]]]).log(),
+        torch.tensor([[[[5, 6], [7, 8]]]]),
+        bucket,
+    )
+    assert starts.token.tolist() == [[7, 5]]
+    growth.attach(
+        starts,
+        torch.tensor([[[[0.9, 0.1], [0.8, 0.2]], [[0.7, 0.2], [0.6, 0.4]]]]).log(),
+        # After 5, block 2 says 7 more surely than block 1 did, and 8 less surely.
+        torch.tensor([[[[1, 2], [3, 4]], [[7, 8], [9, 10]]]]),
+        bucket.expand(1, 2, 2),
+    )
+    tree, blocks = growth.select(), growth.blocks()[0].tolist()
+    found = dict(zip(texts(tree, 0), blocks))
+    assert found == {
+        (5,): 1,
+        (6,): 1,
+        (5, 7): 2,
+        (5, 8): 1,
+        (5, 7, 1): 2,
+        (5, 7, 2): 2,
+        (5, 7, 1, 3): 2,
+        (5, 7, 1, 4): 2,
+        (5, 7, 9): 2,
+        (5, 7, 10): 2,
+    }
+    assert blocks[int(tree.size[0]) :] == [0] * 10
+
+
+# ---- EAGLE-2 ----
+def plain_growth(scores: list[torch.Tensor], shape: TreeShape, request: int) -> dict[tuple, float]:
+    """Path of choices -> score. scores[d][r, row, k] are those of the rows of level d + 1."""
+    level = {(k,): float(x) for k, x in enumerate(scores[0][request, 0])}
+    found = dict(level)
+    for each in scores[1:]:
+        best = sorted(level.items(), key=lambda node: -node[1])[: shape.num_starts]
+        level = {
+            (*path, k): score + float(x)
+            for row, (path, score) in enumerate(best)
+            for k, x in enumerate(each[request, row])
+        }
+        found |= level
+    return dict(sorted(found.items(), key=lambda node: -node[1])[: shape.budget])
+
+
+@given(
+    depth=st.integers(1, 5),
+    top_k=st.integers(1, 4),
+    budget=st.integers(1, 30),
+    width=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=80)
+@pytest.mark.parametrize("kind", [Expansion, expansion])
+def test_levels_are_those_of_plain_python(kind, depth, top_k, budget, width, seed):
+    shape = TreeShape.levels(depth, top_k, min(width, top_k), budget)
+    draw = torch.Generator().manual_seed(seed)
+    rows = [1] + [shape.num_starts] * (depth - 1)
+    scores = [
+        -torch.rand(2, count, 1, top_k, generator=draw).sort(descending=False, dim=-1).values
+        for count in rows
+    ]
+    levels, grown = kind(shape, torch.tensor(shape.branching), 2), None
+    for each in scores:
+        grown = levels.attach(grown, each, torch.arange(top_k).expand_as(each))
+    for request in range(2):
+        wanted = plain_growth([each[:, :, 0] for each in scores], shape, request)
+        assert texts(grown, request) == pytest.approx(wanted, abs=1e-5)
+    assert_valid(grown, top_k, depth)
+
+
+def test_of_equal_scores_the_earlier_candidates_grow():
+    levels, token = empty(TreeShape.levels(2, 20, 3, 40)), torch.arange(20)
+    rows = levels.attach(None, torch.full((1, 1, 1, 20), -1.0), token[None, None, None])
+    assert rows.node.tolist() == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("depth", "top_k", "lookahead", "width"),
+    [(8, 10, 60, 8), (8, 10, 100, 10), (8, 10, 3, 1), (1, 10, 4, 4), (3, 32, 100, 20)],
+)
+def test_width_is_what_slots_and_vocabulary_hold(depth, top_k, lookahead, width):
+    options = Eagle3Config(depth=depth, top_k=top_k)
+    assert level_shape(options, 60, lookahead, draft_vocab_size=20).num_starts == width
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(60, 8), (32, 8), (24, 6), (12, 3), (8, 2), (1, 1)])
+def test_small_trees_are_shallow_by_default(nodes, depth):
+    assert level_shape(Eagle3Config(), nodes, nodes, 100).num_blocks == depth
+    shape = level_shape(Eagle3Config(depth=5), nodes, nodes, 100)
+    assert shape.num_blocks == min(5, nodes)
+
+
+# ---- Scores that are no numbers ----
+# Finite weights may still give infinite logits, and verification follows any parents that a tree
+# names. So a score of NaN or of minus infinity is no node, and plus infinity is certain.
+NAN, INF = float("nan"), float("inf")
+STRANGE = torch.tensor([NAN, -NAN, INF, -INF, 3e38, -3e38, 1.0, 0.0])
+compiled = pytest.mark.skipif(not AVAILABLE, reason="compiled loops need Numba")
+
+
+class PlainExpansion(Expansion):
+    """Differs in that torch also selects where a compiled loop could."""
+
+    def select(self) -> DraftTree:
+        fields = (field[:, : self.count] for field in self.fields)
+        token, path_hash, key, parent = fields
+        score = self.score[:, : self.count]
+        depth = self.shape.max_depth
+        return select.reference(token, parent, score, key, path_hash, self.shape.budget, depth)
+
+
+KINDS = [PlainExpansion, Expansion, pytest.param(CompiledGrowing, marks=compiled)]
+
+
+def strange_block(draw, share, shape, vocab, *rows):
+    """A random block in which a share of the scores is something else."""
+    top, token, bucket = random_block(draw, shape, vocab, *rows)
+    which = torch.randint(0, len(STRANGE), top.shape, generator=draw)
+    strange = torch.rand(top.shape, generator=draw) < share
+    return torch.where(strange, STRANGE[which], top), token, bucket
+
+
+def grow(
+    kind, shape: TreeShape, vocab: int, seed: int, share: float, requests: int = 3
+) -> DraftTree:
+    draw = torch.Generator().manual_seed(seed)
+    growth = kind(shape, torch.tensor(shape.branching), requests)
+    starts = growth.attach(None, *strange_block(draw, share, shape, vocab, requests, 1))
+    for block in range(2, shape.num_blocks + 1):
+        assert ((starts.token >= 0) & (starts.token < vocab)).all()
+        assert ((starts.row >= 0) & (starts.row < 1 + (block - 2) * shape.num_starts)).all()
+        assert ((starts.position >= 0) & (starts.position < shape.block_size)).all()
+        rows = (requests, shape.num_starts)
+        starts = growth.attach(starts, *strange_block(draw, share, shape, vocab, *rows))
+    return starts
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.sampled_from(BRANCHINGS),
+    st.integers(1, 120),
+    st.integers(0, 10**6),
+    st.sampled_from([0.02, 0.2, 0.6, 1.0]),
+)
+@example(4, 3, 5, (2, 4, 6, 4), 60, 0, 1.0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_growth(kind, block_size, blocks, starts, branching, budget, seed, share):
+    shape = TreeShape(block_size, blocks, starts, branching, budget)
+    assert_valid(grow(kind, shape, 30, seed, share), 30, shape.max_depth)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("score", [NAN, -NAN, -INF])
+def test_no_number_is_no_node(kind, score):
+    """Nor is anything below it, though its own score be fine."""
+    shape = TreeShape(3, 1, 1, (2, 2, 2, 2), 8)
+    growth = kind(shape, torch.tensor(shape.branching), 1)
+    top = torch.tensor([[[[-0.1, -2.0], [score, -1.0], [-0.2, -3.0]]]])
+    bucket = torch.zeros(1, 1, 3, dtype=torch.int64)
+    tree = growth.attach(None, top, torch.arange(6).view(1, 1, 3, 2), bucket)
+    assert texts(tree, 0).keys() == {(0,), (0, 3), (1,)}
+
+
+def strange_logits(seed: int, share: float, rows: int, vocab: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(rows, 2, vocab, generator=draw)
+    which = torch.randint(0, len(STRANGE), logits.shape, generator=draw)
+    strange = torch.rand(logits.shape, generator=draw) < share
+    return torch.where(strange, STRANGE[which], logits)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(10, 1500),
+    st.integers(1, 10),
+    st.sampled_from([None, 10, 20]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+    st.integers(0, 10**6),
+    st.sampled_from([0.001, 0.1, 1.0]),
+)
+@example(1100, 10, 20, torch.float32, False, 0, 0.0)
+@pytest.mark.parametrize(
+    "read",
+    [lm_and_rank_head.reference, pytest.param(lm_and_rank_head_numba, marks=compiled)],
+    ids=["torch", "compiled"],
+)
+@torch.no_grad()
+def test_reading_the_heads(read, vocab, width, scope, dtype, sharp, seed, share):
+    """Tokens are the vocabulary's and buckets are buckets for any scores."""
+    classes, size = 4, 8
+    head = nn.Sequential(
+        nn.Linear(size + 15, 6, bias=False), nn.SiLU(), nn.Linear(6, classes, bias=False)
+    ).to(dtype)
+    offset = torch.arange(vocab)
+    beta = torch.tensor([0.5, 3.0, 1.0]) if sharp else None
+    for fill in (None, *STRANGE):
+        logits = strange_logits(seed, share, 3, vocab)
+        if fill is not None:
+            logits[0] = fill
+        logprob, token, bucket = read(
+            torch.full((3, 2, size), NAN, dtype=dtype),
+            logits.to(dtype),
+            offset,
+            head,
+            width,
+            scope,
+            beta,
+        )
+        assert logprob.shape == token.shape == (3, 2, width)
+        assert ((token >= 0) & (token <= 2 * (vocab - 1)) & (token % 2 == 0)).all()
+        assert ((bucket >= 0) & (bucket < classes)).all()
+
+
+@pytest.mark.parametrize("std", [1e4, 1e19, 3e37])
+@pytest.mark.parametrize("prefix", ["", "lm_head", "rank_head", "layers.0", "input_layer"])
+@torch.no_grad()
+def test_a_head_of_huge_weights(prefix, std):
+    """All weights are finite; what comes of them is not, and stays in the cache."""
+    head, width = head_of("specblock")
+    draw = torch.Generator().manual_seed(0)
+    for name, weight in head.model.named_parameters():
+        if name.startswith(prefix):
+            weight.copy_(std * torch.randn(weight.shape, generator=draw))
+    states, text = torch.randn(3, 3, 40, width), torch.randint(0, 2048, (3, 40))
+    tables = torch.arange(15).view(3, 5)
+    for end in (9, 12):
+        rows = rows_of([(end - 3, end)] * 3, tables, states, text, PAGE)
+        head.advance(rows)
+        assert_valid(head.draft(), 2048, head.max_depth)
