@@ -137,12 +137,22 @@ def test_costs_settle_and_follow():
 
 
 def test_one_outlier_does_not_decide():
-    found = ratio(taught(1, 3.0))
-    assert found == pytest.approx(2 * 0.316 / (0.316 + 0.0225) ** 0.5, rel=0.01)
+    """The first comparison of all, of an error of e³, and a later one."""
+    assert ratio(taught(1, 3.0)) == pytest.approx(0.316 * 4 / 3.0, rel=0.01)
     settled = taught(101, 0.0)
     settled.observe(1, 1, True, 1.0)
     settled.observe(2, 1, True, np.exp(3.0))
     assert ratio(settled) < 0.02
+
+
+def test_costs_are_learned_after_a_second_step_of_seconds():
+    """As where the second step compiled: 1, 2 and 4 rows take 1, 1.2 and 1.5."""
+    cost, times = StepCost(), {1: 1.0, 2: 1.2, 4: 1.5}
+    cost.measured({1: 1.0, 2: 1.02, 4: 1.3}, {1: 0.1})
+    for rows, factor in [(1, 1.0), (2, 50.0), *[(1, 1.0), (4, 1.0), (2, 1.0)] * 20]:
+        cost.observe(rows, 1, True, factor * times[rows])
+    found = cost.verify(np.array([1, 2, 4])) / cost.verify(1)
+    assert found == pytest.approx([1.0, 1.2, 1.5], rel=0.05)
 
 
 def test_an_error_teaches_sizes_that_were_not_seen():

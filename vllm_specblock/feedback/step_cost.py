@@ -19,8 +19,8 @@ SPREAD, SURE = 0.5, 0.1
 similar sizes are correlated."""
 
 NOISE = 0.15
-"""Initial standard deviation of a measured ratio, in nats. Errors are clipped at two standard
-deviations, so that one outlier does not decide."""
+"""Initial standard deviation of a measured ratio, in nats. Beyond two standard deviations, an error
+counts the less the larger it is: a step in which something was compiled says nothing of the next."""
 
 FORGET = 2e-5
 """Decay of the information per ratio."""
@@ -182,7 +182,7 @@ class StepCost:
         spread = covariance @ gradient
         known, noise = float(gradient @ spread), self._noise[drafts]
         variance = known + noise
-        trust = min(1.0, 2 * math.sqrt(variance) / max(abs(error), 1e-9))
+        trust = min(1.0, 4 * variance / max(error**2, 1e-9))
         self._noise[drafts] = _variance(noise, error, variance)
         self._logs += spread * (trust * error / variance)
         covariance -= np.outer(spread, spread * (trust / variance))

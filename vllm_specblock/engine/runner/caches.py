@@ -88,12 +88,13 @@ class EngineCaches:
     def warm_up(self, block_tables: BlockTables) -> None:
         """Launch every attention kernel of target and drafters once, if vLLM's JIT warm-up is on.
 
-        vLLM's own warm-up requests are short, and its dummy batches attend to nothing.
+        vLLM's own warm-up requests are short, and its dummy batches attend to nothing. It is off
+        with `enforce_eager`, but on a CPU the first request would wait for seconds.
         """
-        config = self.config
-        if not config.kernel_config.enable_jit_warmup:
+        config, block_table = self.config, block_tables.input_block_tables[self.group]
+        on_host = block_table.device.type == "cpu"
+        if not on_host and not config.kernel_config.enable_jit_warmup:
             return
-        block_table = block_tables.input_block_tables[self.group]
         rows, seen = config.scheduler_config.max_num_batched_tokens, set()
         for name in self.target_layers:
             layer, impl = self.context[name], self.context[name].impl
@@ -120,7 +121,7 @@ class EngineCaches:
             )
         for drafter in self.drafters:
             drafter.warm_up(block_table, rows)
-        if block_table.device.type == "cpu":
+        if on_host:
             none, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
             accepted = AcceptedRows(none.int(), one, torch.zeros(1, 2).long(), none.int())
             for _, each in self.target:
