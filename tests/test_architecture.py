@@ -149,7 +149,7 @@ def test_kernels_are_not_importable_by_their_folder(tmp_path):
     (built,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(built).namelist()
     assert "vllm_specblock/triton_kernels/attention/tree_attention.py" in names
-    assert "vllm_specblock/py.typed" in names
+    assert {"vllm_specblock/py.typed", "vllm_specblock/engine/vllm_hooks.txt"} <= {*names}
     assert not [name for name in names if name.startswith("triton_kernels/")]
     find = "import importlib.util as u, vllm_specblock.triton_kernels as k; print(k.__name__);"
     code = find + "print(u.find_spec('triton_kernels'))"
