@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import deque
 
 import numpy as np
@@ -13,7 +12,6 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
-from vllm_specblock.triton_kernels.verify import reallocate_drafts
 
 from vllm_specblock.cpu.host_budget import HostBudgetManager
 from vllm_specblock.engine.adaptive import budget
@@ -27,21 +25,13 @@ NUM_NODES, MOST = 24, 8
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    """Launches a private copy of the kernel, decorated while the interpreter is on; vLLM's own way
-    of it is not compiled."""
+def uncompiled(monkeypatch):
+    """vLLM's own way of it is not compiled."""
     monkeypatch.setattr(
         adaptive_verification,
         "_assign_draft_token_budget_compiled",
         adaptive_verification._assign_draft_token_budget,
     )
-    name = f"{reallocate_drafts.__package__}.interpreted"
-    spec = importlib.util.spec_from_file_location(name, reallocate_drafts.__file__)
-    copy = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        spec.loader.exec_module(copy)
-    monkeypatch.setattr(budget, "reallocate_drafts", copy.reallocate_drafts_triton)
 
 
 @pytest.fixture
