@@ -37,7 +37,7 @@ from vllm_specblock.engine.runner.caches import EngineCaches, Slots
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy, SkippingMergedDrafters
 from vllm_specblock.engine.runner.model_state import TreeModelState
 from vllm_specblock.engine.runner.skipped_steps import SkippedSteps, States
-from vllm_specblock.engine.runner.step_batch import StepBatch, StepInputs, missed_rows
+from vllm_specblock.engine.runner.step_batch import StepBatch, missed_rows
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.step_observer import StepObserver, adaptation
 from vllm_specblock.engine.target_model import check_target_model
@@ -202,8 +202,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self.recorder.between_steps(batch.idx_mapping_np)
         if skip_attn_for_dummy_run:
             self.caches.bind_null()
-            rows = StepBatch(batch, self.tree_states, self.pad_rows)
-            return self.step(graphs.null_inputs(rows, states, self.vllm_config))
+            return self.step(graphs.null_batch(batch, self.tree_states, states, self.vllm_config))
         self.skipped.blind = None
         undrafted = self.undrafted[batch.idx_mapping_np]
         paused = not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch)
@@ -214,7 +213,7 @@ class TreeSpeculator(DraftModelSpeculator):
         read, skipped = states[: self.num_layers], self.skipped
         if undrafted.all():  # a host array
             if skipped.must_read(batch, read, partial(self.caches.slots, slot_mappings)):
-                self.step(self._inputs(batch, slot_mappings, states), draft=False)
+                self.step(self._eager(batch, slot_mappings, states), draft=False)
             tokens = self._no_trees(batch.num_reqs)
         elif paused or (may_skip and skipped.can_keep(batch, read)):
             self._skip(batch, slot_mappings, states, paused)
@@ -232,7 +231,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 # A GPU pads its batches and drafts for all requests.
                 if draft and undrafted.any() and not self.pad_rows:  # a host array
                     self.draft_policy.wanted = torch.from_numpy(np.flatnonzero(~undrafted))
-                tokens = self.step(self._inputs(batch, slot_mappings, states), draft)
+                tokens = self.step(self._eager(batch, slot_mappings, states), draft)
                 self.draft_policy.wanted = None
             self.skipped.discard_blind(batch.idx_mapping)
             if self.adaptive is not None:
@@ -244,14 +243,14 @@ class TreeSpeculator(DraftModelSpeculator):
             self.counters.publish()
         return tokens
 
-    def step(self, inputs: StepInputs, draft: bool = True) -> torch.Tensor:
+    def step(self, rows: StepBatch, draft: bool = True) -> torch.Tensor:
         """Commit, draft and store the trees; the same eagerly and in a graph.
 
         Returns the trees' tokens, [R, N] int64. Without `draft` the drafters only read the step.
         """
-        verified, committed = self.settle(inputs)
-        rows, req_idx = inputs.rows, inputs.rows.batch.idx_mapping
-        self.recorder.record(rows, committed, inputs.hidden_states, verified)
+        verified, committed = self.settle(rows)
+        req_idx = rows.batch.idx_mapping
+        self.recorder.record(rows, committed, rows.hidden_states, verified)
         if self.skipped.backlog is not None:
             committed = self.skipped.backlog.catch_up(committed)
         self.counters.clock.begin()
@@ -270,17 +269,16 @@ class TreeSpeculator(DraftModelSpeculator):
         self.counters.count(
             verified, Drafted(rows.goes_on, proposal.second, proposal.agreed, *trees)
         )
-        paused = None if self.adaptive is None else self.adaptive.declined_there
-        tokens = self.tree_states.store(req_idx, proposal.tree, inputs.chain, paused, inputs.tokens)
+        declined = None if self.adaptive is None else self.adaptive.declined_there
+        tokens = self.tree_states.store(req_idx, proposal.tree, rows.chain, declined, rows.tokens)
         if self.adaptive is not None:
             self.adaptive.write_survival(req_idx, committed.temperature)
         return tokens
 
-    def settle(self, inputs: StepInputs) -> tuple[VerifiedTrees, CommittedTokens]:
+    def settle(self, rows: StepBatch) -> tuple[VerifiedTrees, CommittedTokens]:
         """Commit the accepted paths, and learn from them; return the rows to advance on."""
-        rows = inputs.rows
         if rows.has_drafts:
-            for (_, caches), slots in zip(self.caches.target, inputs.target_slots):
+            for (_, caches), slots in zip(self.caches.target, rows.target_slots):
                 move_path(caches, slots, rows.accepted_rows, rows.batch.num_tokens)
             for layer in self.recurrent:
                 layer.commit(rows.accepted_rows.path, rows.accepted_rows.accepted)
@@ -289,21 +287,24 @@ class TreeSpeculator(DraftModelSpeculator):
         if self.adaptive is not None and rows.has_drafts:
             self.adaptive.learn(verified)
         texts = self.req_states.all_token_ids.gpu
-        return verified, inputs.committed(self.num_layers, texts, self.temperature)
+        return verified, rows.committed(self.num_layers, texts, self.temperature)
 
-    def _inputs(self, batch: InputBatch, slot_mappings: Slots, states: States) -> StepInputs:
-        """Return the inputs of an eager step."""
+    def _eager(self, batch: InputBatch, slot_mappings: Slots, states: States) -> StepBatch:
+        """Return an eager step."""
         self._mask(batch)
-        chain, group = self.chains[batch.idx_mapping_np], self.caches.group
-        return StepInputs(
-            StepBatch(batch, self.tree_states, self.pad_rows, self.reads_rows),
-            self.caches.slots(slot_mappings),
-            [self.caches.slots(slot_mappings, group) for group, _ in self.caches.target],
-            states,
-            self.block_tables.input_block_tables[group][: batch.num_reqs],
-            self.block_tables.block_sizes[group],
-            self.skipped.masks[:, : batch.num_reqs],
-            async_tensor_h2d(chain, device=self.device) if chain.any() else None,
+        chains, group = self.chains[batch.idx_mapping_np], self.caches.group
+        return StepBatch(
+            batch=batch,
+            tree_states=self.tree_states,
+            slot_mapping=self.caches.slots(slot_mappings),
+            target_slots=[self.caches.slots(slot_mappings, of) for of, _ in self.caches.target],
+            hidden_states=states,
+            block_table=self.block_tables.input_block_tables[group][: batch.num_reqs],
+            block_size=self.block_tables.block_sizes[group],
+            masks=self.skipped.masks[:, : batch.num_reqs],
+            chain=async_tensor_h2d(chains, device=self.device) if chains.any() else None,
+            pad=self.pad_rows,
+            every_row=self.reads_rows,
         )
 
     def _mask(self, batch: InputBatch) -> None:
@@ -316,7 +317,7 @@ class TreeSpeculator(DraftModelSpeculator):
         missed = partial(missed_rows, batch, states[: self.num_layers])
         kv_slot = self.caches.slots(slot_mappings)[: batch.num_tokens]
         if batch.num_draft_tokens:  # drafted before the pause
-            verified, committed = self.settle(self._inputs(batch, slot_mappings, states))
+            verified, committed = self.settle(self._eager(batch, slot_mappings, states))
             self.counters.count(verified)
             missed, kv_slot = partial(MissedRows.of, committed), committed.kv_slot
         self.skipped.skip(batch, missed, kv_slot, paused)
