@@ -8,8 +8,8 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu import model_runner
 
-from vllm_specblock.engine.adaptive import budget
-from vllm_specblock.engine.adaptive.budget import TreeBudgetManager
+from vllm_specblock.engine import adaptive
+from vllm_specblock.engine.adaptive import TreeBudgetManager
 from vllm_specblock.engine.patches import Function, replaces
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def measure_steps(runner: model_runner.GPUModelRunner) -> None:
         runner: ready to run, with a HostBudgetManager.
     """
     manager = runner.adaptive_verification
-    trees, clock = manager.trees, manager.trees.clock.mark
+    clock = manager.clock.mark
     began = clock()
     verify: dict[int, float] = {}
     draft: dict[int, float] = {}
@@ -73,7 +73,7 @@ def measure_steps(runner: model_runner.GPUModelRunner) -> None:
                 uniform = requests < min(rows, runner.max_num_reqs)
                 hidden_states, _ = runner._dummy_run(rows, uniform_decode=uniform)
                 runner.model.compute_logits(hidden_states[:rows])
-                drafting = trees.clock.seconds(*trees.marks)
+                drafting = manager.clock.seconds(*manager.marks)
                 took = max(clock() - start - drafting, 1e-6)
             verify[rows] = min(took, verify.get(rows, np.inf))
             draft[requests] = min(drafting, draft.get(requests, np.inf))
@@ -123,4 +123,4 @@ def install() -> None:
             measure_steps(self.model_runner)
         return original(self)
 
-    budget.install(HostBudgetManager)
+    adaptive.install(HostBudgetManager)

@@ -24,7 +24,7 @@ With the first engine on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/s
     SpinCondition: waiting processes use the cores that the model needs.
 With the first engine on a CPU with LoRA adapters (`cpu/lora.py`):
     bgmv_shrink, bgmv_expand, bgmv_expand_slice: take −1, no adapter, for the last adapter.
-With the first engine with adaptive budgets (`budget.py`, on a CPU `host_budget.py`):
+With the first engine with adaptive budgets (`adaptive.py`, on a CPU `host_budget.py`):
     AdaptiveVerificationManager: a speculator cannot provide its own.
     GPUModelRunner.sample_tokens: its output does not name requests without new drafts.
     resolve_adaptive_cudagraph_mode: requires CUDA graphs, even on a CPU.

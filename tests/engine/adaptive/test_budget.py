@@ -14,9 +14,9 @@ from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from vllm_specblock.cpu.host_budget import HostBudgetManager
-from vllm_specblock.engine.adaptive import budget
-from vllm_specblock.engine.adaptive.budget import DeviceBudgetManager
-from vllm_specblock.engine.adaptive.clocks import Clock
+from vllm_specblock.engine import adaptive
+from vllm_specblock.engine.adaptive import DeviceBudgetManager
+from vllm_specblock.engine.device import Clock
 
 pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="on a GPU vLLM's survivals are rounded otherwise"
@@ -37,9 +37,9 @@ def uncompiled(monkeypatch):
 @pytest.fixture
 def sent(monkeypatch):
     """What is copied to the device from now on."""
-    found, send = [], budget.async_tensor_h2d
+    found, send = [], adaptive.async_tensor_h2d
     monkeypatch.setattr(
-        budget, "async_tensor_h2d", lambda *args, **to: found.append(args) or send(*args, **to)
+        adaptive, "async_tensor_h2d", lambda *args, **to: found.append(args) or send(*args, **to)
     )
     return found
 
@@ -54,7 +54,7 @@ def managers_of(engine, kind: type) -> list:
     states = engine.runner.req_states
     made = [
         each(states, torch.full((MOST + 1,), -7, dtype=torch.int32), 1, max_total_logits=10**6)
-        for each in (budget.AdaptiveVerificationManager, kind)
+        for each in (adaptive.AdaptiveVerificationManager, kind)
     ]
     made[1]._confidence_probs = made[0]._confidence_probs
     return made
@@ -107,7 +107,7 @@ def test_every_batch_as_vllm_does(engine, kind, sent):
 def test_compiled_before_there_are_requests(managers, monkeypatch):
     _, ours = managers
     launches = []
-    monkeypatch.setattr(budget, "reallocate_drafts", lambda *args: launches.append(args))
+    monkeypatch.setattr(adaptive, "reallocate_drafts", lambda *args: launches.append(args))
     ours.set_initial_cost_curves(profiled(ours, 0.01))
     ours._batch_budget = {"one": 3, "two": 4}, {"one": 1, "two": 1}, 5
     ours.reallocate_drafts(["one", "two"], torch.tensor([4, 2]))
@@ -163,7 +163,7 @@ def test_a_step_is_learned_from_once_the_device_has_run_it(engine, monkeypatch, 
     )
     monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
     monkeypatch.setattr(manager, "_timed", deque())
-    manager.trees.all_paused = False
+    manager.all_paused = False
     engine.generate([list(range(3, 20))], SamplingParams(temperature=0.0, max_tokens=60))
     if lag == 10**6:
         assert not seen

@@ -51,15 +51,14 @@ def charge(engine, monkeypatch, of_rows, drafting=0.0):
     controller = Controller(manager.num_speculative_steps)
     controller.cost.measured({n: of_rows(n) for n in range(1, 513)}, {1: drafting})
     monkeypatch.setattr(manager, "controller", controller)
-    monkeypatch.setattr(manager.trees, "controller", controller)
-    manager.trees.all_paused = False
+    manager.all_paused = False
     for name in ("observe", "observe_draft"):
         monkeypatch.setattr(controller.cost, name, lambda *_: None)
 
 
 def never_pause(engine, monkeypatch):
     manager = engine.runner.adaptive_verification
-    manager.trees.all_paused = False
+    manager.all_paused = False
     monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
 
 
@@ -125,7 +124,7 @@ def test_preemption_while_drafting_is_paused(crowded, reference, monkeypatch, te
     preempt = crowded.core.scheduler._preempt_request
 
     def noting(request, *args, **kwargs):
-        if manager.trees.all_paused:
+        if manager.all_paused:
             slot = crowded.runner.req_states.req_id_to_index[request.request_id]
             missed.append(backlog.rows(slot))
         return preempt(request, *args, **kwargs)

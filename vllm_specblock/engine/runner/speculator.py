@@ -25,7 +25,7 @@ from vllm_specblock.drafters.common.missed_rows import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine import draft_weights
-from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
+from vllm_specblock.engine.adaptive import OURS, TreeBudgetManager
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig
 from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.metrics.counters import DrafterCounters
@@ -53,6 +53,7 @@ class TreeSpeculator(DraftModelSpeculator):
     the accepted path among those of rejected nodes, and later steps need them in order.
     """
 
+    adaptive: TreeBudgetManager | None = None  # built by vLLM
     _counted = True  # the last step added to the counters
 
     # ---- at start, in vLLM's order ----
@@ -79,12 +80,14 @@ class TreeSpeculator(DraftModelSpeculator):
         self.num_inner = sum(layer < depth for layer in self.resolved.layers)
         self.adapts = self.resolved.adapting is not None
         self.reads_last = self.num_inner < self.num_layers or self.adapts
-        self.pad_rows = not device_of(device).on_host
+        self.parts = device_of(device)
+        self.pad_rows = not self.parts.on_host
         self.enable_adaptive_verification = self.resolved.adaptive
         self.use_acceptance_estimator = False  # vLLM's, for chains
         self.temperature = torch.zeros(self.num_slots, device=device)
-        # By request slot: verifies the best path of its tree only; declines drafts.
-        self.chains, self.undrafted = np.zeros((2, self.num_slots), dtype=bool)
+        # By request slot: verifies the best path of its tree only; declines drafts; T > 0.
+        self.chains, self.undrafted, self.samples = np.zeros((3, self.num_slots), dtype=bool)
+        self.undrafted_there = torch.zeros(self.num_slots, dtype=torch.bool, device=device)
         self.all_chains = False  # a custom logits processor may read the output
 
     def load_draft_model(
@@ -99,21 +102,18 @@ class TreeSpeculator(DraftModelSpeculator):
             target_layers, self.recurrent = take_recurrent(layers, target_layers)
         drafters = load_drafters(config, resolved, target_model, device)
         combine, num_nodes = resolved.combine, self.num_speculative_tokens
-        controller, given = Controller(num_nodes), (drafters, combine, num_nodes, device)
+        self.controller, given = Controller(num_nodes), (drafters, combine, num_nodes, device)
         if combine is None or not combine.skip_drafter:
             self.draft_policy = DraftPolicy(*given)
         else:
-            self.draft_policy = SkippingMergedDrafters(*given, self.num_slots, controller)
+            self.draft_policy = SkippingMergedDrafters(*given, self.num_slots, self.controller)
         depth, follow = self.draft_policy.max_depth, any(each.cache_layers() for each in drafters)
         self.tree_states = states = TreeStates(self.num_slots, num_nodes, depth, device)
         self.caches = EngineCaches(config, target_layers, drafters, device)
         self.skipped = SkippedSteps(config, follow, states, device)
-        self.adaptive: AdaptiveTrees | None = None
         if resolved.adaptive:
-            confidence, backlog = self.draft_token_confidence_probs, self.skipped.backlog
-            self.adaptive = self.skipped.adaptive = AdaptiveTrees(
-                controller, follow, backlog, self.req_states, states, confidence, device
-            )
+            setattr(self.req_states, OURS, self)
+            self.parts.install_budgets()
         self.recorder = StepObserver()
         if self.adapts:
             make = adaptation("serving.observer").make_observer
@@ -125,7 +125,7 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def load_model(self, target_model: VllmModel) -> None:
         check_target_model(target_model, self.vllm_config)  # not all loaders call `create_model`
-        device_of(self.device).prepare(self.vllm_config)
+        self.parts.prepare(self.vllm_config)
         super().load_model(target_model)
         # vLLM builds this class without our arguments, hence one class per engine.
         kinds: tuple[type, ...] = (TreeModelState,)
@@ -171,10 +171,9 @@ class TreeSpeculator(DraftModelSpeculator):
         temperature = 0.0 if params is None else params.temperature
         self.temperature[req_idx].fill_(temperature)
         self.draft_policy.begin(req_idx)
-        drafts = wants_drafts(params)
-        self.undrafted[req_idx] = not drafts
-        if self.adaptive is not None:
-            self.adaptive.add(req_idx, samples=temperature > 0, drafts=drafts)
+        undrafted = not wants_drafts(params)
+        self.undrafted[req_idx], self.samples[req_idx] = undrafted, temperature > 0
+        self.undrafted_there[req_idx].fill_(undrafted)
         if self.skipped.backlog is not None:
             self.skipped.backlog.forget(req_idx)
         self.chains[req_idx] = self.all_chains or looks_back(params)
@@ -269,8 +268,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self.counters.count(
             verified, Drafted(rows.goes_on, proposal.second, proposal.agreed, *trees)
         )
-        declined = None if self.adaptive is None else self.adaptive.declined_there
-        tokens = self.tree_states.store(req_idx, proposal.tree, rows.chain, declined, rows.tokens)
+        empty = None if self.adaptive is None else self.undrafted_there
+        tokens = self.tree_states.store(req_idx, proposal.tree, rows.chain, empty, rows.tokens)
         if self.adaptive is not None:
             self.adaptive.write_survival(req_idx, committed.temperature)
         return tokens

@@ -7,7 +7,7 @@ confidences. Here that product is the probability of reaching a node
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,22 +16,23 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import model_runner
-from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.engine.compat import reallocated
-from vllm_specblock.engine.patches import Function, patch
+from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.engine.scheduler import UNDRAFTED
+from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
 from vllm_specblock.feedback.controller import Step
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
 
 if TYPE_CHECKING:
-    from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
+    from vllm_specblock.engine.runner.speculator import TreeSpeculator
 
-OURS = "adaptive_trees"
+OURS = "tree_speculator"
 """Attribute of the states of our engines: all that vLLM gives its manager are the states."""
 
 
@@ -40,6 +41,13 @@ class TreeBudgetManager(AdaptiveVerificationManager):
 
     It allocates drafts in one launch instead of vLLM's twenty or so, with the same result up to
     rounding and ties (`triton_kernels/verify/reallocate_drafts.py`).
+
+    Attributes (S request slots):
+        all_paused: drafting is paused at the end of this step.
+        undrafted: [S] bool, requests that decline drafts; samples: those at T > 0.
+        clock: that steps are timed by; marks: around the last proposal.
+        accepted: draft tokens accepted in the last step; None on a GPU.
+        asked: a drafter with weights took part in the last proposal; read: rows it had missed.
     """
 
     _counts: np.ndarray | None = None
@@ -49,21 +57,33 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     """vLLM's: drafts and other tokens of each request, and the budget of the step."""
     _unknown = 1.0
     """Survival assumed until the measured one arrives, one step later on a GPU."""
-
     _begun: tuple[list[str], Step, Any] | None = None
     """The step under way: its requests, what is known of it, and the mark of its beginning."""
+
+    marks: tuple[Any, Any] | None = None
+    accepted: int | None = None
+    asked, read = True, 0
 
     def __init__(self, req_states: RequestState, *args: Any, **kwargs: Any) -> None:
         super().__init__(req_states, *args, **kwargs)
         self._timed: deque[tuple[Step, Any, Any, tuple[Any, Any] | None, bool]] = deque()
-        self.trees: AdaptiveTrees = getattr(req_states, OURS)
-        self.trees.decide = self.decide_without_drafts
-        self.controller = self.trees.controller
+        speculator: TreeSpeculator = getattr(req_states, OURS)
+        parts, skipped = speculator.parts, speculator.skipped
+        self.on_host, self.clock = parts.on_host, parts.clock()
+        self.all_paused = False
+        self.controller, self.tree_states = speculator.controller, speculator.tree_states
+        # [requests, N] fp32, in batch order.
+        self.confidence = speculator.draft_token_confidence_probs
+        self.backlog, self.resumes = skipped.backlog, skipped.resumes
+        self.acceptance = AcceptanceEstimator(speculator.device)
+        self.undrafted, self.samples = speculator.undrafted, speculator.samples
+
+    # ---- before a step: its budget ----
 
     def get_num_tokens(
         self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
     ) -> int:
-        state, requests = self.trees, list(num_tokens_per_req)
+        requests = list(num_tokens_per_req)
         index = self.req_states.req_id_to_index
         slots = np.array([index[request] for request in requests], dtype=np.int64)
         drafts = np.array([len(draft_tokens.get(request, ())) for request in requests])
@@ -71,10 +91,10 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         rows, nodes = int(others.sum()), 0  # a host array
         computed, prompts = self.req_states.num_computed_prefill_tokens, self.req_states.prefill_len
         decodes = bool((computed[slots] >= prompts.np[slots]).all())  # a host array
-        sampling = bool(state.samples[slots].mean() > 0.5)  # a host array
-        now = state.clock.mark() if decodes else None
+        sampling = bool(self.samples[slots].mean() > 0.5)  # a host array
+        now = self.clock.mark() if decodes else None
         self._observe(requests, now, sampling)
-        trees = bool(draft_tokens) and not state.all_paused
+        trees = bool(draft_tokens) and not self.all_paused
         if trees:
             survival = self._survival(slots, drafts)
             room = self._max_total_logits - len(requests) * self.num_bonus_tokens
@@ -88,9 +108,10 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             nodes,
         )
         if decodes:
-            behind = state.missed(slots)
-            state.all_paused = not self.controller.drafts(len(requests), sampling, behind)
-            drafts_now = not state.all_paused
+            backlog = self.backlog
+            behind = 0 if backlog is None else sum(map(backlog.rows, slots.tolist()))
+            self.all_paused = not self.controller.drafts(len(requests), sampling, behind)
+            drafts_now = not self.all_paused
             step = Step(len(requests), rows + nodes, trees, drafts_now, None, read=behind)
             self._begun = requests, step, now
         return rows + nodes
@@ -111,32 +132,31 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             now: mark of the clock; None: the next step reads prompts.
         """
         begun, self._begun = self._begun, None
-        state = self.trees
         # Ranks have to decide alike, and each has times of its own.
-        if begun is None or now is None or begun[0] != requests or _ranks() > 1:
+        if begun is None or now is None or begun[0] != requests or get_tp_group().world_size > 1:
             return
         _, step, start = begun
-        accepted = state.accepted if step.rows > step.requests else 0
+        accepted = self.accepted if step.rows > step.requests else 0
         step = step._replace(
             tokens=None if accepted is None else len(requests) + accepted,
-            asked=state.asked,
-            read=step.read + state.read if state.asked else 0,
+            asked=self.asked,
+            read=step.read + self.read if self.asked else 0,
         )
-        self._timed.append((step, start, now, state.marks, sampling))
-        while self._timed and state.clock.passed(self._timed[0][2]):
+        self._timed.append((step, start, now, self.marks, sampling))
+        while self._timed and self.clock.passed(self._timed[0][2]):
             step, start, end, drafted, sampled = self._timed.popleft()
-            seconds = state.clock.seconds(start, end)
-            drafting = state.clock.seconds(*drafted) if drafted else 0.0
+            seconds = self.clock.seconds(start, end)
+            drafting = self.clock.seconds(*drafted) if drafted else 0.0
             self.controller.observe(step._replace(seconds=seconds, draft_seconds=drafting), sampled)
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         """Return the padded number of rows for each batch size, [n]."""
         raise NotImplementedError
 
-    def decide_without_drafts(self, batch: InputBatch) -> None:
+    def decide(self, batch: InputBatch) -> None:
         """Decide whether a pause ends: vLLM asks for a budget only if drafts are scheduled."""
         is_dummy = batch.req_ids[0] not in self.req_states.req_id_to_index
-        if self.trees.all_paused and not is_dummy and not batch.is_prefilling_np.all():
+        if self.all_paused and not is_dummy and not batch.is_prefilling_np.all():
             tokens = batch.num_scheduled_tokens[: batch.num_reqs].tolist()  # a host array
             self.get_num_tokens(dict(zip(batch.req_ids, tokens)), {})
             self._batch_budget = None
@@ -162,6 +182,47 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         )
         return reallocated(self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget)
 
+    # ---- within a step: what the speculator reports ----
+
+    def without_drafts(self, batch: InputBatch) -> frozenset[str]:
+        """Return the requests of a batch without new drafts."""
+        without = self.undrafted[batch.idx_mapping_np] | self.all_paused
+        return frozenset(request for request, each in zip(batch.req_ids, without) if each)
+
+    def is_paused(self, batch: InputBatch) -> bool:
+        """Whether drafting is paused at the end of this step.
+
+        A batch of prompts ends the pause if drafters could not read it later.
+        """
+        if not self.resumes and batch.is_prefilling_np[: batch.num_reqs].all():  # a host array
+            self.all_paused = self.controller.paused = False
+        return self.all_paused
+
+    def learn(self, verified: VerifiedTrees) -> None:
+        """Learn from the verified trees."""
+        self.acceptance.learn_from(verified)
+        if self.on_host:
+            self.accepted = int(verified.accepted.sum())  # a host tensor
+
+    def drafted(self, began: Any, asked: bool, read: int = 0, prompts: int = 0) -> None:
+        """Note a proposal that ends now.
+
+        Args:
+            began: mark of `clock`.
+            asked: a drafter with weights took part; read: rows that it had missed before.
+            prompts: requests of a batch with prompts, which drafters have read; 0: it had none.
+        """
+        self.marks, self.asked, self.read = (began, self.clock.mark()), asked, read
+        if prompts and self.on_host:
+            cost = self.controller.cost
+            usual = cost.draft(prompts, asked) / cost.of(1.0)
+            self.controller.observe_prompts(self.clock.seconds(*self.marks) - usual)
+
+    def write_survival(self, req_idx: torch.Tensor, temperature: torch.Tensor) -> None:
+        """Write the survival of the new trees in slots `req_idx` [R]; temperature: [R] fp32."""
+        score = self.tree_states.score
+        self.acceptance.write_survival(score, temperature, req_idx, self.confidence)
+
 
 class DeviceBudgetManager(TreeBudgetManager):
     """TreeBudgetManager for a GPU, whose first costs are those that vLLM profiles."""
@@ -176,25 +237,17 @@ class DeviceBudgetManager(TreeBudgetManager):
             place < len(self._sizes), self._sizes[place.clip(max=len(self._sizes) - 1)], rows
         )
 
-    def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
+    def set_cost_curves(
+        self, draft_curve: list[tuple[int, float]], verify_curve: list[tuple[int, float]]
+    ) -> None:
         """Set the costs to begin with, and compile the kernel: warm-up requests do not reach it."""
-        super().set_initial_cost_curves(samples)  # raises if there are none
-        times: list[defaultdict[int, list[float]]] = [defaultdict(list), defaultdict(list)]
-        for sample in samples:
-            times[0][sample.num_target_tokens].append(sample.forward_ms)
-            if sample.full_cudagraph:
-                times[1][sample.num_reqs].append(sample.drafter_ms)
-        costs = [{size: float(np.median(ms)) for size, ms in each.items()} for each in times]
+        super().set_cost_curves(draft_curve, verify_curve)  # raises if there are none
         # All ranks must use the same costs.
-        verify, draft = get_tp_group().broadcast_object(costs, src=0)
-        self.controller.cost.measured(verify, draft, noisy=False)
+        draft, verify = get_tp_group().broadcast_object((draft_curve, verify_curve), src=0)
+        self.controller.cost.measured(dict(verify), dict(draft), noisy=False)
         self._batch_budget = {"": 0}, {"": 1}, 0
         # int64, as in the runner.
         self.reallocate_drafts([""], self.query_start_loc.new_zeros(1, dtype=torch.int64))
-
-
-def _ranks() -> int:
-    return int(get_tp_group().world_size)
 
 
 def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
@@ -203,25 +256,22 @@ def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
     The runner's output also gets the requests without new drafts.
     """
 
-    def make(original: Function) -> Function:
-        def build(
-            req_states: RequestState, *args: Any, **kwargs: Any
-        ) -> AdaptiveVerificationManager:
-            return (kind if hasattr(req_states, OURS) else original)(req_states, *args, **kwargs)
+    @replaces(adaptive_verification, "AdaptiveVerificationManager")
+    def build(
+        original: Function, req_states: RequestState, *args: Any, **kwargs: Any
+    ) -> AdaptiveVerificationManager:
+        speculator: TreeSpeculator | None = getattr(req_states, OURS, None)
+        if speculator is None:
+            return original(req_states, *args, **kwargs)
+        manager = kind(req_states, *args, **kwargs)
+        speculator.adaptive = speculator.skipped.adaptive = manager
+        return manager
 
-        return build
-
-    patch(adaptive_verification, "AdaptiveVerificationManager", make)
-
-    def naming_undrafted(original: Function) -> Function:
-        def sample_tokens(self: Any, *args: Any) -> Any:
-            step, state = self.execute_model_state, getattr(self.req_states, OURS, None)
-            output = original(self, *args)
-            if state is not None and output is not None:
-                result = getattr(output, "model_runner_output", output)
-                setattr(result, UNDRAFTED, state.undrafted(step.input_batch))
-            return output
-
-        return sample_tokens
-
-    patch(model_runner.GPUModelRunner, "sample_tokens", naming_undrafted)
+    @replaces(model_runner.GPUModelRunner, "sample_tokens")
+    def sample_tokens(original: Function, self: Any, *args: Any) -> Any:
+        step, manager = self.execute_model_state, self.adaptive_verification
+        output = original(self, *args)
+        if isinstance(manager, TreeBudgetManager) and output is not None:
+            result = getattr(output, "model_runner_output", output)
+            setattr(result, UNDRAFTED, manager.without_drafts(step.input_batch))
+        return output
