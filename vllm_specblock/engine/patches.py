@@ -32,7 +32,7 @@ With the first engine with adaptive budgets (`adaptive.py`, on a CPU `host_budge
 With each of our engines, and in `specblock features` (`target_model.py`):
     BaseModelLoader.create_model: builds the layers that are checked before weights are loaded.
     attn_utils.add_kv_sharing_layers_to_kv_cache_groups: leaves a sharing layer without a spec.
-With each of our engines (`draft_weights.py`):
+With each of our engines (`draft_models.py`):
     Worker.start_draft_weight_update, finish_weight_update: load into the drafter's parameters,
         which a folded drafter lacks.
     Worker.sleep: level 2 discards weights that the drafter cannot reload.

@@ -24,15 +24,15 @@ from vllm_specblock.commit.move import move_path
 from vllm_specblock.drafters.common.missed_rows import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.registry import drafter_kind
-from vllm_specblock.engine import draft_weights
+from vllm_specblock.engine import draft_models
 from vllm_specblock.engine.adaptive import OURS, TreeBudgetManager
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig
 from vllm_specblock.engine.device import device_of
+from vllm_specblock.engine.draft_models import load_drafters
 from vllm_specblock.engine.metrics.counters import DrafterCounters
 from vllm_specblock.engine.metrics.exporter import make_sink
 from vllm_specblock.engine.request_drafts import looks_back, wants_drafts
 from vllm_specblock.engine.runner import graphs
-from vllm_specblock.engine.runner.build import load_drafters
 from vllm_specblock.engine.runner.caches import EngineCaches, Slots
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy, SkippingMergedDrafters
 from vllm_specblock.engine.runner.model_state import TreeModelState
@@ -62,7 +62,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
     ) -> None:
         super().__init__(vllm_config, device)
-        draft_weights.install()
+        draft_models.install()
         self.req_states = req_states
         self.resolved: ResolvedConfig = vllm_config.speculative_config.specblock
         self.num_speculative_tokens = self.num_speculative_steps
@@ -121,7 +121,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.reads_rows = follow or self.num_layers > 0 or self.adapts
         sink = make_sink(config, get_tensor_model_parallel_rank())
         self.counters = DrafterCounters(len(drafters), device, sink, self.recorder.counts)
-        return draft_weights.DraftModels(drafters, resolved)
+        return draft_models.DraftModels(drafters, resolved)
 
     def load_model(self, target_model: VllmModel) -> None:
         check_target_model(target_model, self.vllm_config)  # not all loaders call `create_model`
