@@ -33,10 +33,8 @@ Slots = dict[str, torch.Tensor]
 class EngineCaches:
     """Caches of target and drafters, under one block table.
 
-    Attributes:
-        target_layers: names of the target's attention layers; drafter_layers: per drafter.
-        target: the target's caches, as (cache group, caches).
-        group: the drafters' cache group.
+    target_layers, drafter_layers: names, per drafter; target: the target's caches by cache group;
+    group: the drafters' cache group.
     """
 
     def __init__(

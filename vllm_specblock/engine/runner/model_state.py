@@ -37,12 +37,9 @@ def _trees_in_front(batch: InputBatch) -> int | None:
 
 
 class TreeModelState(DefaultModelState):
-    """DefaultModelState for draft trees.
+    """DefaultModelState for draft trees: their mask, and positions that follow node depth.
 
-    - Positions follow node depth; `input_batch.positions` and cache slots stay consecutive.
-    - Attention gets a tree mask.
-    - A `TreeSampler` verifies the drafts.
-
+    `input_batch.positions` and cache slots stay consecutive.
     """
 
     speculator: Any = None  # set on a subclass per engine: vLLM builds this object from its class

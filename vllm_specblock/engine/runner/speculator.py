@@ -249,7 +249,7 @@ class TreeSpeculator(DraftModelSpeculator):
         """
         verified, committed = self.settle(rows)
         req_idx = rows.batch.idx_mapping
-        self.recorder.record(rows, committed, rows.hidden_states, verified)
+        self.recorder.record(rows, committed, verified)
         if self.skipped.backlog is not None:
             committed = self.skipped.backlog.catch_up(committed)
         self.counters.clock.begin()

@@ -126,12 +126,9 @@ class StepBatch:
     def committed(
         self, num_layers: int, text: torch.Tensor, temperature: torch.Tensor
     ) -> CommittedTokens:
-        """Return the rows that drafters advance on.
+        """Return the rows that drafters advance on; they read `num_layers` layers.
 
-        Args:
-            num_layers: layers that drafters read.
-            text: [slots, max_model_len] int32, this step's tokens included.
-            temperature: [slots] fp32.
+        text: [slots, max_model_len] int32, this step's tokens included; temperature: [slots] fp32.
         """
         batch = self.batch
         own = self.request, self.local, self.row_start
