@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_specblock.feedback.controller import Controller, Step
+from vllm_specblock.feedback.step_cost import BRIEF, WHOLE
 
 RECORDED = Path(__file__).parents[1] / "results/controller_traces.npz"
 """SmolLM2 on a busy machine, batch 4, 12 nodes of each tree verified: estimates, verdicts, load."""
@@ -25,6 +26,7 @@ class Machine(NamedTuple):
     per_context: float  # of a request, per 1,000 tokens
     overhead: float  # of a step with trees
     draft: tuple[float, float] = (0.2, 0.01)  # alone, and per request
+    brief: tuple[float, float] | None = None  # of the first block, if it can be drafted alone
     nodes: int = 12
     costly: bool = True  # the drafter has weights
     tile: int = 1  # steps of more than 16 rows are filled up to a multiple of it
@@ -38,8 +40,9 @@ class Machine(NamedTuple):
         attention = requests * (self.per_request + self.per_context * context / 1000)
         return self.step[0] + slope * (ms - self.step[0]) + attention
 
-    def draft_ms(self, requests: Any) -> Any:
-        return self.draft[0] + self.draft[1] * requests
+    def draft_ms(self, requests: Any, brief: bool = False) -> Any:
+        alone, each = (self.brief if brief else None) or self.draft
+        return alone + each * requests
 
 
 _CPU = Machine((1, 8, 13, 26, 52, 520), (10.05, 12.2, 14.4, 18.5, 29.7, 231), 0.05, 0.15, 0.4)
@@ -62,10 +65,10 @@ _GPU = Machine(
 )
 MACHINES = {
     "CPU, n-gram": _CPU._replace(costly=False),
-    "CPU, SpecBlock": _CPU._replace(draft=(3.0, 0.2)),
-    "AMX, SpecBlock": _AMX._replace(draft=(2.5, 0.1)),
+    "CPU, SpecBlock": _CPU._replace(draft=(3.0, 0.2), brief=(1.5, 0.07)),
+    "AMX, SpecBlock": _AMX._replace(draft=(2.5, 0.1), brief=(1.3, 0.03)),
     "GPU, n-gram": _GPU._replace(draft=(0.15, 0.0), costly=False),
-    "GPU, SpecBlock": _GPU._replace(draft=(0.95, 0.14)),
+    "GPU, SpecBlock": _GPU._replace(draft=(0.95, 0.14), brief=(0.5, 0.04)),
 }
 
 TEXTS = {"good": (0.3, 0.65), "sampled": (0.12, 0.4), "bad": (0.03, 0.15), "random": (0.0, 0.01)}
@@ -144,6 +147,7 @@ class World:
         phase, requests, load, slope, context: [T].
         survival: [T, R, N], probability that a node is on the accepted path; 0 or 1 if recorded.
         estimate: [T, R, N], calibrated estimate of it, descending.
+        later: [N] bool, nodes of later blocks.
         choices: names of the fixed choices; plain is the first.
         tokens, seconds: [choices, T].
     """
@@ -187,24 +191,31 @@ class World:
         self.verdicts = rng.random((total, most))
 
         verified, node = {"plain": self.estimate > np.inf}, np.arange(n)
-        for count in FIXED_NODES:
-            if count <= n:
-                verified[f"{count} nodes"] = (self.estimate > 0) & (node < count)
-        for threshold in THRESHOLDS:
-            verified[f"survival > {threshold}"] = self.estimate > threshold
-        self.choices, masks = list(verified), list(verified.values())
-        self.tokens = np.array([self.requests + (self.survival * m).sum((1, 2)) for m in masks])
-        rows = np.array([self.requests + mask.sum((1, 2)) for mask in masks])
-        self.seconds = self.step_seconds(slice(None), rows, True, True)
-        self.seconds[0] = self.step_seconds(slice(None), rows[0], False, False)
+        self.later = (node % 3 == 2) & (node > 3) & (self.machine.brief is not None)
+        for block in ("", ", first block")[: 1 + self.later.any()]:
+            of_block = (self.estimate > 0) & ~(self.later & bool(block))
+            for count in FIXED_NODES:
+                if count <= n:
+                    verified[f"{count} nodes{block}"] = of_block & (of_block.cumsum(-1) <= count)
+            for threshold in THRESHOLDS:
+                verified[f"survival > {threshold}{block}"] = of_block & (self.estimate > threshold)
+        self.choices, self.tokens, self.seconds = list(verified), [], []
+        for name, mask in verified.items():
+            self.tokens.append(self.requests + (self.survival * mask).sum((1, 2)))
+            rows, drafts = self.requests + mask.sum((1, 2)), name != "plain"
+            step = slice(None), rows, drafts, drafts, "first" in name
+            self.seconds.append(self.step_seconds(*step))
+        self.tokens, self.seconds = np.array(self.tokens), np.array(self.seconds)
 
-    def step_seconds(self, at: Any, rows: Any, trees: bool, drafts: bool) -> Any:
+    def step_seconds(
+        self, at: Any, rows: Any, trees: bool, drafts: bool, brief: bool = False
+    ) -> Any:
         requests = self.requests[at]
         ms = self.machine.step_ms(rows, requests, self.context[at], self.slope[at])
-        ms = ms + trees * self.machine.overhead + drafts * self.machine.draft_ms(requests)
+        ms = ms + trees * self.machine.overhead + drafts * self.machine.draft_ms(requests, brief)
         return ms * self.load[at] / 1000
 
-    def startup(self) -> tuple[dict[int, float], dict[int, float]]:
+    def startup(self) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
         """Return start-up figures, as `Controller.measured` takes them."""
         most, rng = int(self.requests.max()), np.random.default_rng(self.seed + 1)
         sizes = 2 ** np.arange(20)
@@ -217,7 +228,8 @@ class World:
 
         verify = figures(rows, self.machine.step_ms(rows, np.minimum(rows, most)))
         counts = sizes[sizes <= most]
-        return verify, figures(counts, self.machine.draft_ms(counts))
+        drafts = [figures(counts, self.machine.draft_ms(counts, brief)) for brief in (False, True)]
+        return verify, *drafts
 
 
 def _held(rng: np.random.Generator, shape: tuple[int, int], change: float) -> np.ndarray:
@@ -267,7 +279,7 @@ def simulate(world: World, controller: Controller) -> Run:
     total, machine, phases = len(world.phase), world.machine, world.trace.phases
     run = Run(np.zeros(total), np.zeros(total), np.zeros(total, dtype=bool))
     wobble = np.random.default_rng(world.seed + 2).lognormal(0, 0.1, world.survival.shape)
-    trees, calibrated, text = False, 0, ""
+    trees, brief, calibrated, text = False, False, 0, ""
     controller.cost.measured(*world.startup())
     for at in range(total):
         requests, accepted = int(world.requests[at]), 0
@@ -277,30 +289,31 @@ def simulate(world: World, controller: Controller) -> Run:
         chosen = np.zeros(0, dtype=int)
         if trees:
             survival, estimate = world.survival[at, :requests], world.estimate[at, :requests]
+            if brief:
+                estimate = np.where(world.later, 0, estimate)
             limit = int((estimate > 0).sum())
             if not world.trace.recorded:  # drafters are sure of themselves at first
                 estimate = estimate ** (1 - 0.4 * np.exp(-calibrated / 15)) * wobble[at, :requests]
             estimate = np.minimum(world.trace.bias * estimate, 0.99)
-            estimate = np.minimum.accumulate(estimate, axis=1)
-            nodes = min(
-                int(
-                    controller.budget(estimate, requests, requests, None, sampling, machine.padded)
-                ),
-                limit,
-            )
+            there = estimate > 0
+            estimate = np.minimum.accumulate(np.where(there, estimate, 1), axis=1) * there
+            later = np.broadcast_to(world.later, estimate.shape) if world.later.any() else None
+            given = estimate, requests, requests, None, sampling, machine.padded, later
+            nodes = min(int(controller.budget(*given)), limit)
             chosen = np.argsort(-estimate, axis=None, kind="stable")[:nodes]
             likely = survival.ravel()[chosen]
             run.tokens[at] = likely.sum()
             accepted = int((world.verdicts[at, chosen // machine.nodes] < likely).sum())
             calibrated += nodes > 0
         drafts = bool(controller.drafts(requests, sampling))
-        rows = requests + len(chosen)
+        brief = drafts and machine.brief is not None and controller.brief(requests, sampling)
+        rows, by = requests + len(chosen), BRIEF if brief else WHOLE
         run.tokens[at] += requests
-        run.seconds[at] = seconds = float(world.step_seconds(at, rows, trees, drafts))
+        run.seconds[at] = seconds = float(world.step_seconds(at, rows, trees, drafts, brief))
         run.drafted[at] = drafts
-        drafting = float(drafts * machine.draft_ms(requests) * world.load[at] / 1000)
-        tokens = requests + accepted
-        controller.observe(Step(requests, rows, trees, drafts, tokens, seconds, drafting), sampling)
+        drafting = float(drafts * machine.draft_ms(requests, brief) * world.load[at] / 1000)
+        step = Step(requests, rows, trees, drafts, requests + accepted, seconds, drafting, by)
+        controller.observe(step, sampling)
         trees = drafts
     return run
 

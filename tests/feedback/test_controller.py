@@ -7,7 +7,7 @@ import pytest
 from lib.controller_world import MACHINES, World, figures, simulate, traces
 
 from vllm_specblock.feedback.controller import Controller, Step
-from vllm_specblock.feedback.step_cost import StepCost
+from vllm_specblock.feedback.step_cost import BRIEF, LOOKUP, WHOLE, StepCost
 
 SLOW = "CPU, SpecBlock"
 
@@ -177,17 +177,17 @@ def test_plain_steps_are_compared_with_trees():
     assert cost.plain(1) == pytest.approx(float(cost.verify(1)) / 1.1, rel=0.01)
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_drafting_is_compared_with_its_step(asked):
+@pytest.mark.parametrize("by", [LOOKUP, BRIEF, WHOLE])
+def test_drafting_is_compared_with_its_step(by):
     cost = StepCost()
     cost.measured({1: 1.0, 2: 1.0}, {1: 0.1, 4: 0.1})
-    before = cost.draft(4, asked)
+    before = cost.draft(4, by)
     for _ in range(30):
         cost.observe(1, 1, True, 3.0)  # a machine that is slow for a while
-        cost.observe_draft(1, asked, 0.6, 0)
-    assert cost.draft(1, asked) == pytest.approx(0.2 * float(cost.verify(1)), rel=0.05)
-    assert cost.draft(4, asked) > 1.1 * before, "a size that was not seen follows"
-    cost.observe_draft(1, asked, 0.6 + 30, 100)
+        cost.observe_draft(1, by, 0.6, 0)
+    assert cost.draft(1, by) == pytest.approx(0.2 * float(cost.verify(1)), rel=0.05)
+    assert cost.draft(4, by) > 1.1 * before, "a size that was not seen follows"
+    cost.observe_draft(1, by, 0.6 + 30, 100)
     assert cost.read == pytest.approx(0.1 * float(cost.verify(1)), rel=0.05)
 
 
@@ -195,5 +195,5 @@ def test_more_requests_than_any_size_that_was_measured():
     cost = Controller(12).cost
     cost.observe(4000, 4000, True, 1.0)
     for _ in range(3):
-        cost.observe_draft(4000, True, cost.draft(4000) / cost.of(1.0), 0)
+        cost.observe_draft(4000, WHOLE, cost.draft(4000) / cost.of(1.0), 0)
     assert np.isfinite(cost.draft(4000)) and cost.draft(4000) >= cost.draft(1024)

@@ -1,14 +1,31 @@
 """Survival probabilities of new trees' nodes.
 
 The torch reference is `AcceptanceEstimator.steps`. Each program fits the rates itself, which is
-faster than another launch.
+faster than another launch. The lowest bit of a float says whether its node is `later`: the host
+gets it with the number, without a copy of its own.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..optional_triton import jit, next_power_of_2, tl
+
+
+class Later(NamedTuple):
+    """Which nodes are of a drafter's later blocks: deeper than the first, and of no other drafter.
+
+    Attributes:
+        depth: [S, N+1] int64, by slot; origin: [S, N] uint8, bits of a node's drafters; contiguous.
+        first: depth of the first block; others: bits of drafters without blocks.
+    """
+
+    depth: torch.Tensor
+    origin: torch.Tensor
+    first: int
+    others: int
 
 
 def write_survival_triton(
@@ -21,6 +38,7 @@ def write_survival_triton(
     prior: float,
     bins_per_nat: int,
     steps: torch.Tensor,
+    later: Later | None = None,
 ) -> None:
     """Launch the kernel; see `AcceptanceEstimator.write_survival`.
 
@@ -39,6 +57,7 @@ def write_survival_triton(
             steps,
             steps.stride(0),
             prior,
+            later,
             NUM_NODES=score.shape[1],
             NODES=next_power_of_2(score.shape[1] + 1),
             BINS_PER_NAT=bins_per_nat,
@@ -97,6 +116,7 @@ def _write_survival_kernel(
     steps_ptr,  # [≥ R, NUM_NODES] fp32, entries of a row are consecutive
     steps_stride,
     prior,
+    later,  # Later; or None
     NUM_NODES: tl.constexpr,
     NODES: tl.constexpr,
     BINS_PER_NAT: tl.constexpr,
@@ -118,4 +138,10 @@ def _write_survival_kernel(
     before = _survival(rates, tl.where(entry > 0, before, 0.0), BINS_PER_NAT, BINS)
     before = tl.where(entry > 0, before, 1.0)
     step = tl.where(before > 0, survival / tl.where(before > 0, before, 1.0), 0.0)
+    if later is not None:
+        deep = tl.load(later.depth + at * (NUM_NODES + 1) + 1 + entry, mask=inside, other=0)
+        other = tl.load(later.origin + at * NUM_NODES + entry, mask=inside, other=0) & later.others
+        bits = step.to(tl.int32, bitcast=True) & -2
+        deep = (deep > later.first) & (other == 0) & (bits > 0)
+        step = (bits - deep.to(tl.int32)).to(tl.float32, bitcast=True)
     tl.store(steps_ptr + request * steps_stride + entry, step, mask=inside)

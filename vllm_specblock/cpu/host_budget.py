@@ -61,13 +61,17 @@ def measure_steps(runner: model_runner.GPUModelRunner) -> None:
     clock = manager.clock.mark
     began = clock()
     verify: dict[int, float] = {}
-    draft: dict[int, float] = {}
+    drafts: list[dict[int, float]] = [{}, {}]  # of all blocks, and of the first
     wanted = sizes(manager.num_speculative_steps, runner.max_num_reqs, runner.max_num_tokens)
     for turn in range(_ROUNDS):
         for rows, requests in wanted:
             if turn and clock() - began > _SECONDS:
                 break
-            for _ in range(1 if turn else 2):  # warm-up: a new number of rows has set-up costs
+            # A new number of rows has set-up costs.
+            every = manager.lengths
+            lengths = every[turn % len(every) :][:1] if turn else every * 2
+            for brief in lengths:
+                manager.brief = brief
                 start = clock()
                 # It has as many requests as there can be, or one of a whole tree.
                 uniform = requests < min(rows, runner.max_num_reqs)
@@ -75,10 +79,12 @@ def measure_steps(runner: model_runner.GPUModelRunner) -> None:
                 runner.model.compute_logits(hidden_states[:rows])
                 drafting = manager.clock.seconds(*manager.marks)
                 took = max(clock() - start - drafting, 1e-6)
-            verify[rows] = min(took, verify.get(rows, np.inf))
-            draft[requests] = min(drafting, draft.get(requests, np.inf))
+                draft = drafts[manager.brief]
+                verify[rows] = min(took, verify.get(rows, np.inf))
+                draft[requests] = min(drafting, draft.get(requests, np.inf))
+    draft, manager.brief = drafts[0], False
     runner.speculator.forget_warm_up()
-    manager.controller.cost.measured(verify, draft)
+    manager.controller.cost.measured(verify, *drafts)
     tree = verify.get(manager.num_speculative_steps + 1, verify[max(verify)]) + draft[1]
     logger.info(
         "A step with a tree of %d nodes takes %.2f times a plain one, %.0f %% of it for drafting "

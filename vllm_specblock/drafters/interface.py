@@ -85,6 +85,8 @@ class Drafter(ABC):
     calibration: DraftCalibration | None = None  # sharpens its scores by the verdicts on its nodes
     # [R] fp32, factor on the logits of a step, set by the draft policy before `advance`; None: 1.
     beta: torch.Tensor | None = None
+    # Depth of its first block if it can draft that alone, else 0; whether it does so now.
+    first_block, brief = 0, False
 
     def cache_layers(self) -> list[CacheLayer]:
         """The layers whose keys and values the engine is to keep."""

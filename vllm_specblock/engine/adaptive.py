@@ -7,7 +7,7 @@ confidences. Here that product is the probability of reaching a node
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
@@ -24,9 +25,11 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_specblock.engine.compat import reallocated
 from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.engine.scheduler import UNDRAFTED
-from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
+from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator, marked
 from vllm_specblock.feedback.controller import Step
+from vllm_specblock.feedback.step_cost import BRIEF, LOOKUP, WHOLE
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
+from vllm_specblock.triton_kernels.feedback.write_survival import Later
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
 
 if TYPE_CHECKING:
@@ -47,7 +50,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         undrafted: [S] bool, requests that decline drafts; samples: those at T > 0.
         clock: that steps are timed by; marks: around the last proposal.
         accepted: draft tokens accepted in the last step; None on a GPU.
-        asked: a drafter with weights took part in the last proposal; read: rows it had missed.
+        brief: proposals are of the first block only; lengths: what it can be.
+        by: LOOKUP, BRIEF or WHOLE, the last proposal; read: rows that its drafter had missed.
     """
 
     _counts: np.ndarray | None = None
@@ -62,7 +66,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
 
     marks: tuple[Any, Any] | None = None
     accepted: int | None = None
-    asked, read = True, 0
+    by, read, brief = WHOLE, 0, False
 
     def __init__(self, req_states: RequestState, *args: Any, **kwargs: Any) -> None:
         super().__init__(req_states, *args, **kwargs)
@@ -77,6 +81,14 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self.backlog, self.resumes = skipped.backlog, skipped.resumes
         self.acceptance = AcceptanceEstimator(speculator.device)
         self.undrafted, self.samples = speculator.undrafted, speculator.samples
+        # The controller decides whether drafters draft all of their blocks.
+        drafters = speculator.draft_policy.drafters
+        first = max(drafter.first_block for drafter in drafters)
+        others = sum(1 << at for at, each in enumerate(drafters) if not each.first_block)
+        self.lengths = [False, True] if first else [False]
+        self.later: Later | None = None
+        if first:
+            self.later = Later(self.tree_states.depth, self.tree_states.origin, first, others)
 
     # ---- before a step: its budget ----
 
@@ -96,11 +108,11 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self._observe(requests, now, sampling)
         trees = bool(draft_tokens) and not self.all_paused
         if trees:
-            survival = self._survival(slots, drafts)
+            survival, later = self._survival(slots, drafts)
             room = self._max_total_logits - len(requests) * self.num_bonus_tokens
             most = max(0, min(int(drafts.sum()), room))  # a host array
             nodes = self.controller.budget(
-                survival, len(requests), rows, most, sampling, self._padded
+                survival, len(requests), rows, most, sampling, self._padded, later
             )
         self._batch_budget = (
             dict(zip(requests, drafts.tolist())),  # a host array
@@ -112,18 +124,26 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             behind = 0 if backlog is None else sum(map(backlog.rows, slots.tolist()))
             self.all_paused = not self.controller.drafts(len(requests), sampling, behind)
             drafts_now = not self.all_paused
+            if drafts_now and self.later is not None:
+                self.brief = self.controller.brief(len(requests), sampling)
             step = Step(len(requests), rows + nodes, trees, drafts_now, None, read=behind)
             self._begun = requests, step, now
         return rows + nodes
 
-    def _survival(self, slots: np.ndarray, drafts: np.ndarray) -> np.ndarray:
-        """Return the survival of scheduled nodes, [R, N], 0 elsewhere."""
-        confidence = self._stale_confidences[self._stale_idx].np[slots].astype(np.float64)
-        survival = confidence.cumprod(axis=1)
+    def _survival(
+        self, slots: np.ndarray, drafts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the survival of scheduled nodes, [R, N], 0 elsewhere; which are of later blocks.
+
+        The second is None if there are none.
+        """
+        confidence = self._stale_confidences[self._stale_idx].np[slots]
+        later = None if self.later is None else marked(confidence)
+        survival = confidence.astype(np.float64).cumprod(axis=1)
         # The confidences of a new request are 1 until it has drafts.
         survival[(confidence == 1).all(1)] = self._unknown
         survival[np.arange(survival.shape[1]) >= drafts[:, None]] = 0
-        return survival
+        return survival, later
 
     def _observe(self, requests: list[str], now: Any, sampling: bool) -> None:
         """Learn from the steps that ended: times are taken from one decode step to the next.
@@ -139,8 +159,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         accepted = self.accepted if step.rows > step.requests else 0
         step = step._replace(
             tokens=None if accepted is None else len(requests) + accepted,
-            asked=self.asked,
-            read=step.read + self.read if self.asked else 0,
+            by=self.by,
+            read=step.read + self.read if self.by != LOOKUP else 0,
         )
         self._timed.append((step, start, now, self.marks, sampling))
         while self._timed and self.clock.passed(self._timed[0][2]):
@@ -212,16 +232,17 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             asked: a drafter with weights took part; read: rows that it had missed before.
             prompts: requests of a batch with prompts, which drafters have read; 0: it had none.
         """
-        self.marks, self.asked, self.read = (began, self.clock.mark()), asked, read
+        self.by = LOOKUP if not asked else BRIEF if self.brief else WHOLE
+        self.marks, self.read = (began, self.clock.mark()), read
         if prompts and self.on_host:
             cost = self.controller.cost
-            usual = cost.draft(prompts, asked) / cost.of(1.0)
+            usual = cost.draft(prompts, self.by) / cost.of(1.0)
             self.controller.observe_prompts(self.clock.seconds(*self.marks) - usual)
 
     def write_survival(self, req_idx: torch.Tensor, temperature: torch.Tensor) -> None:
         """Write the survival of the new trees in slots `req_idx` [R]; temperature: [R] fp32."""
         score = self.tree_states.score
-        self.acceptance.write_survival(score, temperature, req_idx, self.confidence)
+        self.acceptance.write_survival(score, temperature, req_idx, self.confidence, self.later)
 
 
 class DeviceBudgetManager(TreeBudgetManager):
@@ -229,7 +250,10 @@ class DeviceBudgetManager(TreeBudgetManager):
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         self._sizes = np.array(capture_sizes)
-        return super().batches_to_profile(capture_sizes)
+        for brief in self.lengths:
+            self.brief = brief
+            yield from super().batches_to_profile(capture_sizes)
+        self.brief = False
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         place = np.searchsorted(self._sizes, rows)
@@ -237,14 +261,19 @@ class DeviceBudgetManager(TreeBudgetManager):
             place < len(self._sizes), self._sizes[place.clip(max=len(self._sizes) - 1)], rows
         )
 
-    def set_cost_curves(
-        self, draft_curve: list[tuple[int, float]], verify_curve: list[tuple[int, float]]
-    ) -> None:
+    def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
         """Set the costs to begin with, and compile the kernel: warm-up requests do not reach it."""
-        super().set_cost_curves(draft_curve, verify_curve)  # raises if there are none
+        super().set_initial_cost_curves(samples)  # raises if there are none
+        times: list[defaultdict[int, list[float]]] = [defaultdict(list) for _ in range(3)]
+        whole = len(samples) // len(self.lengths)
+        for place, sample in enumerate(samples):
+            times[0][sample.num_target_tokens].append(sample.forward_ms)
+            if sample.full_cudagraph:
+                times[1 if place < whole else 2][sample.num_reqs].append(sample.drafter_ms)
+        costs = [{size: float(np.median(ms)) for size, ms in each.items()} for each in times]
         # All ranks must use the same costs.
-        draft, verify = get_tp_group().broadcast_object((draft_curve, verify_curve), src=0)
-        self.controller.cost.measured(dict(verify), dict(draft), noisy=False)
+        verify, draft, brief = get_tp_group().broadcast_object(costs, src=0)
+        self.controller.cost.measured(verify, draft, brief, noisy=False)
         self._batch_budget = {"": 0}, {"": 1}, 0
         # int64, as in the runner.
         self.reallocate_drafts([""], self.query_start_loc.new_zeros(1, dtype=torch.int64))

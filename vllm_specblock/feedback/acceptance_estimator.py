@@ -7,10 +7,11 @@ expected accepted tokens.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
-from vllm_specblock.triton_kernels.feedback.write_survival import write_survival_triton
+from vllm_specblock.triton_kernels.feedback.write_survival import Later, write_survival_triton
 from vllm_specblock.triton_kernels.feedback.write_survival_numba import node_steps_numba
 from vllm_specblock.triton_kernels.optional_numba import takes
 
@@ -119,8 +120,9 @@ class AcceptanceEstimator:
         temperature: torch.Tensor,
         req_idx: torch.Tensor,
         steps: torch.Tensor,
+        later: Later | None = None,
     ) -> None:
-        """Write `steps` of new trees.
+        """Write `steps` of new trees, with the bits of `mark` if there are later blocks.
 
         Args:
             score: [S, N] fp32, by slot.
@@ -130,16 +132,35 @@ class AcceptanceEstimator:
         """
         seen = temperature, self.judged, self.reached, self.believed, PRIOR, BINS_PER_NAT
         if self.judged.is_cuda:
-            write_survival_triton(req_idx, score, *seen, steps)
-        elif takes(self.judged):
-            node_steps_numba(*seen, score[req_idx], steps)
+            write_survival_triton(req_idx, score, *seen, steps, later)
+            return
+        here = steps[: len(req_idx)]
+        if takes(self.judged):
+            node_steps_numba(*seen, score[req_idx], here)
         else:
-            steps[: len(req_idx)] = self.steps(kinds(temperature), score[req_idx])
+            here.copy_(self.steps(kinds(temperature), score[req_idx]))
+        if later is not None:
+            deep = later.depth[req_idx, 1:] > later.first
+            mark(here, deep & (later.origin[req_idx] & later.others == 0))
 
 
 def kinds(temperature: torch.Tensor) -> torch.Tensor:
     """Return [R] int64: 0 for requests at temperature 0, 1 for those that sample."""
     return (temperature > 0).long()
+
+
+def mark(steps: torch.Tensor, later: torch.Tensor) -> None:
+    """Set the lowest bit of `steps` [R, N] fp32 where `later` [R, N] bool holds, else clear it.
+
+    So the host gets both in one copy. A marked 1 becomes the number below it.
+    """
+    bits = steps.view(torch.int32)
+    bits.bitwise_and_(-2).sub_((later & (steps > 0)).int())
+
+
+def marked(steps: np.ndarray) -> np.ndarray:
+    """Return the nodes that `mark` marked, [R, N] bool, from [R, N] fp32."""
+    return (steps.view(np.int32) & 1).astype(bool)
 
 
 def _place(logprob: torch.Tensor) -> torch.Tensor:

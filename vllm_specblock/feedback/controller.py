@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_specblock.feedback.step_cost import NOISE, StepCost
+from vllm_specblock.feedback.step_cost import BRIEF, LOOKUP, NOISE, WHOLE, StepCost
 
 TREES = 256
 """Trees of the average for the expected yield."""
@@ -40,7 +40,7 @@ class Step(NamedTuple):
         rows: rows of the target; trees: it verified trees; drafted: it drafted new ones.
         tokens: committed tokens of all requests; None: unknown.
         seconds: of the step; draft_seconds: of drafting in it.
-        asked: a drafter with weights drafted; read: missed rows that it read first.
+        by: LOOKUP, BRIEF or WHOLE; read: missed rows that a drafter with weights read first.
     """
 
     requests: int
@@ -50,7 +50,7 @@ class Step(NamedTuple):
     tokens: int | None
     seconds: float = 0.0
     draft_seconds: float = 0.0
-    asked: bool = True
+    by: int = WHOLE
     read: int = 0
 
 
@@ -122,7 +122,12 @@ trial cost more than its share |
         self._rate: float | None = None  # λ
         self._gain, self._steps = 1.0, 0
         self._rows, self._expected = 1, 0.0  # rows of the step; tokens, of its nodes
-        self._asked, self._prompts = 1.0, 0.0  # share of the proposals; cost of prompts, per step
+        # Share of drafters with weights in proposals; cost of prompts, per step.
+        self._asked, self._prompts = 1.0, 0.0
+        # What later blocks gain a request, and how many trees say so, by class and sampling.
+        self._later: dict[tuple[int, int], tuple[float, int]] = {}
+        self._by, self._whole, self._proposals = WHOLE, 0, 0  # whole: in a row; all since a trial
+        self._wait = 2 * TRIAL
         self._lost, self._paid = 0.0, 0.0  # of drafting, in plain steps; for trials of it
         self._since, self._trial = 0, 0  # steps since a trial; of one, to come
 
@@ -132,8 +137,8 @@ trial cost more than its share |
         if step.trees or not step.drafted:  # else it took longer than a plain one
             self.cost.observe(step.rows, step.requests, step.trees, step.seconds - drafting)
         if step.drafted:
-            self.cost.observe_draft(step.requests, step.asked, step.draft_seconds, step.read)
-            self._asked += 0.1 * (step.asked - self._asked)
+            self.cost.observe_draft(step.requests, step.by, step.draft_seconds, step.read)
+            self._asked += 0.1 * ((step.by != LOOKUP) - self._asked)
         self._prompts *= 1 - 1 / HORIZON
         if step.trees and step.tokens is not None:
             self._yields[sampling].verified(self._expected, step.tokens - step.requests)
@@ -148,7 +153,8 @@ trial cost more than its share |
         known, share = self._yields[sampling], self._asked
         tokens = known.tokens()
         nodes = np.arange(len(tokens)) / max(min(known.count, TREES), 1)
-        draft = share * self.cost.draft(requests) + (1 - share) * self.cost.draft(requests, False)
+        draft = share * self.cost.draft(requests, self._by)
+        draft += (1 - share) * self.cost.draft(requests, LOOKUP)
         cost = self.cost.verify(requests * (1 + nodes)) + draft + self._prompts
         drafting = float((requests * (1 + tokens) / cost).max())
         plain = requests / self.cost.plain(requests)
@@ -163,6 +169,7 @@ trial cost more than its share |
         most: int | None = None,
         sampling: bool = False,
         padded: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,
+        later: np.ndarray | None = None,
     ) -> int:
         """Return how many nodes to verify in a step.
 
@@ -171,6 +178,7 @@ trial cost more than its share |
             rows: of the step without nodes.
             most: nodes, at most; None: all.
             padded: [n] rows → [n] padded rows.
+            later: [R, N] bool, nodes of drafters' later blocks; None: there are none.
         """
         known = self._yields[sampling]
         known.add(survival[survival[:, 0] < 1])  # 1: unknown
@@ -187,7 +195,30 @@ trial cost more than its share |
             nodes = 2 * nodes + 2  # to learn their cost
         nodes = min(int(padded(np.array([rows + nodes]))[0]) - rows, len(best))
         self._expected, self._rows = float(tokens[nodes]), rows + nodes
+        # On a GPU, survival is that of the proposal before the last one.
+        if later is not None and self._whole > 2 and nodes:
+            taken = later & (survival >= best[nodes - 1])
+            sizes = rows + nodes - np.array([taken.sum(), 0])
+            saved = self._rate * np.diff(self.cost.verify(sizes))[0]
+            gained = float(known.correction * survival[taken].sum() - saved)  # host arrays
+            mean, trees = self._later.get(kind, (0.0, 0))
+            trees = min(trees + requests, TREES // 4)
+            self._later[kind] = mean + (gained - requests * mean) / trees, trees
         return nodes
+
+    def brief(self, requests: int, sampling: bool = False) -> bool:
+        """Decide whether the next proposal is of the drafters' first block only."""
+        kind, rate = _kind(requests, sampling), self._rate or 0.0
+        mean, trees = self._later.get(kind, (0.0, 0))
+        saved = self.cost.draft(requests, WHOLE) - self.cost.draft(requests, BRIEF)
+        self._proposals += 1
+        brief = trees >= 16 and requests * mean < rate * saved
+        if self._proposals > self._wait:  # a trial of the other, to learn its cost
+            brief = not brief
+            if self._proposals == self._wait + TRIAL:
+                self._proposals, self._wait = 0, min(2 * self._wait, LONGEST)
+        self._by, self._whole = (BRIEF, 0) if brief else (WHOLE, self._whole + 1)
+        return brief
 
     def asks(self, gained: float, requests: int, behind: int) -> bool:
         """Return whether running a drafter with weights pays, beside one without.
@@ -196,7 +227,7 @@ trial cost more than its share |
             gained: tokens that its nodes are expected to add in the next step.
             behind: rows that it missed.
         """
-        extra = self.cost.draft(requests) - self.cost.draft(requests, False)
+        extra = self.cost.draft(requests, self._by) - self.cost.draft(requests, LOOKUP)
         rate = self._rate or requests / self.cost.plain(requests)
         price = rate * (extra + self.cost.read * behind / HORIZON)
         return bool(gained > price)  # host numbers
@@ -246,7 +277,7 @@ trial cost more than its share |
         """Return the additional cost of a step that drafts."""
         plain = self.cost.plain(requests)
         trees = float(self.cost.verify(requests)) - plain
-        return max(self.cost.draft(requests) + trees, 0.01 * plain)
+        return max(self.cost.draft(requests, self._by) + trees, 0.01 * plain)
 
 
 def _kind(requests: int, sampling: bool) -> tuple[int, int]:

@@ -25,6 +25,9 @@ deviations, so that one outlier does not decide."""
 FORGET = 2e-5
 """Decay of the information per ratio."""
 
+LOOKUP, BRIEF, WHOLE = range(3)
+"""Proposals by cost: of no drafter with weights, of the first block of drafters, of all blocks."""
+
 _LOOKUP = 0.1  # initial time of a lookup over that of a drafter with weights
 
 
@@ -87,22 +90,23 @@ class StepCost:
         self,
         verify: Mapping[int, float],
         draft: Mapping[int, float],
+        brief: Mapping[int, float] | None = None,
         noisy: bool = True,
     ) -> None:
         """Restart from measured times.
 
         Args:
             verify: rows of a step → seconds, or any unit; two sizes at least.
-            draft: requests → time to draft for them, in the same unit.
+            draft: requests → time to draft for them, in the same unit; brief: for one block.
             noisy: the times may include other work.
         """
         (rows, times), (counts, drafting) = _plausible(verify), _plausible(draft)
-        drafting = np.maximum(drafting, 1e-6 * times[0])
+        drafts = [_LOOKUP * drafting, _plausible(brief or draft)[1], drafting]
         # The last one: a plain step over one that verifies no node.
-        found = np.concatenate([times, drafting, _LOOKUP * drafting, times[:1]])
-        self._logs = logs = np.log(found / times[0])
-        self._verify, self._draft = _Curve(rows, logs, 0), _Curve(counts, logs, len(rows))
-        self._lookup = _Curve(counts, logs, len(rows) + len(counts))
+        found = np.concatenate([times, *drafts, times[:1]])
+        self._logs = logs = np.log(np.maximum(found / times[0], 1e-7))
+        self._verify = _Curve(rows, logs, 0)
+        self._drafts = [_Curve(counts, logs, len(rows) + by * len(counts)) for by in range(3)]
         self._covariance: np.ndarray | None = None  # until the first step
         self._spread = SPREAD if noisy else SURE
         self._noise = [NOISE**2, NOISE**2]  # variance of ratios of steps, and of drafts to steps
@@ -117,9 +121,9 @@ class StepCost:
         """Return the relative cost of a step without drafts."""
         return float(self.verify(requests)) * math.exp(min(self._logs[-1], 0.0))
 
-    def draft(self, requests: int, asked: bool = True) -> float:
-        """Return the relative cost of drafting; asked: with a drafter with weights, if any."""
-        return float((self._draft if asked else self._lookup)(requests))
+    def draft(self, requests: int, by: int = WHOLE) -> float:
+        """Return the relative cost of a proposal."""
+        return float(self._drafts[by](requests))
 
     def of(self, seconds: float) -> float:
         """Return the relative cost of a time measured now."""
@@ -147,15 +151,15 @@ class StepCost:
                 self._learn(self._gradient(step, last), error, False)
         self._last, self._seconds = step, seconds
 
-    def observe_draft(self, requests: int, asked: bool, seconds: float, read: int) -> None:
+    def observe_draft(self, requests: int, by: int, seconds: float, read: int) -> None:
         """Learn from a proposal in the last step; read: missed rows that its drafters read."""
-        cost, expected = self.of(seconds), self.draft(requests, asked)
+        cost, expected = self.of(seconds), self.draft(requests, by)
         if read > 4 * requests:  # mostly that
             extra = max(cost - expected, 0.0) / read
             self.read += (0.1 if self.read else 1.0) * (extra - self.read)
         elif self._covariance is not None:
             gradient = -self._gradient(self._last)
-            (self._draft if asked else self._lookup).add_gradient(gradient, requests, 1.0)
+            self._drafts[by].add_gradient(gradient, requests, 1.0)
             self._learn(gradient, math.log(max(cost, 1e-6) / expected), True)
 
     def _cost(self, step: _Step) -> float:
@@ -175,7 +179,7 @@ class StepCost:
     def _prior(self) -> np.ndarray:
         """Return the covariance of start-up costs; it halves per 0.7 doublings of a size."""
         found = np.zeros((len(self._logs), len(self._logs)))
-        for curve in self._verify, self._draft, self._lookup:
+        for curve in self._verify, *self._drafts:
             here = slice(curve.first, curve.first + len(curve.points))
             octave = np.log2(curve.points)
             found[here, here] = self._spread**2 * np.exp(-np.abs(octave[:, None] - octave))
@@ -193,7 +197,7 @@ class StepCost:
         self._noise[drafts] = _variance(noise, error, variance)
         self._logs += spread * (trust * error / variance)
         covariance -= np.outer(spread, spread * (trust / variance))
-        for curve in self._verify, self._draft, self._lookup:
+        for curve in self._verify, *self._drafts:
             curve.update()
 
 

@@ -33,6 +33,8 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams, __version__
 from vllm.sampling_params import StructuredOutputsParams
 
+from vllm_specblock.feedback import controller
+
 TOKENS = int(os.environ.get("CHECK_TOKENS", 8))
 RECORD = os.environ.get("CHECK_RECORD")
 """A JSON file that gets how many tokens were compared, by release, engine and dtype."""
@@ -188,8 +190,12 @@ class Compared:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_tokens_are_those_of_plain_vllm(name, dtype, tmp_path):
-    """Once on an empty cache, once with prefix hits, and once beside aborted requests."""
+def test_tokens_are_those_of_plain_vllm(name, dtype, tmp_path, monkeypatch):
+    """Once on an empty cache, once with prefix hits, and once beside aborted requests.
+
+    Where that adapts, half of the proposals are of one block.
+    """
+    monkeypatch.setattr(controller, "LONGEST", 2 * controller.TRIAL)
     _, speculative, changes = ENGINES[name]
     speculative = {"num_speculative_tokens": 8, **speculative}
     if speculative.get("model") in LEARNERS:

@@ -63,13 +63,13 @@ def never_pause(engine, monkeypatch):
 
 
 def vary(engine, monkeypatch):
-    """Steps verify all nodes, none, half and a quarter in turn."""
-    shares = itertools.cycle([1, 0, 1 / 2, 1 / 4])
+    """Steps verify all nodes, none, half and a quarter in turn, and draft one block or both."""
+    shares, brief = itertools.cycle([1, 0, 1 / 2, 1 / 4]), itertools.cycle([True, False, False])
+    controller = engine.runner.adaptive_verification.controller
     monkeypatch.setattr(
-        engine.runner.adaptive_verification.controller,
-        "budget",
-        lambda survival, requests, rows, most, *_: int(most * next(shares)),
+        controller, "budget", lambda _, __, ___, most, *____: int(most * next(shares))
     )
+    monkeypatch.setattr(controller, "brief", lambda *_: next(brief))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,6 +84,26 @@ def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, m
         return
     assert len({budget for _, budget in verified}) > 5
     assert any(budget == 0 for drafted, budget in verified if drafted)
+
+
+@on_the_host
+def test_one_block_or_both(engine, monkeypatch):
+    """A proposal of one block is as deep as that, and the host knows which nodes are later."""
+    never_pause(engine, monkeypatch)
+    vary(engine, monkeypatch)
+    policy, manager = engine.speculator.draft_policy, engine.runner.adaptive_verification
+    depths: dict[bool, list[int]] = {False: [], True: []}
+
+    def note(_, slots, tree, *__):
+        depths[policy.drafters[0].brief].append(int(tree.depth.max()))
+
+    note_calls(monkeypatch, engine.speculator.tree_states, "store", note)
+    later = note_calls(
+        monkeypatch, manager.controller, "budget", lambda *given: bool(given[-1].any())
+    )
+    engine.generate(PROMPTS[:2], params(2, temperature=0.0, max_tokens=30))
+    assert max(depths[True]) == 4 < max(depths[False])
+    assert len(set(later)) == 2
 
 
 @on_the_host

@@ -58,6 +58,8 @@ def test_it_runs_and_writes_nothing(window):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles for the GPU")
 def test_nothing_is_left_to_compile(kernels):
+    if kernels.interpreted:
+        pytest.skip("nothing is compiled")
     from vllm_specblock.triton_kernels.attention.attention_kernel import _tree_attention_kernel
 
     dtype = torch.bfloat16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from support.tensors import column
@@ -11,6 +12,8 @@ from vllm_specblock.feedback.acceptance_estimator import (
     PRIOR,
     AcceptanceEstimator,
     kinds,
+    mark,
+    marked,
 )
 
 from ..tree.test_store_tree import random_trees
@@ -40,12 +43,37 @@ def assert_as_torch(forms, score: torch.Tensor, heat: torch.Tensor, most: float 
         by_slot, *rows = (x.to(forms.device) for x in (by_slot, slots, heat))
         slots, heat_there = map(column, rows)
         module.write_survival_triton(slots, by_slot, heat_there, *seen, steps)
+        assert_marks(forms, module, draw, (slots, by_slot, heat_there, *seen), steps[:count])
     for name in TABLES:
         setattr(exact, name, getattr(exact, name).double())
     wanted = exact.steps(kinds(heat), score.double()).float()
     torch.testing.assert_close(steps[:count].cpu(), wanted, atol=1e-6, rtol=3e-5)
     assert (steps[count:] == -7).all()
     return wanted
+
+
+def assert_marks(forms, module, draw, given, plain):
+    """Hold the marks of later blocks' nodes to the reference."""
+    slots, by_slot, *_ = given
+    size, num_nodes = by_slot.shape
+    depth = torch.randint(0, 9, (size, num_nodes + 1), generator=draw).to(forms.device)
+    origin = torch.randint(0, 4, (size, num_nodes), generator=draw).byte().to(forms.device)
+    steps = torch.empty_like(plain)
+    module.write_survival_triton(*given, steps, module.Later(depth, origin, 4, 2))
+    later = (depth[slots.long(), 1:] > 4) & (origin[slots.long()] < 2)
+    wanted = plain.clone()
+    mark(wanted, later)
+    assert torch.equal(steps, wanted)
+    found = marked(steps.cpu().numpy())
+    assert np.array_equal(found, (later & (plain > 0)).cpu().numpy())
+
+
+def test_a_marked_1_is_less():
+    steps = torch.tensor([[1.0, 1.0, 0.0, 0.25]])
+    mark(steps, torch.tensor([[True, False, True, True]]))
+    assert marked(steps.numpy()).tolist() == [[True, False, False, True]]
+    assert steps[0, 0] < 1 and steps[0, 1:3].tolist() == [1, 0]
+    torch.testing.assert_close(steps, torch.tensor([[1.0, 1.0, 0.0, 0.25]]))
 
 
 @pytest.mark.parametrize(

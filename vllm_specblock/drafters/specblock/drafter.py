@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -33,6 +34,7 @@ class SpecBlockDrafter(NetworkDrafter):
         most = config.draft_vocab_size  # at most the draft vocabulary
         a, b, c, d = (min(width, most) for width in options.branching)
         self.shape = TreeShape(config.block_size, blocks, starts, (a, b, c, d), num_nodes)
+        self.first_block = config.block_size if blocks > 1 else 0
         self.max_depth = min(num_nodes, blocks * config.block_size)
 
     def bind(self, caches: list[torch.Tensor]) -> None:
@@ -52,7 +54,8 @@ class SpecBlockDrafter(NetworkDrafter):
         return self.model(condition, self.embed(rows.token), base, attend, rows.last)
 
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        model, shape = self.model, self.shape
+        model = self.model
+        shape = replace(self.shape, num_blocks=1) if self.brief else self.shape
         state, beta = of_requests(requests, self.state, self.beta)
         drafted = state[:, None]  # [R, rows so far, K, H]; row 0 is the drafting row
         growth = self.expand(shape, self.width, len(drafted))

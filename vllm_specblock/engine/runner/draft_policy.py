@@ -77,6 +77,11 @@ class DraftPolicy:
         for calibration in self.calibrations:
             calibration.begin(req_idx)
 
+    def draft_briefly(self, brief: bool) -> None:
+        """Let drafters draft their first block only, or all blocks."""
+        for drafter in self.drafters:
+            drafter.brief = brief
+
     def advance(self, rows: CommittedTokens) -> None:
         """Advance all drafters over the committed rows."""
         for drafter in self.drafters:

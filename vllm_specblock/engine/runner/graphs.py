@@ -104,22 +104,29 @@ class ProposalGraphs(CudaGraphManager):
         self.sent[:, _SLOT] = self.scratch_idx
         self.known = torch.tensor(self.sent, device=device)
         # Tensors that were captured must live as long as the graph.
-        self.steps: dict[int, GraphStepBatch] = {}
+        self.steps: dict[tuple[bool, int], GraphStepBatch] = {}
+        self.of_length: dict[bool, dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]] = {}
 
-    def capture(self, step: Callable[[StepBatch], torch.Tensor], tokens: torch.Tensor) -> None:
-        """Capture `step` for every size; `tokens` [≥ most requests, N] int64 is its output."""
+    def capture(
+        self, step: Callable[[StepBatch], torch.Tensor], tokens: torch.Tensor, brief: bool
+    ) -> None:
+        """Capture `step` for every size; `tokens` [≥ most requests, N] int64 is its output.
+
+        brief: it drafts the first block only; `find` then finds these graphs.
+        """
 
         def create_forward_fn(
             desc: BatchExecutionDescriptor, warmup: bool
         ) -> Callable[[CUDAGraphMode], None]:
             count = desc.num_reqs
-            self.steps[count] = rows = self._step(count, tokens[:count])
+            self.steps[brief, count] = rows = self._step(count, tokens[:count])
 
             def forward(cg_mode: CUDAGraphMode) -> None:
                 step(rows.read())
 
             return forward
 
+        self.graphs = self.of_length[brief] = {}
         super().capture(create_forward_fn, "Capturing SpecBlock proposals")
 
     def _step(self, count: int, tokens: torch.Tensor) -> GraphStepBatch:
@@ -152,7 +159,7 @@ class ProposalGraphs(CudaGraphManager):
             known=self.known[:count],
         )
 
-    def find(self, batch: InputBatch, dummy: bool) -> BatchExecutionDescriptor | None:
+    def find(self, batch: InputBatch, dummy: bool, brief: bool) -> BatchExecutionDescriptor | None:
         """Return the graph for the `batch` of a step; None: run it eagerly.
 
         Requests of up to N + 1 rows of a dummy batch, which has no drafts, count as decoding.
@@ -166,6 +173,7 @@ class ProposalGraphs(CudaGraphManager):
             decodes = (scheduled - (0 if drafts is None else drafts) == 1).all()
         if not decodes or batch.num_tokens > self.most_rows:
             return None
+        self.graphs = self.of_length.get(brief, self.graphs)  # none yet in a dry run
         desc = self.dispatch(count, count * each, each, num_active_loras=0)
         return desc if desc.cg_mode == CUDAGraphMode.FULL else None
 

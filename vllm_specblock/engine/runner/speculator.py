@@ -155,7 +155,9 @@ class TreeSpeculator(DraftModelSpeculator):
     def capture(self) -> None:
         self.forget_warm_up()
         self.caches.warm_up(self.block_tables)
-        self.graphs.capture(self.step, self.draft_tokens)
+        for brief in (False,) if self.adaptive is None else self.adaptive.lengths:
+            self.draft_policy.draft_briefly(brief)
+            self.graphs.capture(self.step, self.draft_tokens, brief)
 
     def forget_warm_up(self) -> None:
         """Reset the counters and estimates after vLLM's warm-up requests."""
@@ -219,8 +221,11 @@ class TreeSpeculator(DraftModelSpeculator):
             tokens = self._no_trees(batch.num_reqs)
         else:
             self._counted = True
-            began = None if self.adaptive is None else self.adaptive.clock.mark()
-            graph = self.graphs.find(batch, dummy_run) if draft else None
+            began, brief = None, False
+            if self.adaptive is not None:
+                began, brief = self.adaptive.clock.mark(), self.adaptive.brief
+            self.draft_policy.draft_briefly(brief)
+            graph = self.graphs.find(batch, dummy_run, brief) if draft else None
             if graph is not None:
                 self.graphs.fill(graph, batch, states, self.chains[batch.idx_mapping_np])
                 self._mask(batch)
