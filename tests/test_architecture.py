@@ -91,7 +91,7 @@ def test_a_wheel_has_every_file_and_kernels_under_our_name_alone(tmp_path):
     (built,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(built).namelist()
     assert "vllm_specblock/triton_kernels/attention/tree_attention.py" in names
-    assert "vllm_specblock/py.typed" in names
+    assert {"vllm_specblock/py.typed", "vllm_specblock/engine/vllm_hooks.txt"} <= {*names}
     assert not [name for name in names if name.startswith("triton_kernels/")]
     modules = {name.removesuffix(".py").removesuffix("/__init__") for name in names}
     assert {module_of(path).replace(".", "/") for path in SOURCES} <= modules

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.refresh import HEADS, RefreshError, held, refresh
-from vllm_specblock.engine import draft_weights
+from vllm_specblock.engine import draft_models
 
 SECOND = ROOT / "examples/two_heads/tables"
 
@@ -51,7 +51,7 @@ class Transfer(WeightTransferEngine):
 
 def worker(drafter, adapting=None, speculative=True) -> Worker:
     """A worker with a drafter, between two steps."""
-    draft_weights.install()
+    draft_models.install()
     given = {"method": "specblock", "model": str(DRAFTER)} if speculative else None
     args = EngineArgs(
         model=str(TARGET), max_model_len=512, enforce_eager=True, speculative_config=given
@@ -59,7 +59,7 @@ def worker(drafter, adapting=None, speculative=True) -> Worker:
     made = Worker.__new__(Worker)
     made.vllm_config = args.create_engine_config()
     made.speculative_config = made.vllm_config.speculative_config
-    models = draft_weights.DraftModels([drafter], SimpleNamespace(adapting=adapting))
+    models = draft_models.DraftModels([drafter], SimpleNamespace(adapting=adapting))
     made.model_runner = SimpleNamespace(
         get_draft_model=lambda: models, reset_lora_state=lambda: None
     )

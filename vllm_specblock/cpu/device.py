@@ -8,8 +8,7 @@ import torch
 
 from vllm_specblock.cpu.gumbel import gumbel_sample, sample_by_depth
 from vllm_specblock.cpu.top_k_top_p import apply_top_k_top_p
-from vllm_specblock.engine.adaptive.clocks import Clock
-from vllm_specblock.engine.device import Device
+from vllm_specblock.engine.device import Clock, Device, ThreadClock
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,7 +27,7 @@ class CpuDevice(Device):
             lora.install()
 
     def clock(self) -> Clock:
-        return Clock()
+        return ThreadClock()
 
     def install_budgets(self) -> None:
         from vllm_specblock.cpu import host_budget

@@ -8,8 +8,8 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu import model_runner
 
-from vllm_specblock.engine.adaptive import budget
-from vllm_specblock.engine.adaptive.budget import TreeBudgetManager
+from vllm_specblock.engine import adaptive
+from vllm_specblock.engine.adaptive import TreeBudgetManager
 from vllm_specblock.engine.patches import Function, replaces
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def measure_steps(runner: model_runner.GPUModelRunner) -> None:
         runner: ready to run, with a HostBudgetManager.
     """
     manager = runner.adaptive_verification
-    trees, clock = manager.trees, manager.trees.clock.mark
+    clock = manager.clock.mark
     began = clock()
     verify: dict[int, float] = {}
     drafts: list[dict[int, float]] = [{}, {}]  # of all blocks, and of the first
@@ -68,20 +68,21 @@ def measure_steps(runner: model_runner.GPUModelRunner) -> None:
             if turn and clock() - began > _SECONDS:
                 break
             # A new number of rows has set-up costs.
-            lengths = trees.lengths[turn % len(trees.lengths) :][:1] if turn else trees.lengths * 2
+            every = manager.lengths
+            lengths = every[turn % len(every) :][:1] if turn else every * 2
             for brief in lengths:
-                trees.brief = brief
+                manager.brief = brief
                 start = clock()
                 # It has as many requests as there can be, or one of a whole tree.
                 uniform = requests < min(rows, runner.max_num_reqs)
                 hidden_states, _ = runner._dummy_run(rows, uniform_decode=uniform)
                 runner.model.compute_logits(hidden_states[:rows])
-                drafting = trees.clock.seconds(*trees.marks)
+                drafting = manager.clock.seconds(*manager.marks)
                 took = max(clock() - start - drafting, 1e-6)
-                draft = drafts[trees.brief]
+                draft = drafts[manager.brief]
                 verify[rows] = min(took, verify.get(rows, np.inf))
                 draft[requests] = min(drafting, draft.get(requests, np.inf))
-    draft, trees.brief = drafts[0], False
+    draft, manager.brief = drafts[0], False
     runner.speculator.forget_warm_up()
     manager.controller.cost.measured(verify, *drafts)
     tree = verify.get(manager.num_speculative_steps + 1, verify[max(verify)]) + draft[1]
@@ -128,4 +129,4 @@ def install() -> None:
             measure_steps(self.model_runner)
         return original(self)
 
-    budget.install(HostBudgetManager)
+    adaptive.install(HostBudgetManager)

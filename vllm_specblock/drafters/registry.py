@@ -43,7 +43,7 @@ class DrafterKind:
     """One kind of drafter."""
 
     options: type[DrafterOptions]  # its keys of `speculative_config`
-    drafter: str  # "module:class" of the `Drafter`, which `engine/runner/build.py` makes
+    drafter: str  # "module:class" of the `Drafter`, which `engine/draft_models.py` makes
     # "module" or "module:object" with `read_config`, `check_tensors`, `load`; None: no weights.
     checkpoint: str | None = None
     reads_text: bool = False  # it reads the requests' tokens on the device

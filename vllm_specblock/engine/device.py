@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
 
-    from vllm_specblock.engine.adaptive.clocks import Clock
     from vllm_specblock.engine.runner.sampler import TreeSampler
+
+
+class Clock:
+    """Clock of steps: a GPU's events, which the host never waits for."""
+
+    def mark(self) -> Any:
+        """Note this moment."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, mark: Any) -> bool:
+        """Return whether the device has passed the mark."""
+        return bool(mark.query())
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the time between two marks that have passed."""
+        return float(start.elapsed_time(end) / 1e3)
+
+
+class ThreadClock(Clock):
+    """Seconds that this thread computed: other work on the machine hardly moves them."""
+
+    def mark(self) -> Any:
+        return time.thread_time()
+
+    def passed(self, mark: Any) -> bool:
+        return True
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(end - start)
 
 
 class Device:
@@ -24,15 +56,13 @@ class Device:
 
     def clock(self) -> Clock:
         """Return the clock of its steps."""
-        from vllm_specblock.engine.adaptive.clocks import DeviceClock
-
-        return DeviceClock()
+        return Clock()
 
     def install_budgets(self) -> None:
         """Let vLLM build our budget manager for this device."""
-        from vllm_specblock.engine.adaptive import budget
+        from vllm_specblock.engine import adaptive
 
-        budget.install()
+        adaptive.install()
 
     def sampler_class(self) -> type[TreeSampler]:
         from vllm_specblock.engine.runner.sampler import TreeSampler

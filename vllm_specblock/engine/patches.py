@@ -24,7 +24,7 @@ With the first engine on a CPU (`cpu/install.py`, `cpu/compile_cache.py`, `cpu/s
     SpinCondition: waiting processes use the cores that the model needs.
 With the first engine on a CPU with LoRA adapters (`cpu/lora.py`):
     bgmv_shrink, bgmv_expand, bgmv_expand_slice: take −1, no adapter, for the last adapter.
-With the first engine with adaptive budgets (`budget.py`, on a CPU `host_budget.py`):
+With the first engine with adaptive budgets (`adaptive.py`, on a CPU `host_budget.py`):
     AdaptiveVerificationManager: a speculator cannot provide its own.
     GPUModelRunner.sample_tokens: its output does not name requests without new drafts.
     resolve_adaptive_cudagraph_mode: requires CUDA graphs, even on a CPU.
@@ -32,7 +32,7 @@ With the first engine with adaptive budgets (`budget.py`, on a CPU `host_budget.
 With each of our engines, and in `specblock features` (`target_model.py`):
     BaseModelLoader.create_model: builds the layers that are checked before weights are loaded.
     attn_utils.add_kv_sharing_layers_to_kv_cache_groups: leaves a sharing layer without a spec.
-With each of our engines (`draft_weights.py`):
+With each of our engines (`draft_models.py`):
     Worker.start_draft_weight_update, finish_weight_update: load into the drafter's parameters,
         which a folded drafter lacks.
     Worker.sleep: level 2 discards weights that the drafter cannot reload.

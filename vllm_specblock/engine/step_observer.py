@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    import torch
     from vllm.v1.core.sched.output import NewRequestData
 
     from vllm_specblock.drafters.interface import CommittedTokens
@@ -35,18 +34,10 @@ class StepObserver:
     def between_steps(self, slots: np.ndarray) -> None:
         """Called before a step of the requests in `slots`, on its stream."""
 
-    def record(
-        self,
-        rows: StepBatch,
-        committed: CommittedTokens,
-        hidden_states: list[torch.Tensor] | torch.Tensor,
-        verified: VerifiedTrees,
-    ) -> None:
+    def record(self, rows: StepBatch, committed: CommittedTokens, verified: VerifiedTrees) -> None:
         """Called within a step before its trees are replaced, eagerly or in a graph.
 
-        Args:
-            hidden_states: [batch rows, Ht] for each layer that drafters read; the input of the LM
-                head comes last.
+        The last of the `rows.hidden_states` is the input of the LM head.
         """
 
     def pause(self, slots: np.ndarray) -> None:

@@ -1,25 +1,30 @@
-"""Checks of the target's layers, after construction and before weights are loaded."""
+"""The target: checks of its layers before weights are loaded, its hidden states and embedding."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
+from vllm.model_executor.models.interfaces_base import VllmModel
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu import attn_utils
 
 from vllm_specblock.engine.config.ours import extracts_features, is_ours
 from vllm_specblock.engine.patches import Function, replaces
-from vllm_specblock.engine.target_states import add_interface
 from vllm_specblock.options import TargetError
 
 
@@ -78,12 +83,16 @@ def hands_out_states(model: nn.Module, wanted: Sequence[int]) -> bool:
 
 
 def embedding_of(model: nn.Module, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function from [n] token ids to [n, H]; EXAONE 3's own method is broken.
+    """Return the function from [n] token ids to [n, H], without the LoRA adapters of vLLM's batch.
 
     Raises:
-        TargetError: its own method fails, and it has not exactly one embedding layer.
+        TargetError: its own method fails (EXAONE 3), and it has not exactly one embedding layer.
     """
-    embed: Any = model.embed_input_ids
+    view: Any = model
+    for name, each in [*model.named_modules()]:
+        if isinstance(each, VocabParallelEmbeddingWithLoRA):
+            view = _with(view, name.split("."), each.base_layer)
+    embed: Any = view.embed_input_ids
     try:
         embed(torch.zeros(1, dtype=torch.int64, device=device))
     except AttributeError:
@@ -92,6 +101,38 @@ def embedding_of(model: nn.Module, device: torch.device) -> Callable[[torch.Tens
             raise TargetError("no embedding that a drafter could use") from None
         embed = found[0]
     return embed
+
+
+def _with(module: nn.Module, path: list[str], leaf: nn.Module) -> nn.Module:
+    """Return a copy of `module` with the leaf at `path` replaced; the rest is shared."""
+    if not path:
+        return leaf
+    name, *rest = path
+    other = copy.copy(module)
+    other._modules = {**module._modules, name: _with(module.get_submodule(name), rest, leaf)}
+    return other
+
+
+def target_head_weight(target_model: VllmModel) -> torch.Tensor:
+    """Return the target's LM head [V, Ht]: its own memory, on several ranks a gathered copy.
+
+    Raises:
+        ValueError: the LM head is quantised, or there is none.
+    """
+    inner: Any = target_model
+    if hasattr(inner, "get_language_model"):
+        inner = inner.get_language_model()
+    head: Any = getattr(inner, "lm_head", None)
+    head = getattr(head, "base_layer", head)  # under a LoRA
+    weight: torch.Tensor | None = getattr(head, "weight", None)
+    if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"The drafter has no LM head, and the target's ({type(target_model).__name__}) is "
+            "quantised or missing: use a checkpoint with lm_head.weight."
+        )
+    if head.tp_size > 1:
+        weight = tensor_model_parallel_all_gather(weight.data, 0)
+    return weight[: head.org_vocab_size]
 
 
 def check_target_model(model: nn.Module, config: VllmConfig) -> None:
@@ -120,3 +161,88 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
             raise TargetError(f"{type(layer).__name__} layers ({name}, {backend.__name__})")
         if layer.impl.fp8 and current_platform.is_cpu() and layer.head_size % 32:
             raise TargetError(f"an fp8 KV cache with head size {layer.head_size} ({name})")
+
+
+# ---- hidden states by forward hooks, for targets without vLLM's EAGLE-3 interface ----
+
+_ADDS_RESIDUAL = {
+    "Cohere2MoeDecoderLayer",
+    "CohereCompassDecoderLayer",
+    "CohereDecoderLayer",
+    "Exaone4DecoderLayer",
+    "Gemma4DecoderLayer",
+    "GraniteMoeHybridAttentionDecoderLayer",
+    "GraniteMoeHybridMambaDecoderLayer",
+    "HyperCLOVAXDecoderLayer",
+    "MiniCPMDecoderLayer",
+    "MuseGlimmerDecoderLayer",
+    "PhiMoEDecoderLayer",
+}
+"""Layers whose hidden states already include the residual that they take. All other layers leave
+the last addition to the next layer's norm."""
+
+_SEVERAL_STREAMS = {"Gemma3nDecoderLayer", "LoopCoderDecoderLayer"}
+"""Layers whose hidden states are not one row per token."""
+
+
+def add_interface(model: nn.Module, config: VllmConfig) -> None:
+    """Give `model` the methods of vLLM's `SupportsEagle3`.
+
+    A hook copies the input of a layer to a persistent buffer, also in compiled code and graphs.
+
+    Raises:
+        TargetError: no `ModuleList` of all layers, or layers with several hidden states per token.
+    """
+    depth = config.model_config.hf_text_config.num_hidden_layers
+    lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
+    layers = next((each for each in lists if len(each) == depth and _attends(each)), None)
+    if layers is None:
+        raise TargetError(f"no list of {depth} decoder layers for the drafter to read")
+    if type(layers[0]).__name__ in _SEVERAL_STREAMS:
+        raise TargetError("several streams of hidden states, of which the drafter reads one")
+    interface: Any = model
+    forward, buffers = model.forward, list[torch.Tensor]()
+
+    # Not a forward hook on the model: torch.compile would run it twice.
+    @wraps(forward)
+    def forward_with_states(*args: Any, **kwargs: Any) -> Any:
+        hidden = forward(*args, **kwargs)
+        return hidden, [buffer[: hidden.shape[0]] for buffer in buffers]
+
+    def set_aux_hidden_state_layers(ids: tuple[int, ...]) -> None:
+        target, device = config.model_config, config.device_config.device
+        shape = config.scheduler_config.max_num_batched_tokens, target.get_hidden_size()
+        for layer in (layers[index] for index in sorted(set(ids))):
+            buffer = torch.zeros(shape, dtype=target.dtype, device=device)
+            layer.register_forward_pre_hook(_copy_input(layer, buffer), with_kwargs=True)
+            buffers.append(buffer)
+        interface.forward = forward_with_states
+
+    interface.supports_eagle3 = True
+    interface.has_own_lm_head = interface.has_own_embed_tokens = False
+    interface.set_aux_hidden_state_layers = set_aux_hidden_state_layers
+    interface.get_eagle3_default_aux_hidden_state_layers = lambda: (2, depth // 2, depth - 3)
+
+
+def _attends(layers: nn.ModuleList) -> bool:
+    return any(isinstance(module, Attention) for module in layers.modules())
+
+
+def _copy_input(layer: nn.Module, buffer: torch.Tensor) -> Any:
+    # Compiled code cannot inspect signatures.
+    names = list(inspect.signature(layer.forward).parameters)
+    hidden_at = names.index("hidden_states") if "hidden_states" in names else 0
+    adds = type(layer).__name__ in _ADDS_RESIDUAL or "residual" not in names
+    residual_at = None if adds else names.index("residual")
+
+    def given(at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[at] if at < len(args) else kwargs.get(names[at])
+
+    def copy_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = given(hidden_at, args, kwargs)
+        residual = None if residual_at is None else given(residual_at, args, kwargs)
+        state = hidden if residual is None else hidden + residual
+        state = state.flatten(0, -2)  # [1, T, H] of the Transformers backend
+        buffer[: state.shape[0]].copy_(state)
+
+    return copy_input

@@ -19,8 +19,8 @@ SPREAD, SURE = 0.5, 0.1
 similar sizes are correlated."""
 
 NOISE = 0.15
-"""Initial standard deviation of a measured ratio, in nats. Beyond two standard deviations, an error
-counts the less the larger it is: a step in which something was compiled says nothing of the next."""
+"""Initial standard deviation of a measured ratio, in nats. Beyond two of them, an error counts the
+less the larger it is: a step in which something was compiled says nothing of the next one."""
 
 FORGET = 2e-5
 """Decay of the information per ratio."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import deque
 
 import numpy as np
@@ -13,12 +12,11 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
-from vllm_specblock.triton_kernels.verify import reallocate_drafts
 
 from vllm_specblock.cpu.host_budget import HostBudgetManager
-from vllm_specblock.engine.adaptive import budget
-from vllm_specblock.engine.adaptive.budget import DeviceBudgetManager
-from vllm_specblock.engine.adaptive.clocks import Clock
+from vllm_specblock.engine import adaptive
+from vllm_specblock.engine.adaptive import DeviceBudgetManager
+from vllm_specblock.engine.device import Clock
 
 pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="on a GPU vLLM's survivals are rounded otherwise"
@@ -27,29 +25,21 @@ NUM_NODES, MOST = 24, 8
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    """Launches a private copy of the kernel, decorated while the interpreter is on; vLLM's own way
-    of it is not compiled."""
+def uncompiled(monkeypatch):
+    """vLLM's own way of it is not compiled."""
     monkeypatch.setattr(
         adaptive_verification,
         "_assign_draft_token_budget_compiled",
         adaptive_verification._assign_draft_token_budget,
     )
-    name = f"{reallocate_drafts.__package__}.interpreted"
-    spec = importlib.util.spec_from_file_location(name, reallocate_drafts.__file__)
-    copy = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        spec.loader.exec_module(copy)
-    monkeypatch.setattr(budget, "reallocate_drafts", copy.reallocate_drafts_triton)
 
 
 @pytest.fixture
 def sent(monkeypatch):
     """What is copied to the device from now on."""
-    found, send = [], budget.async_tensor_h2d
+    found, send = [], adaptive.async_tensor_h2d
     monkeypatch.setattr(
-        budget, "async_tensor_h2d", lambda *args, **to: found.append(args) or send(*args, **to)
+        adaptive, "async_tensor_h2d", lambda *args, **to: found.append(args) or send(*args, **to)
     )
     return found
 
@@ -64,7 +54,7 @@ def managers_of(engine, kind: type) -> list:
     states = engine.runner.req_states
     made = [
         each(states, torch.full((MOST + 1,), -7, dtype=torch.int32), 1, max_total_logits=10**6)
-        for each in (budget.AdaptiveVerificationManager, kind)
+        for each in (adaptive.AdaptiveVerificationManager, kind)
     ]
     made[1]._confidence_probs = made[0]._confidence_probs
     return made
@@ -117,7 +107,7 @@ def test_every_batch_as_vllm_does(engine, kind, sent):
 def test_compiled_before_there_are_requests(managers, monkeypatch):
     _, ours = managers
     launches = []
-    monkeypatch.setattr(budget, "reallocate_drafts", lambda *args: launches.append(args))
+    monkeypatch.setattr(adaptive, "reallocate_drafts", lambda *args: launches.append(args))
     ours.set_initial_cost_curves(profiled(ours, 0.01))
     ours._batch_budget = {"one": 3, "two": 4}, {"one": 1, "two": 1}, 5
     ours.reallocate_drafts(["one", "two"], torch.tensor([4, 2]))
@@ -173,7 +163,7 @@ def test_a_step_is_learned_from_once_the_device_has_run_it(engine, monkeypatch, 
     )
     monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
     monkeypatch.setattr(manager, "_timed", deque())
-    manager.trees.all_paused = False
+    manager.all_paused = False
     engine.generate([list(range(3, 20))], SamplingParams(temperature=0.0, max_tokens=60))
     if lag == 10**6:
         assert not seen

@@ -10,7 +10,6 @@ from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_t
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from vllm_specblock.engine.runner.step_batch import StepInputs
 from vllm_specblock.feedback.controller import Controller
 
 ADAPTIVE = {"enable_adaptive_verification": True}
@@ -52,15 +51,14 @@ def charge(engine, monkeypatch, of_rows, drafting=0.0):
     controller = Controller(manager.num_speculative_steps)
     controller.cost.measured({n: of_rows(n) for n in range(1, 513)}, {1: drafting})
     monkeypatch.setattr(manager, "controller", controller)
-    monkeypatch.setattr(manager.trees, "controller", controller)
-    manager.trees.all_paused = False
+    manager.all_paused = False
     for name in ("observe", "observe_draft"):
         monkeypatch.setattr(controller.cost, name, lambda *_: None)
 
 
 def never_pause(engine, monkeypatch):
     manager = engine.runner.adaptive_verification
-    manager.trees.all_paused = False
+    manager.all_paused = False
     monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
 
 
@@ -131,19 +129,6 @@ def test_experiments_leave_room_for_the_logits(engine, monkeypatch, verified):
     assert max(rows) == 20
 
 
-@on_the_host
-def test_nodes_that_were_cut_are_not_judged(engine, monkeypatch, verified):
-    charge(engine, monkeypatch, lambda rows: 10 + rows)
-    never_pause(engine, monkeypatch)
-    acceptance = engine.speculator.adaptive.acceptance
-    judged = note_calls(
-        monkeypatch, acceptance, "learn_from", lambda _, verdict: int(verdict.judged.sum())
-    )
-    engine.generate(PROMPTS[:4], params(4, temperature=0.0, max_tokens=30))
-    assert judged == [budget for _, budget in verified if budget], "no node, nothing to learn"
-    assert any(0 < budget < drafted for drafted, budget in verified)
-
-
 @pytest.fixture(scope="module")
 def crowded():
     return crowded_engine({"num_speculative_tokens": 16, **ADAPTIVE})
@@ -159,7 +144,7 @@ def test_preemption_while_drafting_is_paused(crowded, reference, monkeypatch, te
     preempt = crowded.core.scheduler._preempt_request
 
     def noting(request, *args, **kwargs):
-        if manager.trees.all_paused:
+        if manager.all_paused:
             slot = crowded.runner.req_states.req_id_to_index[request.request_id]
             missed.append(backlog.rows(slot))
         return preempt(request, *args, **kwargs)
@@ -246,50 +231,6 @@ def test_drafters_catch_up_on_steps_without_drafts(scheduled, reference, monkeyp
 
 
 @on_the_host
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("room", [True, False])
-def test_who_was_there_when_heads_rested_catches_up_or_gets_no_tree(
-    engine, reference, monkeypatch, temperature, room
-):
-    """Ten requests, eight at a time: the heads rest for five steps, in the midst of the first.
-
-    Nothing is lost either way; without room for what they missed, trees are dropped until a block
-    ends.
-    """
-    if not room:
-        monkeypatch.setattr(engine.speculator.adaptive.backlog, "most_bytes", 0)
-    charge(engine, monkeypatch, lambda rows: 1 + 1e-9 * rows)
-    controller, turn = engine.runner.adaptive_verification.controller, iter(range(10**6))
-    monkeypatch.setattr(controller, "drafts", lambda *_: not 4 <= next(turn) < 9)
-    adaptive, slots, verdicts = engine.speculator.adaptive, engine.speculator.tree_states, []
-    pause, commit = adaptive.pause, StepInputs.committed
-
-    def noting_sleep(batch, rows):
-        verdicts.append(int(slots.accepted[batch.idx_mapping].sum()))
-        pause(batch, rows)
-
-    def checking_rows(inputs, *args):
-        rows = inputs.rows
-        assert not rows.accepted_rows.accepted[rows.drafts == 0].any(), (
-            "accepted of a tree that was not run"
-        )
-        return commit(inputs, *args)
-
-    monkeypatch.setattr(adaptive, "pause", noting_sleep)
-    monkeypatch.setattr(StepInputs, "committed", checking_rows)
-    discard, dropped = slots.discard, []
-    monkeypatch.setattr(slots, "discard", lambda *of: dropped.append(of[1].any()) or discard(*of))
-    proposals = note_proposals(engine, monkeypatch)
-    requests = params(temperature=temperature)
-    Checker()(engine, requests, reference(f"rested, {temperature}", requests))
-    assert verdicts[0] > 0, "the first step at rest had nothing to commit"
-    assert adaptive.declined_there.tolist() == adaptive.declined.tolist()
-    assert all(size == 24 for _, of in proposals[6:] for size in of)
-    assert any(dropped) != room and not all(dropped[-5:]), "requests that were there, for a while"
-    assert not adaptive.backlog.pieces and adaptive.backlog.bytes == 0
-
-
-@on_the_host
 def test_steps_are_observed_as_they_were(engine, reference, monkeypatch, verified):
     """What the controller learns from, with pauses of three steps in nine."""
     never_pause(engine, monkeypatch)
@@ -350,11 +291,6 @@ def test_warm_up_teaches_nothing(engine, monkeypatch):
     assert (
         acceptance.judged.sum() == acceptance.reached.sum() == speculator.counters.total.sum() == 0
     )
-
-
-def test_engines_that_did_not_ask_keep_vllms_way(plain, tree):
-    assert plain.runner.adaptive_verification is None
-    assert tree.runner.adaptive_verification is None and tree.speculator.adaptive is None
 
 
 def test_what_is_not_true_or_false_is_one_sentence():

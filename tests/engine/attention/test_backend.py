@@ -83,8 +83,9 @@ def stand_in_flash(query, key, value, *, window_size=(-1, -1), out=None, **given
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
-def test_requests_without_trees_by_flash_attention(window, soft_cap):
+def test_requests_without_trees_by_flash_attention(window, soft_cap, monkeypatch):
     """The rows before theirs stay as they are."""
+    monkeypatch.setattr(flash_causal, "flash_attention", lambda head_size: stand_in_flash)
     batch = make_batch([Chunk(9, 3), Chunk(37, 12), Chunk(0, 5), Chunk(20, 1)], group=2)
     metadata = SimpleNamespace(
         num_reqs=4,
@@ -97,9 +98,7 @@ def test_requests_without_trees_by_flash_attention(window, soft_cap):
     out = torch.full_like(batch.query, 7.0)
     rest = flash_causal.after_trees(metadata, 1)
     assert (rest.first_row, rest.max_query_len, rest.max_seq_len) == (3, 12, 51)
-    flash_causal.attend_causal(
-        stand_in_flash, rest, batch.query, batch.kv_cache, 32**-0.5, out, window, soft_cap
-    )
+    rest.attend(batch.query, batch.kv_cache, 32**-0.5, out, window, soft_cap)
     assert (out[:3] == 7).all()
     out[:3] = batch.oracle(window=window, soft_cap=soft_cap)[:3]
     check(out, batch, window=window, soft_cap=soft_cap)

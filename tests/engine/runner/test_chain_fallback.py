@@ -1,13 +1,9 @@
 """Which requests verify a chain."""
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
-import torch
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from vllm_specblock.engine.runner.speculator import TreeSpeculator
+from vllm_specblock.engine.request_drafts import looks_back
 
 CHAINS = (
     {"repetition_penalty": 1.1},
@@ -24,18 +20,6 @@ TREES = (
 )
 
 
-@pytest.mark.parametrize("all_chains", [False, True], ids=["", "a processor of the user"])
-def test_requests_whose_sampling_looks_back_verify_a_chain(all_chains):
-    state = SimpleNamespace(
-        temperature=torch.zeros(1),
-        chains=np.zeros(1, dtype=bool),
-        undrafted=np.zeros(1, dtype=bool),
-        all_chains=all_chains,
-        adaptive=None,
-        draft_policy=SimpleNamespace(begin=lambda slot: None),
-        skipped=SimpleNamespace(backlog=None),
-    )
-    expected = [True] * len(CHAINS) + [all_chains] * (len(TREES) + 1)
-    for params, chain in zip([*(SamplingParams(**x) for x in (*CHAINS, *TREES)), None], expected):
-        TreeSpeculator.note_request(state, 0, params)
-        assert state.chains[0] == chain, params
+@pytest.mark.parametrize("given", [*CHAINS, *TREES])
+def test_requests_whose_sampling_looks_back_verify_a_chain(given):
+    assert looks_back(SamplingParams(**given)) == (given in CHAINS)

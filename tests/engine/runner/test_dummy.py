@@ -60,28 +60,24 @@ def test_a_dummy_run_changes_nothing(engine, monkeypatch, dummy, pad):
     assert answers(engine) == wanted
 
 
-def test_the_memory_profile_runs_the_heads(engine, monkeypatch):
-    """Before there are caches, on as many rows as a step can have."""
+@pytest.mark.parametrize("one_request", [False, True], ids=["many requests", "one, too long"])
+def test_the_memory_profile_runs_the_heads(engine, monkeypatch, one_request):
+    """Before there are caches, on as many rows as a step can have.
+
+    One request may be longer than the model allows: a kernel reads a column for each of its blocks.
+    """
+    speculator, runner, tokens = engine.speculator, engine.runner, engine.runner.max_num_tokens
+    if one_request:
+        tokens = 2 * runner.max_model_len
+        monkeypatch.setattr(speculator, "scratch_idx", 0)
+        monkeypatch.setattr(runner, "max_num_reqs", 1)
+        monkeypatch.setattr(runner, "max_num_tokens", tokens)
     rows = advances(engine, monkeypatch)
-    bound = [head.attention_builder for head in engine.speculator.draft_policy.drafters]
-    engine.runner._dummy_run(engine.runner.max_num_tokens, skip_attn=True, is_profile=True)
-    assert rows == [engine.runner.max_num_tokens]
-    for head, builder in zip(engine.speculator.draft_policy.drafters, bound):
+    tables = note_calls(monkeypatch, speculator, "step", lambda _, step: step.block_table)
+    bound = [head.attention_builder for head in speculator.draft_policy.drafters]
+    runner._dummy_run(tokens, skip_attn=True, is_profile=True)
+    assert rows == [tokens]
+    assert tables[0].numel() * speculator.vllm_config.cache_config.block_size >= tokens
+    for head, builder in zip(speculator.draft_policy.drafters, bound):
         assert head.attention_builder.caches[0].shape[0] == 1  # no cache of vLLM's was touched
         head.attention_builder = builder
-
-
-def test_a_dummy_request_longer_than_the_model_allows_stays_in_its_table(engine, monkeypatch):
-    """One request has all of vLLM's `max_num_batched_tokens`; a kernel reads a column for each."""
-    speculator = engine.speculator
-    monkeypatch.setattr(speculator, "scratch_idx", 0)
-    tables = note_calls(monkeypatch, speculator, "step", lambda _, inputs: inputs.block_table)
-    tokens = 2 * engine.runner.max_model_len
-    monkeypatch.setattr(engine.runner, "max_num_reqs", 1)
-    monkeypatch.setattr(engine.runner, "max_num_tokens", tokens)
-    bound = [drafter.attention_builder for drafter in speculator.draft_policy.drafters]
-    engine.runner._dummy_run(tokens, skip_attn=True, is_profile=True)
-    for drafter, builder in zip(speculator.draft_policy.drafters, bound):
-        drafter.attention_builder = builder
-    size = speculator.vllm_config.cache_config.block_size
-    assert tables[0].shape[1] * size >= tokens

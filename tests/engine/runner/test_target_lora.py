@@ -10,7 +10,7 @@ from support.matrix import PROMPTS, params
 from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 from vllm.lora.request import LoRARequest
 
-from vllm_specblock.engine.target_lora import embed_without_adapters
+from vllm_specblock.engine.target_model import embedding_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU")
 
@@ -66,7 +66,7 @@ def test_tokens_are_vllms_own(ours, adapted, adapters, reference, temperature):
 def test_drafters_embed_without_adapters(ours):
     """For any adapter of the batch's first tokens, and for any number of ids."""
     model = ours.runner.model
-    embed = embed_without_adapters(model)
+    embed = embedding_of(model, torch.device("cpu"))
     (layer,) = (x for x in model.modules() if isinstance(x, VocabParallelEmbeddingWithLoRA))
     token = torch.arange(2048).repeat(3)
     assert torch.equal(embed(token), layer.base_layer.weight[token])

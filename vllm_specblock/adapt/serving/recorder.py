@@ -103,14 +103,8 @@ class Recorder(StepObserver):
             else:
                 self._leave(slot)
 
-    def record(
-        self,
-        rows: StepBatch,
-        committed: CommittedTokens,
-        hidden_states: list[torch.Tensor] | torch.Tensor,
-        verified: VerifiedTrees,
-    ) -> None:
-        low, mid, high = (hidden_states[column] for column in self.columns)
+    def record(self, rows: StepBatch, committed: CommittedTokens, verified: VerifiedTrees) -> None:
+        low, mid, high = (rows.hidden_states[column] for column in self.columns)
         step = StepToRecord(
             rows.request,
             committed.source,
@@ -119,7 +113,7 @@ class Recorder(StepObserver):
             committed.kv_slot,
             committed.last,
             (low, mid, high),
-            hidden_states[-1],
+            rows.hidden_states[-1],
             verified,
             self.parent,
         )

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_specblock.commit.store import store_kv
 from vllm_specblock.engine.attention import flash_causal
-from vllm_specblock.engine.attention.flash_causal import CausalRequests, attend_causal
+from vllm_specblock.engine.attention.flash_causal import CausalRequests
 from vllm_specblock.options import TargetError
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.verify.tree_mask import TreeMask
@@ -240,8 +240,7 @@ class TreeAttentionImpl(AttentionImpl):
         queries, causal = metadata.queries, metadata.causal
         given: dict[str, Any] = {"window": self.window, "soft_cap": self.soft_cap}
         if causal is not None:
-            flash = flash_causal.flash_attention(self.head_size)
-            attend_causal(flash, causal, query, kv_cache, self.scale, out, **given)
+            causal.attend(query, kv_cache, self.scale, out, **given)
             query, out = query[: causal.first_row], out[: causal.first_row]
         if queries is not None:
             given |= {"sinks": self.sinks, **scales}

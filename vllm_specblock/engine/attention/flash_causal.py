@@ -6,7 +6,6 @@ They get the bits of vLLM's own backend. Eager batches only: in a graph any row 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -19,7 +18,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 @dataclass(frozen=True)
 class CausalRequests:
-    """The last C requests of a batch."""
+    """The last C requests of a batch, which have no trees."""
 
     first_row: int  # of the first request; the rows before belong to trees
     query_start: torch.Tensor  # [C+1] int32, starts at 0
@@ -27,6 +26,37 @@ class CausalRequests:
     block_table: torch.Tensor  # [C, max blocks] int32
     max_query_len: int
     max_seq_len: int
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        window: int | None = None,
+        soft_cap: float = 0.0,
+    ) -> None:
+        """Attend their rows in one layer; leave the rows before theirs unchanged.
+
+        Args as in `tree_attention`, of 16 bits; the rows are those of the whole batch.
+        """
+        # FlashAttention's views are [blocks, block size, kv heads, D].
+        key, value = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+        flash_attention(query.shape[-1])(
+            query[self.first_row :],
+            canonicalize_singleton_dim_strides(key),
+            canonicalize_singleton_dim_strides(value),
+            out=out[self.first_row :],
+            max_seqlen_q=self.max_query_len,
+            cu_seqlens_q=self.query_start,
+            max_seqlen_k=self.max_seq_len,
+            seqused_k=self.seq_len,
+            softmax_scale=scale,
+            causal=True,
+            window_size=[-1, -1] if window is None else [window - 1, 0],
+            softcap=soft_cap,
+            block_table=self.block_table,
+        )
 
 
 @cache
@@ -61,42 +91,4 @@ def after_trees(batch: CommonAttentionMetadata, num_trees: int) -> CausalRequest
         batch.block_table_tensor[rest],
         max(end - start for start, end in itertools.pairwise(starts)),
         int(batch.seq_lens_cpu_upper_bound[rest].max()),  # a host tensor
-    )
-
-
-def attend_causal(
-    flash: Callable[..., Any],
-    requests: CausalRequests,
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    scale: float,
-    out: torch.Tensor,
-    window: int | None = None,
-    soft_cap: float = 0.0,
-) -> None:
-    """Attend the rows of these requests in one layer; leave the rows before theirs unchanged.
-
-    Args:
-        flash: from `flash_attention`.
-        query, out: [T, heads, D] bf16 or fp16, all rows of the batch.
-        kv_cache: [blocks, kv heads, block size, 2D] of the same dtype.
-        window: a row sees only this many entries, up to and including its own.
-        scale, soft_cap: as in `tree_attention`.
-    """
-    # FlashAttention's views are [blocks, block size, kv heads, D].
-    key, value = kv_cache.transpose(1, 2).chunk(2, dim=-1)
-    flash(
-        query[requests.first_row :],
-        canonicalize_singleton_dim_strides(key),
-        canonicalize_singleton_dim_strides(value),
-        out=out[requests.first_row :],
-        max_seqlen_q=requests.max_query_len,
-        cu_seqlens_q=requests.query_start,
-        max_seqlen_k=requests.max_seq_len,
-        seqused_k=requests.seq_len,
-        softmax_scale=scale,
-        causal=True,
-        window_size=[-1, -1] if window is None else [window - 1, 0],
-        softcap=soft_cap,
-        block_table=requests.block_table,
     )

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import count
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.extract_hidden_states import (
+    CacheOnlyAttentionBackend,
+    CacheOnlyAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu.block_table import BlockTables
 
 from vllm_specblock.commit.move import move_path
 from vllm_specblock.config import OptionError
-from vllm_specblock.drafters.interface import Drafter
-from vllm_specblock.engine.attention.draft_attention_layer import DraftAttentionLayer
+from vllm_specblock.drafters.interface import CacheLayer, Drafter
 from vllm_specblock.tree import words_for
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet
 from vllm_specblock.triton_kernels.warm_up import compile_attention
@@ -25,10 +33,8 @@ Slots = dict[str, torch.Tensor]
 class EngineCaches:
     """Caches of target and drafters, under one block table.
 
-    Attributes:
-        target_layers: names of the target's attention layers; drafter_layers: per drafter.
-        target: the target's caches, as (cache group, caches).
-        group: the drafters' cache group.
+    target_layers, drafter_layers: names, per drafter; target: the target's caches by cache group;
+    group: the drafters' cache group.
     """
 
     def __init__(
@@ -145,3 +151,47 @@ def caches_of(
         (group, KVCacheSet([*caches.values()], packing))
         for (group, *_, packing), caches in alike.items()
     ]
+
+
+class DraftAttentionLayer(nn.Module, AttentionLayerBase):
+    """One drafter layer for vLLM's cache manager, under the target's block table.
+
+    A token has K entries: slot · K + k holds position k of the row at `slot`.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, number: int, layer: CacheLayer) -> None:
+        super().__init__()
+        self.name, self.layer = f"specblock.layers.{number}.attn", layer
+        self.dtype = vllm_config.model_config.dtype
+        self.kv_cache = torch.tensor([])
+        vllm_config.compilation_config.static_forward_context[self.name] = self
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return DraftAttentionBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=self.layer.num_kv_heads,
+            head_size=self.layer.head_dim,
+            dtype=self.dtype,
+            tokens_per_state=Fraction(1, self.layer.entries_per_token),
+        )
+
+
+class DraftMetadataBuilder(CacheOnlyAttentionMetadataBuilder):
+    """The drafter builds its own metadata: nothing of vLLM's prevents full CUDA graphs."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+
+
+class DraftAttentionBackend(CacheOnlyAttentionBackend):
+    """Names the drafter's cache layout to vLLM."""
+
+    @staticmethod
+    def get_builder_cls() -> type[DraftMetadataBuilder]:
+        return DraftMetadataBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBNHC,)

@@ -41,8 +41,7 @@ class DraftPolicy:
     Attributes:
         wanted: [n] int64, requests of this step that get drafts; None: all.
         holes: set if the policy masks cache blocks itself; None: block tables are masked already.
-        asked: a drafter with weights took part in the last proposal, or there is none.
-        read: rows that it had missed in earlier proposals.
+        asked: a drafter with weights took part in the last proposal; read: rows it had missed.
         max_depth: tokens on the longest path of any tree.
     """
 
@@ -117,8 +116,6 @@ class SkippingMergedDrafters(DraftPolicy):
 
     A skipped drafter does not read the step either, since reading costs as much as drafting. Missed
     rows are kept until it drafts again. Only a CPU can decide this in every step.
-
-    One of the drafters is the lookup, without a cache; the controller knows what asking costs.
     """
 
     def __init__(
@@ -161,12 +158,9 @@ class SkippingMergedDrafters(DraftPolicy):
         self.found = self.draft(lookup, rows)
         sure = first_token(self.found)
         slots = rows.req_idx.numpy()  # a host tensor
-        everyone = np.ones(len(slots), dtype=bool)
-        votes = everyone
-        if self.wanted is not None:
-            votes = np.isin(np.arange(len(slots)), self.wanted.numpy())  # a host tensor
         self.read = sum(map(self.behind.rows, slots.tolist()))  # a host array
-        expected = self.gate.expects(sure.numpy()[votes])  # a host tensor
+        votes = sure if self.wanted is None else sure[self.wanted]
+        expected = self.gate.expects(votes.numpy())  # a host tensor
         behind = self.read + len(rows.token)
         # Dummy batches measure what asking costs.
         dummy = bool(slots[0] == self.scratch_idx)  # a host array
@@ -179,7 +173,7 @@ class SkippingMergedDrafters(DraftPolicy):
                 rows, self.blind = self.holes.masked(rows)
             drafter.advance(rows)
         else:
-            self.behind.keep(MissedRows.of(rows), everyone)
+            self.behind.keep(MissedRows.of(rows), np.ones(len(slots), dtype=bool))
             if self.holes is not None:
                 self.holes.skip(rows.kv_slot)
 
@@ -192,7 +186,7 @@ class SkippingMergedDrafters(DraftPolicy):
                 tree = tree.where(self.blind, nothing)
             return self.of_both(tree, found) if self.lookup else self.of_both(found, tree)
         none, never = torch.zeros_like(found.size), torch.zeros_like(found.size, dtype=torch.bool)
-        if self.lookup:
-            found = replace(found, origin=2 * found.origins())
-            return Proposal(found, (none, found.size), ~never, never)
-        return Proposal(found, (found.size, none), never, never)
+        if not self.lookup:
+            return Proposal(found, (found.size, none), never, never)
+        found = replace(found, origin=2 * found.origins())
+        return Proposal(found, (none, found.size), ~never, never)

@@ -8,7 +8,7 @@ one small copy, when they change. Batches with prompt chunks run eagerly.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.engine.runner.step_batch import StepBatch, StepInputs
+from vllm_specblock.engine.runner.step_batch import StepBatch
 from vllm_specblock.engine.runner.tree_states import TreeStates
 
 if TYPE_CHECKING:
@@ -37,24 +37,24 @@ def to_scratch_slot(batch: InputBatch, scratch_idx: int) -> InputBatch:
     )
 
 
-def null_inputs(
-    rows: StepBatch, hidden_states: list[torch.Tensor], config: VllmConfig
-) -> StepInputs:
-    """Return inputs of a dummy step before vLLM allocates caches; all blocks are null blocks."""
-    count, device = rows.batch.num_reqs, rows.base.device
+def null_batch(
+    batch: InputBatch, states: TreeStates, hidden_states: list[torch.Tensor], config: VllmConfig
+) -> StepBatch:
+    """Return a dummy step before vLLM allocates caches; all blocks are null blocks."""
+    count, device = batch.num_reqs, batch.idx_mapping.device
     # vLLM's dummy requests may be longer than any real one.
-    longest = int(rows.batch.num_scheduled_tokens[:count].max())  # a host array
+    longest = int(batch.num_scheduled_tokens[:count].max())  # a host array
     block_size = config.cache_config.block_size
     blocks = -(-max(config.model_config.max_model_len, longest) // block_size)
-    return StepInputs(
-        rows,
-        torch.full((rows.batch.num_tokens,), -1, dtype=torch.int64, device=device),
-        [],
-        hidden_states,
-        torch.zeros(count, blocks, dtype=torch.int32, device=device),
-        block_size,
-        torch.zeros(2, count, dtype=torch.int64, device=device),
-        chain=None,
+    return StepBatch(
+        batch=batch,
+        tree_states=states,
+        slot_mapping=torch.full((batch.num_tokens,), -1, dtype=torch.int64, device=device),
+        target_slots=[],
+        hidden_states=hidden_states,
+        block_table=torch.zeros(count, blocks, dtype=torch.int32, device=device),
+        block_size=block_size,
+        masks=torch.zeros(2, count, dtype=torch.int64, device=device),
     )
 
 
@@ -62,17 +62,17 @@ _SLOT, _GOES_ON, _CHAIN = range(3)
 """Columns of the host values of a request."""
 
 
+@dataclass(eq=False, kw_only=True)
 class GraphStepBatch(StepBatch):
-    """StepBatch of R requests with N nodes each, in persistent buffers; `known` [R, 3] int64."""
+    """StepBatch of R requests with N nodes each, in persistent buffers."""
 
-    def __init__(self, batch: InputBatch, tree_states: TreeStates, known: torch.Tensor) -> None:
-        super().__init__(batch, tree_states, pad=True)
-        self.known = known
+    known: torch.Tensor  # [R, 3] int64
 
-    def read(self) -> None:
+    def read(self) -> GraphStepBatch:
         """Load the values of this step, inside the graph."""
         self.goes_on, self.chain = self.known[:, _GOES_ON], self.known[:, _CHAIN]
         self.read_accepted(self.known[:, _SLOT])
+        return self
 
 
 class ProposalGraphs(CudaGraphManager):
@@ -104,63 +104,60 @@ class ProposalGraphs(CudaGraphManager):
         self.sent[:, _SLOT] = self.scratch_idx
         self.known = torch.tensor(self.sent, device=device)
         # Tensors that were captured must live as long as the graph.
-        self.rows: dict[int, GraphStepBatch] = {}
+        self.steps: dict[tuple[bool, int], GraphStepBatch] = {}
         self.of_length: dict[bool, dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]] = {}
 
     def capture(
-        self, step: Callable[[StepInputs], torch.Tensor], tokens: torch.Tensor, brief: bool
+        self, step: Callable[[StepBatch], torch.Tensor], tokens: torch.Tensor, brief: bool
     ) -> None:
         """Capture `step` for every size; `tokens` [≥ most requests, N] int64 is its output.
 
         brief: it drafts the first block only; `find` then finds these graphs.
         """
-        group = self.caches.group
 
         def create_forward_fn(
             desc: BatchExecutionDescriptor, warmup: bool
         ) -> Callable[[CUDAGraphMode], None]:
             count = desc.num_reqs
-            rows = self._rows(count)
-            slots = self.block_tables.get_dummy_slot_mappings(self.most_rows + 1)
-            inputs = {
-                "slot_mapping": slots[group],
-                "target_slots": [slots[each] for each, _ in self.caches.target],
-                "block_table": self.block_tables.get_dummy_block_tables(count)[group],
-                "block_size": self.block_tables.block_sizes[group],
-                "masks": self.masks[:, :count],
-                "hidden_states": self.hidden_states,
-                "tokens": tokens[:count],
-            }
+            self.steps[brief, count] = rows = self._step(count, tokens[:count])
 
             def forward(cg_mode: CUDAGraphMode) -> None:
-                rows.read()
-                step(StepInputs(rows, chain=rows.chain, **inputs))
+                step(rows.read())
 
             return forward
 
         self.graphs = self.of_length[brief] = {}
         super().capture(create_forward_fn, "Capturing SpecBlock proposals")
 
-    def _rows(self, count: int) -> GraphStepBatch:
-        num_nodes = self.tree_states.num_nodes
-        dummy = InputBatch.make_dummy(count, count, self.buffers)
-        if count not in self.rows:
-            batch = replace(
-                dummy,
-                idx_mapping=self.known[:count, _SLOT],
-                query_start_loc=self.buffers.query_start_loc[: count + 1],
-                num_tokens=self.most_rows + 1,
-                positions=self.buffers.positions[: self.most_rows + 1],
-                num_scheduled_tokens=np.full(count, num_nodes + 1, dtype=np.int32),
-                num_draft_tokens=count * num_nodes,
-                num_draft_tokens_per_req=np.full(count, num_nodes, dtype=np.int32),
-                # An upper bound for every replay.
-                seq_lens_cpu_upper_bound=torch.full(
-                    (count,), self.vllm_config.model_config.max_model_len, dtype=torch.int32
-                ),
-            )
-            self.rows[count] = GraphStepBatch(batch, self.tree_states, self.known[:count])
-        return self.rows[count]
+    def _step(self, count: int, tokens: torch.Tensor) -> GraphStepBatch:
+        num_nodes, group = self.tree_states.num_nodes, self.caches.group
+        slots = self.block_tables.get_dummy_slot_mappings(self.most_rows + 1)
+        batch = replace(
+            InputBatch.make_dummy(count, count, self.buffers),
+            idx_mapping=self.known[:count, _SLOT],
+            query_start_loc=self.buffers.query_start_loc[: count + 1],
+            num_tokens=self.most_rows + 1,
+            positions=self.buffers.positions[: self.most_rows + 1],
+            num_scheduled_tokens=np.full(count, num_nodes + 1, dtype=np.int32),
+            num_draft_tokens=count * num_nodes,
+            num_draft_tokens_per_req=np.full(count, num_nodes, dtype=np.int32),
+            # An upper bound for every replay.
+            seq_lens_cpu_upper_bound=torch.full(
+                (count,), self.vllm_config.model_config.max_model_len, dtype=torch.int32
+            ),
+        )
+        return GraphStepBatch(
+            batch=batch,
+            tree_states=self.tree_states,
+            slot_mapping=slots[group],
+            target_slots=[slots[each] for each, _ in self.caches.target],
+            hidden_states=self.hidden_states,
+            block_table=self.block_tables.get_dummy_block_tables(count)[group],
+            block_size=self.block_tables.block_sizes[group],
+            masks=self.masks[:, :count],
+            tokens=tokens,
+            known=self.known[:count],
+        )
 
     def find(self, batch: InputBatch, dummy: bool, brief: bool) -> BatchExecutionDescriptor | None:
         """Return the graph for the `batch` of a step; None: run it eagerly.

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -22,7 +23,6 @@ from vllm_specblock.engine.attention.backend import TreeAttentionMetadataBuilder
 from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.recurrent.metadata import RecurrentTreeBuilder, TreeRows
 from vllm_specblock.engine.step_observer import WARM_UP
-from vllm_specblock.engine.target_lora import LogitsAdapters
 from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 from vllm_specblock.verify.tree_mask import TreeMask
 
@@ -37,12 +37,9 @@ def _trees_in_front(batch: InputBatch) -> int | None:
 
 
 class TreeModelState(DefaultModelState):
-    """DefaultModelState for draft trees.
+    """DefaultModelState for draft trees: their mask, and positions that follow node depth.
 
-    - Positions follow node depth; `input_batch.positions` and cache slots stay consecutive.
-    - Attention gets a tree mask.
-    - A `TreeSampler` verifies the drafts.
-
+    `input_batch.positions` and cache slots stay consecutive.
     """
 
     speculator: Any = None  # set on a subclass per engine: vLLM builds this object from its class
@@ -57,7 +54,8 @@ class TreeModelState(DefaultModelState):
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self.tree_states = self.speculator.tree_states
-        self.adapters = LogitsAdapters(model) if vllm_config.lora_config else None
+        lora = (each for each in model.modules() if isinstance(each, LogitsProcessorWithLoRA))
+        self.lora_mappings = {each.punica_wrapper for each in lora}
         self.tree_mask = TreeMask(
             self.max_num_tokens,
             self.max_num_reqs,
@@ -94,8 +92,12 @@ class TreeModelState(DefaultModelState):
         **kwargs: Any,
     ) -> dict[str, Any]:
         batch, mask = input_batch, self.tree_mask
-        if self.adapters is not None:
-            self.adapters.map_rows(batch)
+        # vLLM maps one row of logits per request to an adapter, and keeps the old mapping if the
+        # same requests come in the same order.
+        for mapping in self.lora_mappings:
+            logits = batch.logits_indices
+            mapping._sampler_indices[: len(logits)] = mapping._token_lora_indices[logits]
+            mapping.indices_len[1] = len(logits)
         # Full graphs serve decode steps only, and are captured with dummy batches without drafts.
         graph = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
         mask.num_trees = None if graph else _trees_in_front(batch)

@@ -23,10 +23,9 @@ Sample = Callable[[torch.Tensor | slice], tuple[torch.Tensor, torch.Tensor]]
 
 
 class TreeSampler(RejectionSampler):
-    """RejectionSampler for draft trees.
+    """RejectionSampler that draws a token at every node, as plain decoding would at its depth.
 
-    Only `_verify` differs. It draws a token at every node with plain decoding's `Sampler.sample`
-    and the noise of the node's depth; the accepted path follows the draws.
+    The accepted path follows the draws.
     """
 
     def __init__(
@@ -51,8 +50,7 @@ class TreeSampler(RejectionSampler):
         pos: torch.Tensor,
         *rest: Any,
     ) -> Any:
-        # Noise is keyed by (seed, position): use the position of the token in plain decoding, which
-        # follows depth.
+        # Noise is keyed by (seed, position), here the token's position in plain decoding.
         pos = self.tree_mask.node_position[: len(pos)]
         given = logits, input_batch, draft_logits, draft_sampled, pos
         return super()._verify_in_chunks(*given, *rest)
@@ -108,14 +106,10 @@ class TreeSampler(RejectionSampler):
         req_idx: torch.Tensor,
         wants_rows: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draw a token at every node; a device may leave out nodes that no path reaches.
+        """Draw a token at every node, [rows] int64; a device may leave out unreachable nodes.
 
-        Args:
-            token, first_row, req_idx: as in `DrawnRows`.
-            wants_rows: the processed logits are read.
-
-        Returns:
-            [rows] int64; the processed logits [rows, V], or None if they are not wanted.
+        token, first_row, req_idx: as in `DrawnRows`. Also returns the processed logits [rows, V],
+        or None without `wants_rows`.
         """
         return sample(slice(None))
 
@@ -126,10 +120,7 @@ class TreeSampler(RejectionSampler):
     def _path_order(
         self, cu_num_logits: torch.Tensor, idx_mapping: torch.Tensor, num_rows: int
     ) -> torch.Tensor:
-        """Return the row to read for every row to write, [num_rows] int64.
-
-        Position j of the path (node `path[j]`) goes to row `first + j`. Other rows are not read.
-        """
+        """Return the row to read for every row to write, [num_rows] int64: paths come first."""
         first = cu_num_logits[:-1, None].long()  # [R, 1]
         path, accepted = self.tree_states.path[idx_mapping], self.tree_states.accepted[idx_mapping]
         place = torch.arange(path.shape[1], device=path.device)

@@ -11,7 +11,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_specblock.drafters.common.missed_rows import Backlog, CacheHoles, MissedRows
-from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
+from vllm_specblock.engine.adaptive import TreeBudgetManager
 from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy, SkippingMergedDrafters
 from vllm_specblock.engine.runner.step_batch import missed_rows, rows_without_drafts
@@ -33,14 +33,14 @@ class SkippedSteps:
         holes: incomplete cache blocks; None: there is no such drafter, or no cache yet.
         masks: [2, requests] int64; blind: [R] bool, requests of this step that cannot draft; see
             `CacheHoles.mask`.
-        adaptive: of the engine, set after it is built.
+        adaptive: vLLM's manager, once it has built it; None: budgets are fixed.
         resumes: the drafters can draft after steps that they have not read.
         blocks_shared: later requests may reuse the blocks of a request without drafts.
     """
 
     holes: CacheHoles | None = None
     blind: torch.Tensor | None = None
-    adaptive: AdaptiveTrees | None = None
+    adaptive: TreeBudgetManager | None = None
 
     def __init__(
         self, config: VllmConfig, has_caches: bool, tree_states: TreeStates, device: torch.device
@@ -94,20 +94,20 @@ class SkippedSteps:
         """Keep the `rows` of a step that no drafter reads; kv_slot: [T] int64, their slots."""
         if self.holes is not None:
             self.holes.skip(kv_slot)
+        wanted = np.ones(batch.num_reqs, dtype=bool)
         if paused and self.adaptive is not None:
-            self.adaptive.pause(batch, rows)
-            return
+            wanted = ~self.adaptive.undrafted[batch.idx_mapping_np]
         if self.backlog is not None:
-            self.backlog.keep(rows(), np.ones(batch.num_reqs, dtype=bool))
-        if self.adaptive is not None:
+            self.backlog.keep(rows(), wanted)
+        if self.adaptive is not None and not paused:
             self.adaptive.drafted(self.adaptive.clock.mark(), asked=False)
-        self.nothing_drafted(batch.idx_mapping)
+        self.nothing_drafted(batch.idx_mapping, confidence=float(not paused))
 
-    def nothing_drafted(self, req_idx: torch.Tensor) -> None:
-        """Note that the drafts scheduled next are placeholders."""
+    def nothing_drafted(self, req_idx: torch.Tensor, confidence: float = 1.0) -> None:
+        """Note that the drafts scheduled next are placeholders; the manager ignores 1."""
         self.tree_states.accepted.index_fill_(0, req_idx, 0)
         if self.adaptive is not None:
-            self.adaptive.nothing_drafted(len(req_idx))
+            self.adaptive.confidence[: len(req_idx)] = confidence
 
     def mask(self, batch: InputBatch, table: torch.Tensor) -> None:
         """Mask incomplete blocks in the batch's `table` [≥ R, max blocks] int32, in place."""

@@ -24,20 +24,20 @@ from vllm_specblock.commit.move import move_path
 from vllm_specblock.drafters.common.missed_rows import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.registry import drafter_kind
-from vllm_specblock.engine import draft_weights
-from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
+from vllm_specblock.engine import draft_models
+from vllm_specblock.engine.adaptive import OURS, TreeBudgetManager
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig
 from vllm_specblock.engine.device import device_of
+from vllm_specblock.engine.draft_models import load_drafters
 from vllm_specblock.engine.metrics.counters import DrafterCounters
 from vllm_specblock.engine.metrics.exporter import make_sink
 from vllm_specblock.engine.request_drafts import looks_back, wants_drafts
 from vllm_specblock.engine.runner import graphs
-from vllm_specblock.engine.runner.build import load_drafters
 from vllm_specblock.engine.runner.caches import EngineCaches, Slots
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy, SkippingMergedDrafters
 from vllm_specblock.engine.runner.model_state import TreeModelState
 from vllm_specblock.engine.runner.skipped_steps import SkippedSteps, States
-from vllm_specblock.engine.runner.step_batch import StepBatch, StepInputs, missed_rows
+from vllm_specblock.engine.runner.step_batch import StepBatch, missed_rows
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.engine.step_observer import StepObserver, adaptation
 from vllm_specblock.engine.target_model import check_target_model
@@ -53,6 +53,7 @@ class TreeSpeculator(DraftModelSpeculator):
     the accepted path among those of rejected nodes, and later steps need them in order.
     """
 
+    adaptive: TreeBudgetManager | None = None  # built by vLLM
     _counted = True  # the last step added to the counters
 
     # ---- at start, in vLLM's order ----
@@ -61,7 +62,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
     ) -> None:
         super().__init__(vllm_config, device)
-        draft_weights.install()
+        draft_models.install()
         self.req_states = req_states
         self.resolved: ResolvedConfig = vllm_config.speculative_config.specblock
         self.num_speculative_tokens = self.num_speculative_steps
@@ -79,12 +80,14 @@ class TreeSpeculator(DraftModelSpeculator):
         self.num_inner = sum(layer < depth for layer in self.resolved.layers)
         self.adapts = self.resolved.adapting is not None
         self.reads_last = self.num_inner < self.num_layers or self.adapts
-        self.pad_rows = not device_of(device).on_host
+        self.parts = device_of(device)
+        self.pad_rows = not self.parts.on_host
         self.enable_adaptive_verification = self.resolved.adaptive
         self.use_acceptance_estimator = False  # vLLM's, for chains
         self.temperature = torch.zeros(self.num_slots, device=device)
-        # By request slot: verifies the best path of its tree only; declines drafts.
-        self.chains, self.undrafted = np.zeros((2, self.num_slots), dtype=bool)
+        # By request slot: verifies the best path of its tree only; declines drafts; T > 0.
+        self.chains, self.undrafted, self.samples = np.zeros((3, self.num_slots), dtype=bool)
+        self.undrafted_there = torch.zeros(self.num_slots, dtype=torch.bool, device=device)
         self.all_chains = False  # a custom logits processor may read the output
 
     def load_draft_model(
@@ -99,22 +102,18 @@ class TreeSpeculator(DraftModelSpeculator):
             target_layers, self.recurrent = take_recurrent(layers, target_layers)
         drafters = load_drafters(config, resolved, target_model, device)
         combine, num_nodes = resolved.combine, self.num_speculative_tokens
-        controller, given = Controller(num_nodes), (drafters, combine, num_nodes, device)
+        self.controller, given = Controller(num_nodes), (drafters, combine, num_nodes, device)
         if combine is None or not combine.skip_drafter:
             self.draft_policy = DraftPolicy(*given)
         else:
-            self.draft_policy = SkippingMergedDrafters(*given, self.num_slots, controller)
+            self.draft_policy = SkippingMergedDrafters(*given, self.num_slots, self.controller)
         depth, follow = self.draft_policy.max_depth, any(each.cache_layers() for each in drafters)
         self.tree_states = states = TreeStates(self.num_slots, num_nodes, depth, device)
         self.caches = EngineCaches(config, target_layers, drafters, device)
         self.skipped = SkippedSteps(config, follow, states, device)
-        self.adaptive: AdaptiveTrees | None = None
         if resolved.adaptive:
-            confidence, backlog = self.draft_token_confidence_probs, self.skipped.backlog
-            self.adaptive = self.skipped.adaptive = AdaptiveTrees(
-                controller, follow, backlog, self.req_states, states, confidence, device
-            )
-            self.adaptive.has_blocks(drafters)
+            setattr(self.req_states, OURS, self)
+            self.parts.install_budgets()
         self.recorder = StepObserver()
         if self.adapts:
             make = adaptation("serving.observer").make_observer
@@ -122,11 +121,11 @@ class TreeSpeculator(DraftModelSpeculator):
         self.reads_rows = follow or self.num_layers > 0 or self.adapts
         sink = make_sink(config, get_tensor_model_parallel_rank())
         self.counters = DrafterCounters(len(drafters), device, sink, self.recorder.counts)
-        return draft_weights.DraftModels(drafters, resolved)
+        return draft_models.DraftModels(drafters, resolved)
 
     def load_model(self, target_model: VllmModel) -> None:
         check_target_model(target_model, self.vllm_config)  # not all loaders call `create_model`
-        device_of(self.device).prepare(self.vllm_config)
+        self.parts.prepare(self.vllm_config)
         super().load_model(target_model)
         # vLLM builds this class without our arguments, hence one class per engine.
         kinds: tuple[type, ...] = (TreeModelState,)
@@ -174,10 +173,9 @@ class TreeSpeculator(DraftModelSpeculator):
         temperature = 0.0 if params is None else params.temperature
         self.temperature[req_idx].fill_(temperature)
         self.draft_policy.begin(req_idx)
-        drafts = wants_drafts(params)
-        self.undrafted[req_idx] = not drafts
-        if self.adaptive is not None:
-            self.adaptive.add(req_idx, samples=temperature > 0, drafts=drafts)
+        undrafted = not wants_drafts(params)
+        self.undrafted[req_idx], self.samples[req_idx] = undrafted, temperature > 0
+        self.undrafted_there[req_idx].fill_(undrafted)
         if self.skipped.backlog is not None:
             self.skipped.backlog.forget(req_idx)
         self.chains[req_idx] = self.all_chains or looks_back(params)
@@ -205,8 +203,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self.recorder.between_steps(batch.idx_mapping_np)
         if skip_attn_for_dummy_run:
             self.caches.bind_null()
-            rows = StepBatch(batch, self.tree_states, self.pad_rows)
-            return self.step(graphs.null_inputs(rows, states, self.vllm_config))
+            return self.step(graphs.null_batch(batch, self.tree_states, states, self.vllm_config))
         self.skipped.blind = None
         undrafted = self.undrafted[batch.idx_mapping_np]
         paused = not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch)
@@ -217,7 +214,7 @@ class TreeSpeculator(DraftModelSpeculator):
         read, skipped = states[: self.num_layers], self.skipped
         if undrafted.all():  # a host array
             if skipped.must_read(batch, read, partial(self.caches.slots, slot_mappings)):
-                self.step(self._inputs(batch, slot_mappings, states), draft=False)
+                self.step(self._eager(batch, slot_mappings, states), draft=False)
             tokens = self._no_trees(batch.num_reqs)
         elif paused or (may_skip and skipped.can_keep(batch, read)):
             self._skip(batch, slot_mappings, states, paused)
@@ -238,7 +235,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 # A GPU pads its batches and drafts for all requests.
                 if draft and undrafted.any() and not self.pad_rows:  # a host array
                     self.draft_policy.wanted = torch.from_numpy(np.flatnonzero(~undrafted))
-                tokens = self.step(self._inputs(batch, slot_mappings, states), draft)
+                tokens = self.step(self._eager(batch, slot_mappings, states), draft)
                 self.draft_policy.wanted = None
             self.skipped.discard_blind(batch.idx_mapping)
             if self.adaptive is not None:
@@ -250,14 +247,14 @@ class TreeSpeculator(DraftModelSpeculator):
             self.counters.publish()
         return tokens
 
-    def step(self, inputs: StepInputs, draft: bool = True) -> torch.Tensor:
+    def step(self, rows: StepBatch, draft: bool = True) -> torch.Tensor:
         """Commit, draft and store the trees; the same eagerly and in a graph.
 
         Returns the trees' tokens, [R, N] int64. Without `draft` the drafters only read the step.
         """
-        verified, committed = self.settle(inputs)
-        rows, req_idx = inputs.rows, inputs.rows.batch.idx_mapping
-        self.recorder.record(rows, committed, inputs.hidden_states, verified)
+        verified, committed = self.settle(rows)
+        req_idx = rows.batch.idx_mapping
+        self.recorder.record(rows, committed, verified)
         if self.skipped.backlog is not None:
             committed = self.skipped.backlog.catch_up(committed)
         self.counters.clock.begin()
@@ -276,17 +273,16 @@ class TreeSpeculator(DraftModelSpeculator):
         self.counters.count(
             verified, Drafted(rows.goes_on, proposal.second, proposal.agreed, *trees)
         )
-        paused = None if self.adaptive is None else self.adaptive.declined_there
-        tokens = self.tree_states.store(req_idx, proposal.tree, inputs.chain, paused, inputs.tokens)
+        empty = None if self.adaptive is None else self.undrafted_there
+        tokens = self.tree_states.store(req_idx, proposal.tree, rows.chain, empty, rows.tokens)
         if self.adaptive is not None:
             self.adaptive.write_survival(req_idx, committed.temperature)
         return tokens
 
-    def settle(self, inputs: StepInputs) -> tuple[VerifiedTrees, CommittedTokens]:
+    def settle(self, rows: StepBatch) -> tuple[VerifiedTrees, CommittedTokens]:
         """Commit the accepted paths, and learn from them; return the rows to advance on."""
-        rows = inputs.rows
         if rows.has_drafts:
-            for (_, caches), slots in zip(self.caches.target, inputs.target_slots):
+            for (_, caches), slots in zip(self.caches.target, rows.target_slots):
                 move_path(caches, slots, rows.accepted_rows, rows.batch.num_tokens)
             for layer in self.recurrent:
                 layer.commit(rows.accepted_rows.path, rows.accepted_rows.accepted)
@@ -295,21 +291,24 @@ class TreeSpeculator(DraftModelSpeculator):
         if self.adaptive is not None and rows.has_drafts:
             self.adaptive.learn(verified)
         texts = self.req_states.all_token_ids.gpu
-        return verified, inputs.committed(self.num_layers, texts, self.temperature)
+        return verified, rows.committed(self.num_layers, texts, self.temperature)
 
-    def _inputs(self, batch: InputBatch, slot_mappings: Slots, states: States) -> StepInputs:
-        """Return the inputs of an eager step."""
+    def _eager(self, batch: InputBatch, slot_mappings: Slots, states: States) -> StepBatch:
+        """Return an eager step."""
         self._mask(batch)
-        chain, group = self.chains[batch.idx_mapping_np], self.caches.group
-        return StepInputs(
-            StepBatch(batch, self.tree_states, self.pad_rows, self.reads_rows),
-            self.caches.slots(slot_mappings),
-            [self.caches.slots(slot_mappings, group) for group, _ in self.caches.target],
-            states,
-            self.block_tables.input_block_tables[group][: batch.num_reqs],
-            self.block_tables.block_sizes[group],
-            self.skipped.masks[:, : batch.num_reqs],
-            async_tensor_h2d(chain, device=self.device) if chain.any() else None,
+        chains, group = self.chains[batch.idx_mapping_np], self.caches.group
+        return StepBatch(
+            batch=batch,
+            tree_states=self.tree_states,
+            slot_mapping=self.caches.slots(slot_mappings),
+            target_slots=[self.caches.slots(slot_mappings, of) for of, _ in self.caches.target],
+            hidden_states=states,
+            block_table=self.block_tables.input_block_tables[group][: batch.num_reqs],
+            block_size=self.block_tables.block_sizes[group],
+            masks=self.skipped.masks[:, : batch.num_reqs],
+            chain=async_tensor_h2d(chains, device=self.device) if chains.any() else None,
+            pad=self.pad_rows,
+            every_row=self.reads_rows,
         )
 
     def _mask(self, batch: InputBatch) -> None:
@@ -322,7 +321,7 @@ class TreeSpeculator(DraftModelSpeculator):
         missed = partial(missed_rows, batch, states[: self.num_layers])
         kv_slot = self.caches.slots(slot_mappings)[: batch.num_tokens]
         if batch.num_draft_tokens:  # drafted before the pause
-            verified, committed = self.settle(self._inputs(batch, slot_mappings, states))
+            verified, committed = self.settle(self._eager(batch, slot_mappings, states))
             self.counters.count(verified)
             missed, kv_slot = partial(MissedRows.of, committed), committed.kv_slot
         self.skipped.skip(batch, missed, kv_slot, paused)

@@ -54,26 +54,32 @@ def rows_without_drafts(batch: InputBatch) -> np.ndarray:
     return scheduled if drafts is None else scheduled - drafts
 
 
+@dataclass(eq=False, kw_only=True)
 class StepBatch:
-    """Index arithmetic over one batch of the target.
+    """One batch of R requests: its committed rows, and where they go.
 
     A request's rows in the batch are `base` rows up to and including the root, then its nodes.
     The base rows and the accepted path are committed.
-
-    Args:
-        pad: a request with drafts gets D rows for its path, so that shapes follow from what was
-            scheduled; else, on the host, as many as it needs, and see `rounding`.
-        every_row: False: drafters read texts alone, and get the newest row of each request.
     """
 
-    def __init__(
-        self, batch: InputBatch, tree_states: TreeStates, pad: bool, every_row: bool = True
-    ) -> None:
-        self.batch, self.tree_states = batch, tree_states
-        num_reqs, device = batch.num_reqs, batch.idx_mapping.device
-        drafts = batch.num_draft_tokens_per_req
-        if drafts is None:
-            drafts = np.zeros(num_reqs, dtype=np.int32)
+    batch: InputBatch
+    tree_states: TreeStates
+    slot_mapping: torch.Tensor  # [≥ batch rows] int64, of the drafters' cache group
+    target_slots: list[torch.Tensor]  # the same for each set of the target's caches
+    # [≥ batch rows, Ht] for each layer that drafters read, then those that the recorder reads.
+    hidden_states: list[torch.Tensor] | torch.Tensor
+    block_table: torch.Tensor  # [R, max blocks] int32, of the drafters' cache group
+    block_size: int  # tokens per block
+    masks: torch.Tensor  # [2, R] int64, see `CacheHoles.mask`
+    chain: torch.Tensor | None = None  # [R] nonzero: verify a chain; None: all verify trees
+    tokens: torch.Tensor | None = None  # [R, N] int64, to write the trees' tokens to
+    # A request with drafts gets D rows for its path, so that shapes follow from what was scheduled;
+    # else, on the host, as many as it needs, and see `rounding`.
+    pad: bool = True
+    every_row: bool = True  # False: drafters read text alone, and get the newest rows
+
+    def __post_init__(self) -> None:
+        batch, num_reqs, device = self.batch, self.batch.num_reqs, self.block_table.device
         self.has_drafts = batch.num_draft_tokens > 0
         base = rows_without_drafts(batch)
 
@@ -84,16 +90,17 @@ class StepBatch:
         prompt_done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:num_reqs]
         self.goes_on = put(prompt_done >= batch.prefill_len_np, bool)  # [R], has a root
         self.read_accepted(batch.idx_mapping)
-        self.last: torch.Tensor | None = None
-        if not every_row:
-            self.last = torch.arange(num_reqs, device=device)
+        if not self.every_row:
             self.row_start_host = list(range(num_reqs + 1))
             self.row_start = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
-            self.request, self.local = self.last, self.base - 1 + self.accepted_rows.accepted
+            self.request = torch.arange(num_reqs, device=device)
+            self.local = self.base - 1 + self.accepted_rows.accepted
             return
-        path = room = np.where(drafts > 0, tree_states.max_depth, 0)
-        if not pad:
-            path = np.where(drafts > 0, self.accepted_rows.accepted.numpy(), 0)  # a host tensor
+        drafts = batch.num_draft_tokens_per_req
+        has_drafts = np.zeros(num_reqs, dtype=bool) if drafts is None else drafts > 0
+        path = room = np.where(has_drafts, self.tree_states.max_depth, 0)
+        if not self.pad:
+            path = np.where(has_drafts, self.accepted_rows.accepted.numpy(), 0)  # a host tensor
             path += rounding(int((base + path).sum()), room - path)  # a host array
         counts = base + path
         self.row_start_host = [0, *np.cumsum(counts).tolist()]  # a host array
@@ -116,36 +123,17 @@ class StepBatch:
         verdict = self.batch.idx_mapping, self.drafts, paths.accepted, paths.path
         return VerifiedTrees(*verdict, trees.score, trees.origin, temperature)
 
-
-@dataclass(frozen=True)
-class StepInputs:
-    """Inputs of a proposal for R requests."""
-
-    rows: StepBatch
-    slot_mapping: torch.Tensor  # [≥ batch rows] int64, of the drafters' cache group
-    target_slots: list[torch.Tensor]  # the same for each set of the target's caches
-    # [≥ batch rows, Ht] for each layer that drafters read, then those that the recorder reads.
-    hidden_states: list[torch.Tensor] | torch.Tensor
-    block_table: torch.Tensor  # [R, max blocks] int32, of the drafters' cache group
-    block_size: int  # tokens per block
-    masks: torch.Tensor  # [2, R] int64, see `CacheHoles.mask`
-    chain: torch.Tensor | None  # [R] nonzero: verify a chain; None: all requests verify trees
-    tokens: torch.Tensor | None = None  # [R, N] int64, to write the trees' tokens to
-
     def committed(
         self, num_layers: int, text: torch.Tensor, temperature: torch.Tensor
     ) -> CommittedTokens:
-        """Return the rows that drafters advance on.
+        """Return the rows that drafters advance on; they read `num_layers` layers.
 
-        Args:
-            num_layers: layers that drafters read.
-            text: [slots, max_model_len] int32, this step's tokens included.
-            temperature: [slots] fp32.
+        text: [slots, max_model_len] int32, this step's tokens included; temperature: [slots] fp32.
         """
-        of, batch = self.rows, self.rows.batch
-        own = of.request, of.local, of.row_start
+        batch = self.batch
+        own = self.request, self.local, self.row_start
         of_batch = batch.positions, self.slot_mapping, batch.idx_mapping
-        step = StepRows(*of.accepted_rows, *own, *of_batch, text, temperature, *self.masks)
+        step = StepRows(*self.accepted_rows, *own, *of_batch, text, temperature, *self.masks)
         rows = committed_tokens(step, batch.num_tokens)
         bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
         return CommittedTokens(
@@ -155,9 +143,9 @@ class StepInputs:
             position=rows.position,
             index=rows.place,
             kv_slot=rows.kv_slot,
-            row_start=of.row_start,
-            row_start_host=of.row_start_host,
-            last=rows.last if of.last is None else of.last,
+            row_start=self.row_start,
+            row_start_host=self.row_start_host,
+            last=rows.last if self.every_row else self.request,
             start=self.masks[1],
             block_table=self.block_table,
             block_size=self.block_size,

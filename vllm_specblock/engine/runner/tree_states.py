@@ -1,8 +1,4 @@
-"""Per-request tree states: the trees under verification.
-
-vLLM carries only the nodes' tokens from a proposal to its verification. The rest of a tree is in
-these tensors, whose addresses CUDA graphs capture.
-"""
+"""Per-request tree states: of the trees under verification, vLLM carries the tokens only."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees, store_trees
 class TreeStates:
     """Topology and verdict of every request slot of the engine, fields as in `DraftTree`.
 
-    S slots, N nodes, W ancestor words, D the deepest path.
+    S slots, N nodes, W ancestor words, D the deepest path. CUDA graphs capture the addresses.
     """
 
     def __init__(
@@ -57,7 +53,7 @@ class TreeStates:
         req_idx: torch.Tensor,
         tree: DraftTree,
         chain: torch.Tensor | None = None,
-        paused: torch.Tensor | None = None,
+        empty: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the trees that will be verified, with no node accepted; return their tokens.
@@ -65,10 +61,10 @@ class TreeStates:
         Args:
             req_idx: [R] integers.
             chain: [R] bool or integers, requests of which only the best path is verified.
-            paused: [S] bool, slots whose trees become empty.
+            empty: [S] bool, slots whose trees become empty.
             tokens: [R, N] int64, what to write the tokens to; None: a new tensor.
         """
-        return store_trees(req_idx, tree, self.trees, chain, paused, tokens)
+        return store_trees(req_idx, tree, self.trees, chain, empty, tokens)
 
     def discard(self, req_idx: torch.Tensor, where: torch.Tensor) -> None:
         """Drop the trees of the requests where `where` [R] bool holds."""

@@ -23,17 +23,19 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.engine.compat import reallocated
-from vllm_specblock.engine.patches import Function, patch
+from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.engine.scheduler import UNDRAFTED
-from vllm_specblock.feedback.acceptance_estimator import marked
+from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator, marked
 from vllm_specblock.feedback.controller import Step
-from vllm_specblock.feedback.step_cost import LOOKUP
+from vllm_specblock.feedback.step_cost import BRIEF, LOOKUP, WHOLE
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
+from vllm_specblock.triton_kernels.feedback.write_survival import Later
 from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
 
 if TYPE_CHECKING:
-    from vllm_specblock.engine.adaptive.trees import AdaptiveTrees
+    from vllm_specblock.engine.runner.speculator import TreeSpeculator
 
-OURS = "adaptive_trees"
+OURS = "tree_speculator"
 """Attribute of the states of our engines: all that vLLM gives its manager are the states."""
 
 
@@ -42,6 +44,14 @@ class TreeBudgetManager(AdaptiveVerificationManager):
 
     It allocates drafts in one launch instead of vLLM's twenty or so, with the same result up to
     rounding and ties (`triton_kernels/verify/reallocate_drafts.py`).
+
+    Attributes (S request slots):
+        all_paused: drafting is paused at the end of this step.
+        undrafted: [S] bool, requests that decline drafts; samples: those at T > 0.
+        clock: that steps are timed by; marks: around the last proposal.
+        accepted: draft tokens accepted in the last step; None on a GPU.
+        brief: proposals are of the first block only; lengths: what it can be.
+        by: LOOKUP, BRIEF or WHOLE, the last proposal; read: rows that its drafter had missed.
     """
 
     _counts: np.ndarray | None = None
@@ -51,21 +61,41 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     """vLLM's: drafts and other tokens of each request, and the budget of the step."""
     _unknown = 1.0
     """Survival assumed until the measured one arrives, one step later on a GPU."""
-
     _begun: tuple[list[str], Step, Any] | None = None
     """The step under way: its requests, what is known of it, and the mark of its beginning."""
+
+    marks: tuple[Any, Any] | None = None
+    accepted: int | None = None
+    by, read, brief = WHOLE, 0, False
 
     def __init__(self, req_states: RequestState, *args: Any, **kwargs: Any) -> None:
         super().__init__(req_states, *args, **kwargs)
         self._timed: deque[tuple[Step, Any, Any, tuple[Any, Any] | None, bool]] = deque()
-        self.trees: AdaptiveTrees = getattr(req_states, OURS)
-        self.trees.decide = self.decide_without_drafts
-        self.controller = self.trees.controller
+        speculator: TreeSpeculator = getattr(req_states, OURS)
+        parts, skipped = speculator.parts, speculator.skipped
+        self.on_host, self.clock = parts.on_host, parts.clock()
+        self.all_paused = False
+        self.controller, self.tree_states = speculator.controller, speculator.tree_states
+        # [requests, N] fp32, in batch order.
+        self.confidence = speculator.draft_token_confidence_probs
+        self.backlog, self.resumes = skipped.backlog, skipped.resumes
+        self.acceptance = AcceptanceEstimator(speculator.device)
+        self.undrafted, self.samples = speculator.undrafted, speculator.samples
+        # The controller decides whether drafters draft all of their blocks.
+        drafters = speculator.draft_policy.drafters
+        first = max(drafter.first_block for drafter in drafters)
+        others = sum(1 << at for at, each in enumerate(drafters) if not each.first_block)
+        self.lengths = [False, True] if first else [False]
+        self.later: Later | None = None
+        if first:
+            self.later = Later(self.tree_states.depth, self.tree_states.origin, first, others)
+
+    # ---- before a step: its budget ----
 
     def get_num_tokens(
         self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
     ) -> int:
-        state, requests = self.trees, list(num_tokens_per_req)
+        requests = list(num_tokens_per_req)
         index = self.req_states.req_id_to_index
         slots = np.array([index[request] for request in requests], dtype=np.int64)
         drafts = np.array([len(draft_tokens.get(request, ())) for request in requests])
@@ -73,10 +103,10 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         rows, nodes = int(others.sum()), 0  # a host array
         computed, prompts = self.req_states.num_computed_prefill_tokens, self.req_states.prefill_len
         decodes = bool((computed[slots] >= prompts.np[slots]).all())  # a host array
-        sampling = bool(state.samples[slots].mean() > 0.5)  # a host array
-        now = state.clock.mark() if decodes else None
+        sampling = bool(self.samples[slots].mean() > 0.5)  # a host array
+        now = self.clock.mark() if decodes else None
         self._observe(requests, now, sampling)
-        trees = bool(draft_tokens) and not state.all_paused
+        trees = bool(draft_tokens) and not self.all_paused
         if trees:
             survival, later = self._survival(slots, drafts)
             room = self._max_total_logits - len(requests) * self.num_bonus_tokens
@@ -90,11 +120,12 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             nodes,
         )
         if decodes:
-            behind = state.missed(slots)
-            state.all_paused = not self.controller.drafts(len(requests), sampling, behind)
-            drafts_now = not state.all_paused
-            if drafts_now and state.later is not None:
-                state.brief = self.controller.brief(len(requests), sampling)
+            backlog = self.backlog
+            behind = 0 if backlog is None else sum(map(backlog.rows, slots.tolist()))
+            self.all_paused = not self.controller.drafts(len(requests), sampling, behind)
+            drafts_now = not self.all_paused
+            if drafts_now and self.later is not None:
+                self.brief = self.controller.brief(len(requests), sampling)
             step = Step(len(requests), rows + nodes, trees, drafts_now, None, read=behind)
             self._begun = requests, step, now
         return rows + nodes
@@ -107,7 +138,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         The second is None if there are none.
         """
         confidence = self._stale_confidences[self._stale_idx].np[slots]
-        later = None if self.trees.later is None else marked(confidence)
+        later = None if self.later is None else marked(confidence)
         survival = confidence.astype(np.float64).cumprod(axis=1)
         # The confidences of a new request are 1 until it has drafts.
         survival[(confidence == 1).all(1)] = self._unknown
@@ -121,32 +152,31 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             now: mark of the clock; None: the next step reads prompts.
         """
         begun, self._begun = self._begun, None
-        state = self.trees
         # Ranks have to decide alike, and each has times of its own.
-        if begun is None or now is None or begun[0] != requests or _ranks() > 1:
+        if begun is None or now is None or begun[0] != requests or get_tp_group().world_size > 1:
             return
         _, step, start = begun
-        accepted = state.accepted if step.rows > step.requests else 0
+        accepted = self.accepted if step.rows > step.requests else 0
         step = step._replace(
             tokens=None if accepted is None else len(requests) + accepted,
-            by=state.by,
-            read=step.read + state.read if state.by != LOOKUP else 0,
+            by=self.by,
+            read=step.read + self.read if self.by != LOOKUP else 0,
         )
-        self._timed.append((step, start, now, state.marks, sampling))
-        while self._timed and state.clock.passed(self._timed[0][2]):
+        self._timed.append((step, start, now, self.marks, sampling))
+        while self._timed and self.clock.passed(self._timed[0][2]):
             step, start, end, drafted, sampled = self._timed.popleft()
-            seconds = state.clock.seconds(start, end)
-            drafting = state.clock.seconds(*drafted) if drafted else 0.0
+            seconds = self.clock.seconds(start, end)
+            drafting = self.clock.seconds(*drafted) if drafted else 0.0
             self.controller.observe(step._replace(seconds=seconds, draft_seconds=drafting), sampled)
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         """Return the padded number of rows for each batch size, [n]."""
         raise NotImplementedError
 
-    def decide_without_drafts(self, batch: InputBatch) -> None:
+    def decide(self, batch: InputBatch) -> None:
         """Decide whether a pause ends: vLLM asks for a budget only if drafts are scheduled."""
         is_dummy = batch.req_ids[0] not in self.req_states.req_id_to_index
-        if self.trees.all_paused and not is_dummy and not batch.is_prefilling_np.all():
+        if self.all_paused and not is_dummy and not batch.is_prefilling_np.all():
             tokens = batch.num_scheduled_tokens[: batch.num_reqs].tolist()  # a host array
             self.get_num_tokens(dict(zip(batch.req_ids, tokens)), {})
             self._batch_budget = None
@@ -172,16 +202,58 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         )
         return reallocated(self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget)
 
+    # ---- within a step: what the speculator reports ----
+
+    def without_drafts(self, batch: InputBatch) -> frozenset[str]:
+        """Return the requests of a batch without new drafts."""
+        without = self.undrafted[batch.idx_mapping_np] | self.all_paused
+        return frozenset(request for request, each in zip(batch.req_ids, without) if each)
+
+    def is_paused(self, batch: InputBatch) -> bool:
+        """Whether drafting is paused at the end of this step.
+
+        A batch of prompts ends the pause if drafters could not read it later.
+        """
+        if not self.resumes and batch.is_prefilling_np[: batch.num_reqs].all():  # a host array
+            self.all_paused = self.controller.paused = False
+        return self.all_paused
+
+    def learn(self, verified: VerifiedTrees) -> None:
+        """Learn from the verified trees."""
+        self.acceptance.learn_from(verified)
+        if self.on_host:
+            self.accepted = int(verified.accepted.sum())  # a host tensor
+
+    def drafted(self, began: Any, asked: bool, read: int = 0, prompts: int = 0) -> None:
+        """Note a proposal that ends now.
+
+        Args:
+            began: mark of `clock`.
+            asked: a drafter with weights took part; read: rows that it had missed before.
+            prompts: requests of a batch with prompts, which drafters have read; 0: it had none.
+        """
+        self.by = LOOKUP if not asked else BRIEF if self.brief else WHOLE
+        self.marks, self.read = (began, self.clock.mark()), read
+        if prompts and self.on_host:
+            cost = self.controller.cost
+            usual = cost.draft(prompts, self.by) / cost.of(1.0)
+            self.controller.observe_prompts(self.clock.seconds(*self.marks) - usual)
+
+    def write_survival(self, req_idx: torch.Tensor, temperature: torch.Tensor) -> None:
+        """Write the survival of the new trees in slots `req_idx` [R]; temperature: [R] fp32."""
+        score = self.tree_states.score
+        self.acceptance.write_survival(score, temperature, req_idx, self.confidence, self.later)
+
 
 class DeviceBudgetManager(TreeBudgetManager):
     """TreeBudgetManager for a GPU, whose first costs are those that vLLM profiles."""
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         self._sizes = np.array(capture_sizes)
-        for brief in self.trees.lengths:
-            self.trees.brief = brief
+        for brief in self.lengths:
+            self.brief = brief
             yield from super().batches_to_profile(capture_sizes)
-        self.trees.brief = False
+        self.brief = False
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         place = np.searchsorted(self._sizes, rows)
@@ -193,7 +265,7 @@ class DeviceBudgetManager(TreeBudgetManager):
         """Set the costs to begin with, and compile the kernel: warm-up requests do not reach it."""
         super().set_initial_cost_curves(samples)  # raises if there are none
         times: list[defaultdict[int, list[float]]] = [defaultdict(list) for _ in range(3)]
-        whole = len(samples) // len(self.trees.lengths)
+        whole = len(samples) // len(self.lengths)
         for place, sample in enumerate(samples):
             times[0][sample.num_target_tokens].append(sample.forward_ms)
             if sample.full_cudagraph:
@@ -207,35 +279,28 @@ class DeviceBudgetManager(TreeBudgetManager):
         self.reallocate_drafts([""], self.query_start_loc.new_zeros(1, dtype=torch.int64))
 
 
-def _ranks() -> int:
-    return int(get_tp_group().world_size)
-
-
 def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
     """Build `kind` instead of vLLM's manager for our engines. Idempotent.
 
     The runner's output also gets the requests without new drafts.
     """
 
-    def make(original: Function) -> Function:
-        def build(
-            req_states: RequestState, *args: Any, **kwargs: Any
-        ) -> AdaptiveVerificationManager:
-            return (kind if hasattr(req_states, OURS) else original)(req_states, *args, **kwargs)
+    @replaces(adaptive_verification, "AdaptiveVerificationManager")
+    def build(
+        original: Function, req_states: RequestState, *args: Any, **kwargs: Any
+    ) -> AdaptiveVerificationManager:
+        speculator: TreeSpeculator | None = getattr(req_states, OURS, None)
+        if speculator is None:
+            return original(req_states, *args, **kwargs)
+        manager = kind(req_states, *args, **kwargs)
+        speculator.adaptive = speculator.skipped.adaptive = manager
+        return manager
 
-        return build
-
-    patch(adaptive_verification, "AdaptiveVerificationManager", make)
-
-    def naming_undrafted(original: Function) -> Function:
-        def sample_tokens(self: Any, *args: Any) -> Any:
-            step, state = self.execute_model_state, getattr(self.req_states, OURS, None)
-            output = original(self, *args)
-            if state is not None and output is not None:
-                result = getattr(output, "model_runner_output", output)
-                setattr(result, UNDRAFTED, state.undrafted(step.input_batch))
-            return output
-
-        return sample_tokens
-
-    patch(model_runner.GPUModelRunner, "sample_tokens", naming_undrafted)
+    @replaces(model_runner.GPUModelRunner, "sample_tokens")
+    def sample_tokens(original: Function, self: Any, *args: Any) -> Any:
+        step, manager = self.execute_model_state, self.adaptive_verification
+        output = original(self, *args)
+        if isinstance(manager, TreeBudgetManager) and output is not None:
+            result = getattr(output, "model_runner_output", output)
+            setattr(result, UNDRAFTED, manager.without_drafts(step.input_batch))
+        return output

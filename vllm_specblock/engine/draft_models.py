@@ -1,4 +1,4 @@
-"""A drafter's weights in vLLM's workers: draft weight updates, and sleep that would discard them.
+"""The drafters' models in vLLM's workers: loading, weight updates, and sleep that discards them.
 
 vLLM loads updates into parameters of the checkpoint's names and shapes, which a folded drafter
 lacks. `sleep(level=2)` keeps named buffers only: unverified trees, learned statistics and folded
@@ -8,15 +8,51 @@ weights are none.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.models.interfaces_base import VllmModel
 
+from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.interface import Drafter
+from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.refresh import refresh
 from vllm_specblock.engine.config.ours import is_ours
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig
 from vllm_specblock.engine.patches import Function, replaces
+from vllm_specblock.engine.target_model import embedding_of, target_head_weight
+
+
+def load_drafters(
+    config: VllmConfig, resolved: ResolvedConfig, target_model: VllmModel, device: torch.device
+) -> list[Drafter]:
+    """Load the drafters of an engine, with room for what they learn of each request slot."""
+    target, combine = config.model_config, resolved.combine
+    num_nodes, embed = config.num_speculative_tokens, embedding_of(target_model, device)
+    budgets: tuple[int, ...] = (num_nodes,)
+    if combine is not None:
+        budgets = combine.shares(num_nodes)
+    drafters: list[Drafter] = []
+    for each, budget in zip(resolved.drafters, budgets):
+        kind, options = drafter_kind(each.kind), each.options
+        given: list[Any] = [options, budget, target.max_model_len]
+        if kind.checkpoint is not None:
+            files = kind.load_checkpoint_module()
+            model = files.load(each.folder, dtype=target.dtype, device=device).eval()
+            if getattr(model, "wants_head", False):
+                model.share_head(target_head_weight(target_model))
+            process_after_loading(model, getattr(options, "quantization", None))
+            columns = tuple(resolved.layers.index(layer) for layer in each.layers)
+            # A request has N slots after its root for drafting.
+            given = [model, embed, *given, num_nodes, columns]
+        drafter = kind.load_class()(*given)
+        if drafter.calibration is not None:
+            drafter.calibration.make_room(config.scheduler_config.max_num_seqs + 1)
+        drafters.append(drafter)
+    return drafters
 
 
 class DraftModels(nn.ModuleList):

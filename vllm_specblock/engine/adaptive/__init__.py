@@ -1,1 +1,0 @@
-"""Adaptive verification: how many nodes of a batch are verified."""
