@@ -15,17 +15,12 @@ from ..optional_triton import jit, next_power_of_2, tl
 
 
 class Later(NamedTuple):
-    """Which nodes are of a drafter's later blocks: deeper than the first, and of no other drafter.
+    """Nodes of drafters' later blocks are deeper than the first, and of no other drafter."""
 
-    Attributes:
-        depth: [S, N+1] int64, by slot; origin: [S, N] uint8, bits of a node's drafters; contiguous.
-        first: depth of the first block; others: bits of drafters without blocks.
-    """
-
-    depth: torch.Tensor
-    origin: torch.Tensor
-    first: int
-    others: int
+    depth: torch.Tensor  # [S, N+1] int64, by slot; contiguous
+    origin: torch.Tensor  # [S, N] uint8, bits of a node's drafters; contiguous
+    first: int  # depth of the first block
+    others: int  # bits of drafters without blocks
 
 
 def write_survival_triton(

@@ -92,6 +92,8 @@ class Controller:
     | state | next | when |
     | --- | --- | --- |
     | drafting | two plain steps | every LONGEST steps, or 2 TRIAL while the gain is uncertain |
+    | all blocks, one block | the other | later blocks gain less, or more, than they cost; for \
+TRIAL steps after 2 TRIAL … LONGEST |
     | drafting | paused | it lost LOSS steps in total against plain steps |
     | paused | drafting | another batch size or kind of sampling has a gain |
     | paused | trying | this kind of sampling is new |
@@ -116,8 +118,8 @@ trial cost more than its share |
         self._asked, self._prompts = 1.0, 0.0
         # What later blocks gain a request, and how many trees say so, by class and sampling.
         self._later: dict[tuple[int, int], tuple[float, int]] = {}
-        self._by, self._whole, self._proposals = WHOLE, 0, 0  # whole: in a row; all since a trial
-        self._wait = 2 * TRIAL
+        # The proposal to come; whole ones in a row; all since a trial, and how many until the next.
+        self._by, self._whole, self._proposals, self._wait = WHOLE, 0, 0, 2 * TRIAL
         self._lost, self._paid = 0.0, 0.0  # of drafting, in plain steps; for trials of it
         self._since, self._trial = 0, 0  # steps since a trial; of one, to come
 
