@@ -139,4 +139,4 @@ def test_texts_need_no_engine_and_errors_are_one_sentence(tmp_path):
     (tmp_path / "out/making.json").write_text('{"options"')
     result = run()
     assert result.exit_code == 1
-    assert "making.json is not JSON: " in result.stderr.splitlines()[-1]
+    assert "making.json is damaged" in result.stderr.splitlines()[-1]

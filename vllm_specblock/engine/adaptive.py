@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from vllm_specblock.engine.runner.speculator import TreeSpeculator
 
 OURS = "tree_speculator"
-"""Attribute of the states of our engines: all that vLLM gives its manager are the states."""
+"""Attribute of a RequestState that holds our speculator: vLLM gives its manager only the state."""
 
 
 class TreeBudgetManager(AdaptiveVerificationManager):
-    """AdaptiveVerificationManager whose budgets and pauses are the controller's.
+    """AdaptiveVerificationManager whose budgets and pauses come from the controller.
 
     It allocates drafts in one launch instead of vLLM's twenty or so, with the same result up to
     rounding and ties (`triton_kernels/verify/reallocate_drafts.py`).
@@ -48,9 +48,9 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     Attributes (S request slots):
         all_paused: drafting is paused at the end of this step.
         undrafted: [S] bool, requests that decline drafts; samples: those at T > 0.
-        clock: that steps are timed by; marks: around the last proposal.
+        clock: times the steps; marks: begin and end of the last proposal.
         accepted: draft tokens accepted in the last step; None on a GPU.
-        brief: proposals are of the first block only; lengths: what it can be.
+        brief: drafters draft their first block only; lengths: possible values of `brief`.
         by: LOOKUP, BRIEF or WHOLE, the last proposal; read: rows that its drafter had missed.
     """
 
@@ -62,7 +62,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     _unknown = 1.0
     """Survival assumed until the measured one arrives, one step later on a GPU."""
     _begun: tuple[list[str], Step, Any] | None = None
-    """The step under way: its requests, what is known of it, and the mark of its beginning."""
+    """The current step: its requests, its measurements, and the mark of its beginning."""
 
     marks: tuple[Any, Any] | None = None
     accepted: int | None = None
@@ -133,9 +133,9 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     def _survival(
         self, slots: np.ndarray, drafts: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the survival of scheduled nodes, [R, N], 0 elsewhere; which are of later blocks.
+        """Return the survival of scheduled nodes, [R, N], 0 elsewhere, and a mask of later blocks.
 
-        The second is None if there are none.
+        The mask is None if no drafter can draft its first block alone.
         """
         confidence = self._stale_confidences[self._stale_idx].np[slots]
         later = None if self.later is None else marked(confidence)
@@ -146,13 +146,13 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         return survival, later
 
     def _observe(self, requests: list[str], now: Any, sampling: bool) -> None:
-        """Learn from the steps that ended: times are taken from one decode step to the next.
+        """Learn from the steps that ended; a step is timed to the beginning of the next one.
 
         Args:
             now: mark of the clock; None: the next step reads prompts.
         """
         begun, self._begun = self._begun, None
-        # Ranks have to decide alike, and each has times of its own.
+        # Ranks must decide alike, but each one measures its own times.
         if begun is None or now is None or begun[0] != requests or get_tp_group().world_size > 1:
             return
         _, step, start = begun
@@ -230,7 +230,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         Args:
             began: mark of `clock`.
             asked: a drafter with weights took part; read: rows that it had missed before.
-            prompts: requests of a batch with prompts, which drafters have read; 0: it had none.
+            prompts: requests of the batch if drafters have read prompts in it, else 0.
         """
         self.by = LOOKUP if not asked else BRIEF if self.brief else WHOLE
         self.marks, self.read = (began, self.clock.mark()), read
@@ -246,7 +246,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
 
 
 class DeviceBudgetManager(TreeBudgetManager):
-    """TreeBudgetManager for a GPU, whose first costs are those that vLLM profiles."""
+    """TreeBudgetManager for a GPU; its initial costs come from vLLM's profile."""
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         self._sizes = np.array(capture_sizes)
@@ -262,7 +262,7 @@ class DeviceBudgetManager(TreeBudgetManager):
         )
 
     def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
-        """Set the costs to begin with, and compile the kernel: warm-up requests do not reach it."""
+        """Set the initial costs, and compile the kernel: warm-up requests do not reach it."""
         super().set_initial_cost_curves(samples)  # raises if there are none
         times: list[defaultdict[int, list[float]]] = [defaultdict(list) for _ in range(3)]
         whole = len(samples) // len(self.lengths)
@@ -282,7 +282,7 @@ class DeviceBudgetManager(TreeBudgetManager):
 def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
     """Build `kind` instead of vLLM's manager for our engines. Idempotent.
 
-    The runner's output also gets the requests without new drafts.
+    Also add the requests without new drafts to the runner's output.
     """
 
     @replaces(adaptive_verification, "AdaptiveVerificationManager")

@@ -16,10 +16,10 @@ from vllm_specblock.triton_kernels.feedback.write_survival_numba import node_ste
 from vllm_specblock.triton_kernels.optional_numba import takes
 
 BINS_PER_NAT, NUM_BINS = 4, 32
-"""Scores of a quarter nat share a bin, and all those below −8 nats."""
+"""A bin spans a quarter nat; the last one also holds all scores below −8 nats."""
 
 PRIOR = 4.0
-"""Prior nodes of each bin, reached as often as their scores say."""
+"""Prior nodes of each bin, reached as often as their scores predict."""
 
 
 class AcceptanceEstimator:
@@ -49,7 +49,7 @@ class AcceptanceEstimator:
         cell = (kind * NUM_BINS + _place(verified.logprob).long()).flatten()
         keep = torch.where(counts.any(), self.decay, 1.0)
         for total, values in (self.judged, counts), (self.reached, verified.reached & counts):
-            # Integers add up to the same in any order, decayed numbers would not.
+            # Sums of integers do not depend on the order; sums of decayed numbers would.
             new = torch.zeros_like(total).view(-1).index_add_(0, cell, values.float().flatten())
             total.mul_(keep).add_(new.view_as(total))
 
@@ -71,7 +71,7 @@ class AcceptanceEstimator:
         return torch.where(self._later, best_from, float("inf")).amin(1)
 
     def survival(self, kind: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
-        """Return the probability of each node to be on the accepted path, [R, N] fp32.
+        """Return the probability that each node is on the accepted path, [R, N] fp32.
 
         It is monotone in the score `logprob` [R, N], which descends; 0 where there is no node.
         """
@@ -98,7 +98,7 @@ class AcceptanceEstimator:
     ) -> None:
         """Write `steps` [≥ R, N] of R new trees; `score` [S, N] is by slot.
 
-        With `later`, they get the bits of `mark`.
+        With `later`, `steps` get the bits of `mark`.
         """
         seen = temperature, self.judged, self.reached, self.believed, PRIOR, BINS_PER_NAT
         if self.judged.is_cuda:
@@ -122,7 +122,7 @@ def kinds(temperature: torch.Tensor) -> torch.Tensor:
 def mark(steps: torch.Tensor, later: torch.Tensor) -> None:
     """Set the lowest bit of `steps` [R, N] fp32 where `later` [R, N] bool holds, else clear it.
 
-    So the host gets both in one copy. A marked 1 becomes the number below it.
+    One copy then takes both to the host. A marked 1 becomes the next lower number.
     """
     bits = steps.view(torch.int32)
     bits.bitwise_and_(-2).sub_((later & (steps > 0)).int())

@@ -1,8 +1,8 @@
 """Online calibration of draft scores (temperature scaling).
 
 Trees grow by the estimated probability of reaching a node. Scores that are too flat waste nodes on
-siblings, scores that are too sharp on a chain that ends early. So draft logits are scaled by β, an
-inverse temperature: a greedy target always takes the likeliest token.
+siblings; scores that are too sharp waste them on a chain that ends early. Therefore draft logits
+are scaled by β, an inverse temperature: a greedy target always takes the likeliest token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DraftCalibration:
     scores add up to its accepted tokens. The error of a tree is relative to its expected tokens.
     The output does not depend on β.
 
-    Each request also learns its own factor. This matters if two drafters are compared by their
+    Each request also has its own factor. This matters if two drafters are compared by their
     scores: one may be accurate on earlier texts, but not on this one. `num_slots`: S; 0: no factors
     per request.
 
@@ -50,13 +50,13 @@ class DraftCalibration:
         self.rates = RATES
         self._start = torch.tensor([GREEDY, SAMPLING], device=device).log()
         self.log = self._start.clone()  # [2] fp32, log β at temperature 0, log c
-        self.trees = torch.zeros(2, device=device)  # behind each
+        self.trees = torch.zeros(2, device=device)  # trees that each was learned from
         self.make_room(num_slots)
 
     def make_room(self, num_slots: int) -> None:
         """Allocate S empty request slots."""
         self.own = torch.zeros(num_slots, device=self.log.device)  # log of a request's own factor
-        self.own_trees = torch.zeros_like(self.own)  # behind it
+        self.own_trees = torch.zeros_like(self.own)  # trees that it was learned from
 
     def forget(self) -> None:
         """Reset everything learned."""
@@ -104,7 +104,7 @@ class DraftCalibration:
             req_idx: integers, the request of each tree; None: update only the shared factor.
         """
         rates, (greedy, sampling) = self.rates, self.log.exp().unbind()
-        is_greedy = greedy * temperature <= sampling  # it is `greedy` that `of` gives
+        is_greedy = greedy * temperature <= sampling  # where `of` returns `greedy`
         decides = torch.stack([is_greedy, ~is_greedy], 1) & live[:, None]
         error = torch.where(live, (accepted - expected) / (1 + expected), 0)
         pull = (error[:, None] * decides).sum(0)

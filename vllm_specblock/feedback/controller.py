@@ -68,7 +68,7 @@ class _Yield:
         self.expected, self.accepted = 0.5 * self.expected + 1.5, 0.5 * self.accepted + 1.5
 
     def verified(self, expected: float, accepted: int) -> None:
-        """Learn from the nodes of a step; TREES / 2 steps are remembered."""
+        """Learn from the nodes of a step; the mean covers about TREES / 2 steps."""
         keep = 1 - 2 / TREES
         self.expected = 3 + keep * (self.expected - 3) + expected
         self.accepted = 3 + keep * (self.accepted - 3) + accepted
@@ -99,8 +99,8 @@ TRIAL steps after 2 TRIAL … LONGEST |
     | paused | trying | this kind of sampling is new |
     | paused | trying | the pause has paid for TRIAL steps, or after LONGEST; later if the last \
 trial cost more than its share |
-    | trying | drafting | it ends with a gain |
-    | trying | paused | it ends without |
+    | trying | drafting | the trial ends with a gain |
+    | trying | paused | the trial ends without a gain |
 
     On a GPU, survival and times arrive some steps late. Tensor-parallel ranks keep the costs
     measured at start-up, since all must decide alike.
@@ -113,20 +113,20 @@ trial cost more than its share |
         self._kind = 0, 0  # class of the batch size, sampling
         self._rate: float | None = None  # λ
         self._gain, self._steps = 1.0, 0
-        self._rows, self._expected = 1, 0.0  # rows of the step; tokens, of its nodes
+        self._rows, self._expected = 1, 0.0  # rows of the step; expected tokens of its nodes
         # Share of drafters with weights in proposals; cost of prompts, per step.
         self._asked, self._prompts = 1.0, 0.0
-        # What later blocks gain a request, and how many trees say so, by class and sampling.
+        # Gain of later blocks per request, and the trees that it was learned from, by `_kind`.
         self._later: dict[tuple[int, int], tuple[float, int]] = {}
         # The proposal to come; whole ones in a row; all since a trial, and how many until the next.
         self._by, self._whole, self._proposals, self._wait = WHOLE, 0, 0, 2 * TRIAL
-        self._lost, self._paid = 0.0, 0.0  # of drafting, in plain steps; for trials of it
-        self._since, self._trial = 0, 0  # steps since a trial; of one, to come
+        self._lost, self._paid = 0.0, 0.0  # lost by drafting, in plain steps; saved for trials
+        self._since, self._trial = 0, 0  # steps since a trial; steps left of the current one
 
     def observe(self, step: Step, sampling: bool = False) -> None:
         """Learn from a step with the same requests as the next one."""
         drafting = step.draft_seconds if step.drafted else 0.0
-        if step.trees or not step.drafted:  # else it took longer than a plain one
+        if step.trees or not step.drafted:  # a step that only drafts is slower than a plain one
             self.cost.observe(step.rows, step.requests, step.trees, step.seconds - drafting)
         if step.drafted:
             self.cost.observe_draft(step.requests, step.by, step.draft_seconds, step.read)
@@ -137,11 +137,11 @@ trial cost more than its share |
             self._expected = 0.0
 
     def observe_prompts(self, seconds: float) -> None:
-        """Learn what drafters took to read prompts; steps with drafts have to win it back."""
+        """Learn the time that drafters took to read prompts; drafting has to win it back."""
         self._prompts += self.cost.of(max(seconds, 0.0)) / HORIZON
 
     def gain(self, requests: int, sampling: bool = False) -> float:
-        """Return the expected yield of drafting over that of plain steps; sets λ."""
+        """Set λ, and return the expected yield of drafting over that of plain steps."""
         known, share = self._yields[sampling], self._asked
         tokens = known.tokens()
         nodes = np.arange(len(tokens)) / max(min(known.count, TREES), 1)
@@ -184,7 +184,7 @@ trial cost more than its share |
         value = known.correction * tokens - self._rate * self.cost.verify(sizes)
         nodes = int(value.argmax())
         if now_and_then and self.cost.doubt(rows + 2 * nodes + 2, requests) > NOISE:
-            nodes = 2 * nodes + 2  # to learn their cost
+            nodes = 2 * nodes + 2  # to learn the cost of more
         nodes = min(int(padded(np.array([rows + nodes]))[0]) - rows, len(best))
         self._expected, self._rows = float(tokens[nodes]), rows + nodes
         # On a GPU, survival is that of the proposal before the last one.
@@ -205,7 +205,7 @@ trial cost more than its share |
         saved = self.cost.draft(requests, WHOLE) - self.cost.draft(requests, BRIEF)
         self._proposals += 1
         brief = trees >= 16 and requests * mean < rate * saved
-        if self._proposals > self._wait:  # a trial of the other, to learn its cost
+        if self._proposals > self._wait:  # a trial of the other choice, to learn its cost
             brief = not brief
             if self._proposals == self._wait + TRIAL:
                 self._proposals, self._wait = 0, min(2 * self._wait, LONGEST)
@@ -215,7 +215,7 @@ trial cost more than its share |
     def asks(self, gained: float, requests: int, behind: int) -> bool:
         """Return whether running a drafter with weights pays, beside one without.
 
-        `gained` tokens are expected in the next step; it missed `behind` rows.
+        It is expected to gain `gained` tokens in the next step, and has missed `behind` rows.
         """
         extra = self.cost.draft(requests, self._by) - self.cost.draft(requests, LOOKUP)
         rate = self._rate or requests / self.cost.plain(requests)
@@ -223,7 +223,7 @@ trial cost more than its share |
         return bool(gained > price)  # host numbers
 
     def drafts(self, requests: int, sampling: bool = False, behind: int = 0) -> bool:
-        """Decide whether this step drafts; else the next is plain. behind: rows missed so far."""
+        """Decide whether this step drafts; else the next is plain. behind: missed rows."""
         before, self._kind = self._kind, _kind(requests, sampling)
         self._since += 1
         if self._trial:

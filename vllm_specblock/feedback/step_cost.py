@@ -1,6 +1,6 @@
 """Step cost: relative times of steps and drafts, learned online.
 
-A slow phase of the machine slows all steps and must not affect decisions. So only ratios are
+A slow phase of the machine slows all steps and must not affect decisions. Therefore only ratios are
 learned: of a step to the previous one, and of drafting to its step. A Kalman filter divides the
 error of a ratio among its costs, by their uncertainty.
 """
@@ -19,8 +19,8 @@ SPREAD, SURE = 0.5, 0.1
 similar sizes are correlated."""
 
 NOISE = 0.15
-"""Initial standard deviation of a measured ratio, in nats. Beyond two of them, an error counts the
-less the larger it is: a step in which something was compiled says nothing of the next one."""
+"""Initial standard deviation of a measured ratio, in nats. Beyond two of them, larger errors count
+less: a step that compiled something does not predict the next one."""
 
 FORGET = 2e-5
 """Decay of the information per ratio."""
@@ -28,7 +28,7 @@ FORGET = 2e-5
 LOOKUP, BRIEF, WHOLE = range(3)
 """Proposals by cost: of no drafter with weights, of the first block of drafters, of all blocks."""
 
-_LOOKUP = 0.1  # initial time of a lookup over that of a drafter with weights
+_LOOKUP = 0.1  # initial cost of a lookup, relative to a drafter with weights
 
 
 class _Step(NamedTuple):
@@ -46,7 +46,7 @@ class _Curve:
         self.update()
 
     def update(self) -> None:
-        """Take over changed logs."""
+        """Recompute the costs from the logs."""
         self.costs = np.maximum.accumulate(np.exp(self.logs))
 
     def __call__(self, at: np.ndarray | float) -> np.ndarray:
@@ -95,7 +95,7 @@ class StepCost:
         """
         (rows, times), (counts, drafting) = _plausible(verify), _plausible(draft)
         drafts = [_LOOKUP * drafting, _plausible(brief or draft)[1], drafting]
-        # The last one: a plain step over one that verifies no node.
+        # The last entry: a plain step over one that verifies no node.
         found = np.concatenate([times, *drafts, times[:1]])
         self._logs = logs = np.log(np.maximum(found / times[0], 1e-7))
         self.verify = _Curve(rows, logs, 0)  # relative costs of steps with trees, by rows
@@ -143,7 +143,7 @@ class StepCost:
     def observe_draft(self, requests: int, by: int, seconds: float, read: int) -> None:
         """Learn from a proposal in the last step; read: missed rows that its drafters read."""
         cost, expected = self.of(seconds), self.draft(requests, by)
-        if read > 4 * requests:  # mostly that
+        if read > 4 * requests:  # mostly reading
             extra = max(cost - expected, 0.0) / read
             self.read += (0.1 if self.read else 1.0) * (extra - self.read)
         elif self._covariance is not None:
@@ -166,7 +166,7 @@ class StepCost:
         return found
 
     def _prior(self) -> np.ndarray:
-        """Return the covariance of start-up costs; it halves per 0.7 doublings of a size."""
+        """Return the covariance of start-up costs; it halves with every 0.7 doublings of a size."""
         found = np.zeros((len(self._logs), len(self._logs)))
         for curve in self.verify, *self._drafts:
             here = slice(curve.first, curve.first + len(curve.points))
@@ -196,7 +196,7 @@ def _variance(noise: float, error: float, expected: float) -> float:
 
 
 def _plausible(measured: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return sizes [n] and times [n] without time lost to other work: they can only be too long.
+    """Return sizes [n] and times [n] without time lost to other work, which only adds.
 
     No time exceeds that of a larger size, or that of enough smaller ones. Sizes are the powers of
     two, the smallest and the largest: the covariance of more would not fit in a CPU's L1 cache.

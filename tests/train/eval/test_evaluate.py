@@ -64,7 +64,7 @@ def test_chain_figures_are_those_of_a_naive_loop(scene, inference, changes):
     drafter, sequences = scene(**changes)
     blocks = 3
     # A short one, and one of more roots than are drafted together.
-    sequences = [sequences[0], dataclasses.replace(sequences[1], tokens=sequences[1].tokens[:30])]
+    sequences = [sequences[0], dataclasses.replace(sequences[1], tokens=sequences[1].tokens[:60])]
     counts = [[0, 0] for _ in range(blocks * K)]
     confusion = [[0] * 4 for _ in range(4)]
     for sequence in sequences:

@@ -27,14 +27,14 @@ from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheS
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 Slots = dict[str, torch.Tensor]
-"""Per layer [≥ batch rows] int64, where each row of a batch lies in its cache."""
+"""Per layer [≥ batch rows] int64, the cache slot of each row of a batch."""
 
 
 class EngineCaches:
     """Caches of target and drafters, under one block table.
 
-    target_layers, drafter_layers: names, per drafter; target: the target's caches by cache group;
-    group: the drafters' cache group.
+    target_layers: names of the target's layers; drafter_layers: names of each drafter's layers;
+    target: the target's caches by cache group; group: the drafters' cache group.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class EngineCaches:
         self.config, self.device = config, device
         self.target_layers, self.drafters = target_layers, drafters
         self.context = config.compilation_config.static_forward_context
-        # Numbered on from the target's layers, as vLLM's own drafters are.
+        # Numbers follow the target's layers, as with vLLM's own drafters.
         number = count(config.model_config.get_num_layers(config.parallel_config))
         self.drafter_layers = [
             [DraftAttentionLayer(config, next(number), layer).name for layer in each.cache_layers()]
@@ -92,10 +92,10 @@ class EngineCaches:
             drafter.bind([self.context[name].kv_cache for name in names])
 
     def warm_up(self, block_tables: BlockTables) -> None:
-        """Launch every attention kernel of target and drafters once, if vLLM's JIT warm-up is on.
+        """Launch every attention kernel once: on a CPU always, on a GPU with vLLM's JIT warm-up.
 
-        vLLM's own warm-up requests are short, and its dummy batches attend to nothing. It is off
-        with `enforce_eager`, but on a CPU the first request would wait for seconds.
+        vLLM's own warm-up requests are short, and its dummy batches attend to nothing. With
+        `enforce_eager` JIT warm-up is off: on a CPU the first request would wait for seconds.
         """
         config, block_table = self.config, block_tables.input_block_tables[self.group]
         on_host = block_table.device.type == "cpu"
@@ -180,13 +180,13 @@ class DraftAttentionLayer(nn.Module, AttentionLayerBase):
 
 
 class DraftMetadataBuilder(CacheOnlyAttentionMetadataBuilder):
-    """The drafter builds its own metadata: nothing of vLLM's prevents full CUDA graphs."""
+    """Metadata builder that allows full CUDA graphs: the drafter builds its own metadata."""
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
 
 
 class DraftAttentionBackend(CacheOnlyAttentionBackend):
-    """Names the drafter's cache layout to vLLM."""
+    """Attention backend that names the drafter's cache layout to vLLM."""
 
     @staticmethod
     def get_builder_cls() -> type[DraftMetadataBuilder]:

@@ -35,13 +35,13 @@ class DraftPolicy:
     the more confident one is verified (routing paper, §5), or the union (merged-tree paper).
 
     Args:
-        options: how two drafters go together; None: there is one.
+        options: how two drafters are combined; None: there is one.
         num_nodes: N, nodes of a combined tree.
 
     Attributes:
         wanted: [n] int64, requests of this step that get drafts; None: all.
         holes: set if the policy masks cache blocks itself; None: block tables are masked already.
-        asked: a drafter with weights took part in the last proposal; read: rows it had missed.
+        asked: a drafter with weights took part in the last proposal; read: rows that it had missed.
         max_depth: tokens on the longest path of any tree.
     """
 
@@ -162,7 +162,7 @@ class SkippingMergedDrafters(DraftPolicy):
         votes = sure if self.wanted is None else sure[self.wanted]
         expected = self.gate.expects(votes.numpy())  # a host tensor
         behind = self.read + len(rows.token)
-        # Dummy batches measure what asking costs.
+        # Dummy batches measure the cost of the drafter with weights.
         dummy = bool(slots[0] == self.scratch_idx)  # a host array
         self.asked = dummy or self.controller.asks(expected, len(slots), behind)
         self.sure[rows.req_idx], self.both[rows.req_idx] = sure, self.asked

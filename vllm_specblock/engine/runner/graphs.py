@@ -112,7 +112,7 @@ class ProposalGraphs(CudaGraphManager):
     ) -> None:
         """Capture `step` for every size; `tokens` [≥ most requests, N] int64 is its output.
 
-        brief: it drafts the first block only; `find` then finds these graphs.
+        brief: `step` drafts the first block only; `find` looks graphs up by it.
         """
 
         def create_forward_fn(
@@ -162,7 +162,7 @@ class ProposalGraphs(CudaGraphManager):
     def find(self, batch: InputBatch, dummy: bool, brief: bool) -> BatchExecutionDescriptor | None:
         """Return the graph for the `batch` of a step; None: run it eagerly.
 
-        Requests of up to N + 1 rows of a dummy batch, which has no drafts, count as decoding.
+        In a dummy batch, which has no drafts, requests of up to N + 1 rows count as decoding.
         """
         count, each = batch.num_reqs, self.decode_query_len
         scheduled = batch.num_scheduled_tokens[:count]
@@ -184,7 +184,7 @@ class ProposalGraphs(CudaGraphManager):
         hidden_states: list[torch.Tensor],
         chain: np.ndarray,
     ) -> None:
-        """Copy the values of a step to the graph's buffers; it reads vLLM's own for the rest.
+        """Copy the values of a step to the graph's buffers; it reads all others from vLLM's.
 
         hidden_states: per layer [batch rows, Ht]; chain: [requests] bool, on the host.
         """
@@ -195,7 +195,7 @@ class ProposalGraphs(CudaGraphManager):
         done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:count]
         known[:count, _GOES_ON] = done >= batch.prefill_len_np
         known[:count, _CHAIN] = chain
-        if not np.array_equal(known, self.sent[:size]):  # changes with the batch alone
+        if not np.array_equal(known, self.sent[:size]):  # changes only with the batch
             self.sent[:size] = known
             async_tensor_h2d(known, out=self.known[:size])
         starts = self.buffers.query_start_loc[: count + 1]

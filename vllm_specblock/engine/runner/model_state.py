@@ -28,7 +28,7 @@ from vllm_specblock.verify.tree_mask import TreeMask
 
 
 def _trees_in_front(batch: InputBatch) -> int | None:
-    """Return the number of requests with drafts if these come first, else None."""
+    """Return the number of requests with drafts if they come first, else None."""
     if batch.num_draft_tokens_per_req is None or not batch.num_draft_tokens:
         return 0
     has_drafts = batch.num_draft_tokens_per_req[: batch.num_reqs] > 0  # a host array
@@ -101,7 +101,7 @@ class TreeModelState(DefaultModelState):
         # Full graphs serve decode steps only, and are captured with dummy batches without drafts.
         graph = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
         mask.num_trees = None if graph else _trees_in_front(batch)
-        # A graph of pieces reads positions in the mask's buffer.
+        # A piecewise graph reads positions in the mask's buffer.
         self.plain = mask.num_trees == 0 and cudagraph_mode == CUDAGraphMode.NONE
         trees = None
         if self.speculator.recurrent and batch.num_draft_tokens:

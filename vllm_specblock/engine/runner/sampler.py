@@ -91,7 +91,7 @@ class TreeSampler(RejectionSampler):
         rows = DrawnRows(token, drawn, cu_num_logits, idx_mapping)
         output, num_sampled = self.accept(rows, pos)
         if wants_rows:
-            # vLLM reports on rows cu[r] + j for the j-th token: bring the path there.
+            # vLLM reports row cu[r] + j for the j-th token: move the path there.
             order = self._path_order(cu_num_logits, idx_mapping, logits.shape[0])
             logits.copy_(logits[order])
             if processed is not None and processed is not logits:
@@ -114,7 +114,7 @@ class TreeSampler(RejectionSampler):
         return sample(slice(None))
 
     def accept(self, rows: DrawnRows, pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens [R, D + 1] and how many count [R]; store the accepted paths."""
+        """Store the accepted paths; return the emitted tokens [R, D + 1] and their counts [R]."""
         return accept_path_rows(rows, self.tree_states.trees)
 
     def _path_order(
@@ -125,7 +125,7 @@ class TreeSampler(RejectionSampler):
         path, accepted = self.tree_states.path[idx_mapping], self.tree_states.accepted[idx_mapping]
         place = torch.arange(path.shape[1], device=path.device)
         on_path = place <= accepted[:, None]
-        # Beyond the path a position rewrites the root with itself.
+        # Positions beyond the path write the root to itself.
         to = first + torch.where(on_path, place, 0)
         order = torch.arange(num_rows, device=path.device)
         order[to] = first + torch.where(on_path, path, 0)

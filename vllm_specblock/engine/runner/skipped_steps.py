@@ -1,4 +1,4 @@
-"""Steps that drafters skip: rows that they read later, and holes in their caches."""
+"""Steps that drafters skip: rows to read later, and holes in the drafters' caches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SkippedSteps:
         holes: incomplete cache blocks; None: there is no such drafter, or no cache yet.
         masks: [2, requests] int64; blind: [R] bool, requests of this step that cannot draft; see
             `CacheHoles.mask`.
-        adaptive: vLLM's manager, once it has built it; None: budgets are fixed.
+        adaptive: the budget manager, once vLLM has built it; None: budgets are fixed.
         resumes: the drafters can draft after steps that they have not read.
         blocks_shared: later requests may reuse the blocks of a request without drafts.
     """
@@ -63,7 +63,7 @@ class SkippedSteps:
         policy.holes = None if self._masks_here else self.holes
 
     def can_keep(self, batch: InputBatch, states: States) -> bool:
-        """Whether the drafters can read a step later, or need not read it."""
+        """Return whether the drafters can read a step later, or need not read it."""
         room = self.backlog is None or self.backlog.has_room(batch.num_tokens, states)
         return self.resumes and room
 
@@ -104,7 +104,7 @@ class SkippedSteps:
         self.nothing_drafted(batch.idx_mapping, confidence=float(not paused))
 
     def nothing_drafted(self, req_idx: torch.Tensor, confidence: float = 1.0) -> None:
-        """Note that the drafts scheduled next are placeholders; the manager ignores 1."""
+        """Mark the drafts scheduled next as placeholders; the manager ignores a confidence of 1."""
         self.tree_states.accepted.index_fill_(0, req_idx, 0)
         if self.adaptive is not None:
             self.adaptive.confidence[: len(req_idx)] = confidence
@@ -120,7 +120,7 @@ class SkippedSteps:
         if self.backlog is not None:
             missed = [self.backlog.rows(index) for index in batch.idx_mapping_np.tolist()]
             first = first - torch.tensor(missed)
-        # Drafting borrows slots after the root.
+        # Drafting writes to the slots after the root.
         longest = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())  # a host tensor
         width = (longest + self.tree_states.num_nodes) // self.holes.block_size + 1
         self.blind = self.holes.mask(table[:num_reqs, :width], first, last)

@@ -141,7 +141,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.caches.find_groups(self.kv_cache_config)
 
     def bind_caches(self) -> None:
-        """Take the allocated KV caches."""
+        """Bind the allocated KV caches."""
         self.caches.bind()
         blocks = self.kv_cache_config.num_blocks, self.block_tables.block_sizes[self.caches.group]
         self.skipped.track(*blocks, self.draft_policy)
@@ -242,15 +242,15 @@ class TreeSpeculator(DraftModelSpeculator):
                 prompts = batch.num_reqs if batch.has_prefill and not dummy_run else 0
                 policy = self.draft_policy
                 self.adaptive.drafted(began, policy.asked, policy.read, prompts)
-        # A GPU's counts are on the host one step later.
+        # A GPU's counts reach the host one step later.
         if not dummy_run and (counted or self._counted or self.adapts):
             self.counters.publish()
         return tokens
 
     def step(self, rows: StepBatch, draft: bool = True) -> torch.Tensor:
-        """Commit, draft and store the trees; the same eagerly and in a graph.
+        """Commit, draft and store the trees, eagerly or in a graph; return the trees' tokens.
 
-        Returns the trees' tokens, [R, N] int64. Without `draft` the drafters only read the step.
+        The tokens are [R, N] int64. Without `draft` the drafters only read the step.
         """
         verified, committed = self.settle(rows)
         req_idx = rows.batch.idx_mapping

@@ -21,10 +21,10 @@ _FEW, _ROUND = 16, 8
 
 
 def rounding(rows: int, room: np.ndarray) -> np.ndarray:
-    """Return the rows to add to each request, at most `room` [R] integers.
+    """Return the number of rows to add to each request, at most `room` [R] integers.
 
-    Their sum is then a multiple of 8, if above 16: a CPU prepares its matrix products anew for
-    every new number of rows.
+    The batch then has a multiple of 8 rows, if it has more than 16: a CPU prepares its matrix
+    products again for every new number of rows.
     """
     wanted = -rows % _ROUND if rows > _FEW else 0
     before = np.cumsum(room) - room
@@ -46,7 +46,7 @@ def missed_rows(batch: InputBatch, hidden_states: list[torch.Tensor]) -> MissedR
 
 
 def rows_without_drafts(batch: InputBatch) -> np.ndarray:
-    """[R] integers: each request's rows up to and including its root.
+    """Return the number of each request's rows up to and including its root, [R] integers.
 
     vLLM's counts on the host include all scheduled drafts, verified or not.
     """
@@ -56,7 +56,7 @@ def rows_without_drafts(batch: InputBatch) -> np.ndarray:
 
 @dataclass(eq=False, kw_only=True)
 class StepBatch:
-    """One batch of R requests: its committed rows, and where they go.
+    """One batch of R requests: its committed rows and their destinations.
 
     A request's rows in the batch are `base` rows up to and including the root, then its nodes.
     The base rows and the accepted path are committed.
@@ -73,10 +73,10 @@ class StepBatch:
     masks: torch.Tensor  # [2, R] int64, see `CacheHoles.mask`
     chain: torch.Tensor | None = None  # [R] nonzero: verify a chain; None: all verify trees
     tokens: torch.Tensor | None = None  # [R, N] int64, to write the trees' tokens to
-    # A request with drafts gets D rows for its path, so that shapes follow from what was scheduled;
-    # else, on the host, as many as it needs, and see `rounding`.
+    # A request with drafts gets D rows for its path, so that shapes follow from the schedule.
+    # False, on the host: it gets as many as it needs, plus those of `rounding`.
     pad: bool = True
-    every_row: bool = True  # False: drafters read text alone, and get the newest rows
+    every_row: bool = True  # False: drafters read only the text, and get only the newest rows
 
     def __post_init__(self) -> None:
         batch, num_reqs, device = self.batch, self.batch.num_reqs, self.block_table.device

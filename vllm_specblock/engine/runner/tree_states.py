@@ -1,4 +1,4 @@
-"""Per-request tree states: of the trees under verification, vLLM carries the tokens only."""
+"""Tree states of every request slot; vLLM itself carries only the tokens of draft trees."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TreeStates:
             req_idx: [R] integers.
             chain: [R] bool or integers, requests of which only the best path is verified.
             empty: [S] bool, slots whose trees become empty.
-            tokens: [R, N] int64, what to write the tokens to; None: a new tensor.
+            tokens: [R, N] int64, destination of the tokens; None: a new tensor.
         """
         return store_trees(req_idx, tree, self.trees, chain, empty, tokens)
 
