@@ -67,7 +67,7 @@ def test_select_equals_torch(kernels, count, vocab, budget, seed):
     ids=["serving size", "several", "none"],
 )
 def test_select_takes_views_of_wider_rows(kernels, requests, count, budget):
-    fields, depth = scattered(3, count, 40, 1)
+    fields, depth = scattered(3, count, 3, 2)
     fields = [x[:requests] for x in fields]
     wanted = select.reference(*fields, budget, depth)
     assert requests != 1 or wanted.size[0] == budget

@@ -165,7 +165,7 @@ def loaded(kind: Any, path: Path, fault: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(str(path), **options)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0].rstrip()
         # A line that ends in a colon introduces a list, which does not fit into a sentence.
         why = "." if reason.endswith(":") else f": {reason}"
         raise TrainError(f"The target {path} {fault}{why}") from error
