@@ -131,7 +131,8 @@ def attend_batch(
         left_out = batch.causal() if causal_elsewhere else np.zeros(requests, dtype=np.bool_)
         seen = batch.see(window)
         oldest = batch.prefix_len if window is None else seen.prefix_from
-        rows = *_rows(batch, seen.mask_words), max(CHUNK // group, 1), left_out, oldest.numpy()
+        oldest = oldest.numpy()  # a host tensor
+        rows = *_rows(batch, seen.mask_words), max(CHUNK // group, 1), left_out, oldest
         jobs, mask = _cut(*rows, window is not None)
         return PackedSchedule(jobs, mask, _share(jobs, kv_heads, team_size()), {})
 
@@ -167,7 +168,7 @@ def _rows(batch: Any, mask_words: torch.Tensor) -> tuple[np.ndarray, ...]:
     """
     start = np.array(batch.query_start_host)
     tensors = batch.seq_len[: len(start) - 1], batch.prefix_len, mask_words, batch.tree_start
-    return start, *(x.numpy() for x in tensors)  # host tensors
+    return start, *(x.numpy() for x in tensors)  # a host tensor each
 
 
 @lru_cache

@@ -24,11 +24,12 @@ ADAPTIVE = {
 
 
 def pausing_engine(**speculative) -> tuple[Engine, SimpleNamespace]:
-    """Drafting is paused while `pause.on`; otherwise whole trees are verified."""
+    """Drafting is paused while `pause.on`; otherwise whole trees are drafted and verified."""
     engine, pause = make_engine(ADAPTIVE | speculative), SimpleNamespace(on=False)
     manager = engine.runner.adaptive_verification
     engine.speculator.adaptive.is_paused = lambda batch: pause.on
     manager.controller.drafts = lambda *_: not pause.on
+    manager.controller.brief = lambda *_: False
     choose = manager.get_num_tokens
 
     def get_num_tokens(*args) -> int:
