@@ -187,8 +187,9 @@ trial cost more than its share |
             nodes = 2 * nodes + 2  # to learn the cost of more
         nodes = min(int(padded(np.array([rows + nodes]))[0]) - rows, len(best))
         self._expected, self._rows = float(tokens[nodes]), rows + nodes
-        # On a GPU, survival is that of the proposal before the last one.
-        if later is not None and self._whole > 2 and nodes:
+        # Seldom, to save host time. On a GPU, survival is that of the proposal before the last one.
+        looks = now_and_then or self._proposals > self._wait
+        if later is not None and looks and self._whole > 2 and nodes:
             taken = later & (survival >= best[nodes - 1])
             sizes = rows + nodes - np.array([taken.sum(), 0])
             saved = self._rate * np.diff(self.cost.verify(sizes))[0]
