@@ -43,7 +43,7 @@ API int cuGetErrorName(int, const char** text) { *text = "CUDA_ERROR_NOT_SUPPORT
 API int cuPointerGetAttribute(void*, int, unsigned long long) { return NOT_SUPPORTED; }
 #define REFUSED(name) \
   API int name(...) { return NOT_SUPPORTED; }
-REFUSED(cuFuncGetAttribute) REFUSED(cuFuncSetAttribute) REFUSED(cuFuncSetCacheConfig)
+REFUSED(cuCtxGetLimit) REFUSED(cuCtxSetLimit) REFUSED(cuFuncGetAttribute) REFUSED(cuFuncSetAttribute) REFUSED(cuFuncSetCacheConfig)
 REFUSED(cuLaunchCooperativeKernel) REFUSED(cuLaunchKernel) REFUSED(cuLaunchKernelEx)
 REFUSED(cuLinkAddData_v2) REFUSED(cuLinkComplete) REFUSED(cuLinkCreate_v2)
 REFUSED(cuMemAddressFree) REFUSED(cuMemAddressReserve) REFUSED(cuMemCreate)

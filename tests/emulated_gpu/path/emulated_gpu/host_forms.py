@@ -26,7 +26,7 @@ from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
 from vllm_specblock.triton_kernels.layers import fp8_linear as fp8
 from vllm_specblock.triton_kernels.layers.best_of_chunks import top_logprobs
 from vllm_specblock.triton_kernels.layers.layer_shift import shift
-from vllm_specblock.triton_kernels.layers.lm_and_rank_head import rank_features
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head import top_and_features
 from vllm_specblock.triton_kernels.layers.rope import Rope
 from vllm_specblock.triton_kernels.layers.rope import rotate_pair as rotate
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
@@ -144,8 +144,8 @@ def merge_chunks(a: Arguments, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def merge_and_rank(a: Arguments, grid: Grid) -> None:
-    logits, values = merge_chunks(a, grid)
-    psi = rank_features(values[:, : a.LOGPROBS], values[:, : a.SCOPE] if a.SCOPE else logits)
+    logits, _ = merge_chunks(a, grid)
+    _, psi = top_and_features(logits, a.LOGPROBS, a.SCOPE or None)
     psi = psi.to(a.of_state_ptr.dtype).float()
     state = F.silu(a.of_state_ptr.float() + psi @ a.first_ptr[:, a.size :].float().T)
     a.bucket_ptr.copy_((state @ a.second_ptr.float().T).argmax(-1))
