@@ -138,7 +138,9 @@ def test_costs_settle_and_follow():
 
 def test_one_outlier_does_not_decide():
     """The first comparison of all, of an error of e³, and a later one."""
-    assert ratio(taught(1, 3.0)) == pytest.approx(0.316 * 4 / 3.0, rel=0.01)
+    variance = 0.316 + 0.0225
+    trust = (2 * variance**0.5 / 3.0) ** 1.5
+    assert ratio(taught(1, 3.0)) == pytest.approx(3.0 * trust * 0.316 / variance, rel=0.01)
     settled = taught(101, 0.0)
     settled.observe(1, 1, True, 1.0)
     settled.observe(2, 1, True, np.exp(3.0))

@@ -182,7 +182,8 @@ class StepCost:
         spread = covariance @ gradient
         known, noise = float(gradient @ spread), self._noise[drafts]
         variance = known + noise
-        trust = min(1.0, 4 * variance / max(error**2, 1e-9))
+        # Squared instead of 1.5, it would not unlearn costs that it holds for certain.
+        trust = min(1.0, (4 * variance / max(error**2, 1e-9)) ** 0.75)
         self._noise[drafts] = _variance(noise, error, variance)
         self._logs += spread * (trust * error / variance)
         covariance -= np.outer(spread, spread * (trust / variance))
