@@ -1,4 +1,4 @@
-"""Trees grown on the device: as in plain Python, and valid whatever the scores are."""
+"""Trees grown on the device: as in plain Python, and valid with any scores."""
 
 from __future__ import annotations
 
