@@ -170,8 +170,7 @@ def conclude(
     partings = explain(target, different)
     for parting in partings:
         console.print(f"  {parting or 'one answer ends'}", markup=False, soft_wrap=True)
-    # Either of the two computations may be off by a step.
-    return all(parting is not None and parting.steps <= 2 for parting in partings)
+    return all(parting is not None and parting.steps <= 1 for parting in partings)
 
 
 if __name__ == "__main__":
