@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from support.engines import ROOT, make_engine, shared_engine
+from support.engines import ROOT, make_engine
 from support.matrix import PROMPTS, params
 
 from vllm_specblock.feedback.calibration import GREEDY
@@ -24,18 +24,17 @@ def mean_betas(engine) -> list[float]:
     ]
 
 
-def test_a_trained_drafter_is_found_to_be_too_flat_for_a_greedy_target(plain):
-    engine = shared_engine({"num_speculative_tokens": 24})
-    (head,) = engine.speculator.draft_policy.drafters
+def test_a_trained_drafter_is_found_to_be_too_flat_for_a_greedy_target(tree, plain):
+    (head,) = tree.speculator.draft_policy.drafters
     assert head.calibration.trees.tolist() == [0, 0], "learned before anyone asked"
-    serve(engine, plain, 0.0)
+    serve(tree, plain, 0.0)
     greedy, sampling = head.calibration.trees.tolist()
     assert greedy > 20 and sampling == 0
     assert head.calibration.log[0].exp() > 1.3
     # What is counted for `/metrics` began at 1.5 and went where the learned one is by now.
-    (beta,) = mean_betas(engine)
+    (beta,) = mean_betas(tree)
     assert 1.3 < beta < 4
-    serve(engine, plain, 1.0)
+    serve(tree, plain, 1.0)
     assert head.calibration.trees[1] > 20
 
 
