@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from support.engines import DRAFTER, ROOT, Engine, make_engine, note_calls, reco
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from support.recorded_graph import capture
 from vllm.platforms import current_platform
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
@@ -25,7 +23,6 @@ from vllm_specblock.adapt.policy.interface import FinishedRequest
 from vllm_specblock.adapt.serving import recorder as recording
 from vllm_specblock.adapt.serving.slabs import SLABS
 from vllm_specblock.drafters.specblock.refresh import refresh
-from vllm_specblock.engine.runner.model_state import TreeModelState
 
 WATCH = {"adapt": {"policy": "watch"}}
 TABLES = ROOT / "examples/two_heads/tables"
@@ -158,7 +155,9 @@ def flush(engine: Engine, slabs: int = SLABS) -> None:
 
 @pytest.fixture(scope="module")
 def watching() -> Engine:
-    return make_engine({"num_speculative_tokens": 24, **WATCH})
+    engine = make_engine({"num_speculative_tokens": 24, **WATCH})
+    assert not any(engine.speculator.recorder.counts().values()), "warm-up requests were recorded"
+    return engine
 
 
 def rebuilt(record: Record, text: list[int], prompt: int) -> int:
@@ -237,20 +236,6 @@ def test_pauses_end_recordings(crowded, monkeypatch, reference):
     assert sink.offers and next(steps) > 13 and not preempted
     assert_no_gap(sink.records, [[*t, *a[0].tokens] for t, a in zip(texts, expected)])
     assert any(len(record.tokens) < 60 for record in sink.records)
-
-
-@pytest.mark.parametrize(
-    ("name", "observed"), [("_warmup_3_", 0), ("_v2_mixed_warmup_decode_", 0), ("7-a3f2", 1)]
-)
-def test_vllms_warm_up_is_not_observed(monkeypatch, name, observed):
-    begun = []
-    monkeypatch.setattr(DefaultModelState, "add_request", lambda *_: None)
-    recorder = SimpleNamespace(begin=lambda slot, request: begun.append(slot))
-    state = TreeModelState.__new__(TreeModelState)
-    state.tree_states = SimpleNamespace(reset=lambda slot: None)
-    state.speculator = SimpleNamespace(recorder=recorder, note_request=lambda *_: None)
-    state.add_request(5, SimpleNamespace(req_id=name, sampling_params=None))
-    assert begun == [5] * observed
 
 
 def test_more_requests_than_slabs(watching, monkeypatch):
