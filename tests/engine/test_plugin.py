@@ -53,12 +53,6 @@ def test_same_runner_and_triton_with_and_without():
 on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU has the runner anyway")
 
 
-@on_a_cpu
-def test_the_runner_for_all_engines_by_vllms_own_switch():
-    asked = report(VLLM_USE_V2_MODEL_RUNNER="1")
-    assert asked["runner v2"] and asked["triton"] and asked["interpreter"] == "1"
-
-
 ASKING = """
 import sys
 from vllm import LLM, SamplingParams

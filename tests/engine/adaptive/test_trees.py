@@ -249,21 +249,6 @@ def test_steps_are_observed_as_they_were(engine, reference, monkeypatch, verifie
 
 
 @on_the_host
-def test_at_rest_confidences_of_earlier_steps_are_not_believed(engine, monkeypatch, verified):
-    """On a GPU they are two steps old."""
-    charge(engine, monkeypatch, lambda rows: 1 + 1e-9 * rows)
-    manager = engine.runner.adaptive_verification
-
-    def late(*_):
-        manager._stale_confidences[manager._stale_idx].np[:] = 0.9
-
-    monkeypatch.setattr(manager, "record_confidences", late)
-    monkeypatch.setattr(manager.controller, "drafts", lambda *_: False)
-    engine.generate(PROMPTS[:2], params(2, temperature=0.0, max_tokens=20))
-    assert len(verified) > 15 and all(budget == 0 for _, budget in verified[1:])
-
-
-@on_the_host
 def test_rest_ends_when_drafting_pays_again(engine, monkeypatch, verified):
     charge(engine, monkeypatch, lambda rows: 1 + 1e-6 * rows, drafting=100.0)
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))
@@ -272,19 +257,3 @@ def test_rest_ends_when_drafting_pays_again(engine, monkeypatch, verified):
     verified.clear()
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))
     assert sum(budget > 0 for _, budget in verified) > 5
-
-
-@on_the_host
-def test_warm_up_teaches_nothing(engine, monkeypatch):
-    """vLLM warms up with requests that look real, and then captures; compiled, with all kernels."""
-    speculator = engine.speculator
-    kernels = speculator.vllm_config.kernel_config
-    assert not kernels.enable_jit_warmup, "eager engines compile nothing ahead"
-    monkeypatch.setattr(kernels, "enable_jit_warmup", True)
-    engine.generate(PROMPTS[:1], params(1, max_tokens=10))
-    acceptance = speculator.adaptive.acceptance
-    assert acceptance.judged.sum() > 0 and speculator.counters.total.sum() > 0
-    speculator.capture()
-    assert (
-        acceptance.judged.sum() == acceptance.reached.sum() == speculator.counters.total.sum() == 0
-    )

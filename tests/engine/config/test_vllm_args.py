@@ -247,24 +247,29 @@ def test_a_drafter_of_another_target(copied, tmp_path):
     refused("hidden size 192", "has 384", target=other)
 
 
+MERGED = SECOND | {"draft_policy": "merge"}
+
+
+@on_a_cpu
+def test_a_drafter_is_left_out_of_steps_beside_a_lookup():
+    assert plan_of(MERGED).combine.skip_drafter
+    assert not plan_of(MERGED | {"skip_drafter": False}).combine.skip_drafter
+
+
 @on_a_cpu
 @pytest.mark.parametrize(
-    ("given", "changes", "skips"),
+    ("given", "changes"),
     [
-        ({}, {}, True),
-        ({"skip_drafter": False}, {}, False),
-        ({"draft_policy": "route"}, {}, False),
-        ({"budget": "split"}, {}, False),
-        ({"second_drafter": {"model": str(TABLES)}}, {}, False),
-        ({}, {"tensor_parallel_size": 2}, False),
+        ({"draft_policy": "route"}, {}),
+        ({"budget": "split"}, {}),
+        ({"second_drafter": {"model": str(TABLES)}}, {}),
+        ({}, {"tensor_parallel_size": 2}),
     ],
 )
-def test_where_a_drafter_is_left_out_of_steps(given, changes, skips):
-    given = SECOND | {"draft_policy": "merge"} | given
-    assert plan_of(given, **changes).combine.skip_drafter is skips
-    if not skips and "skip_drafter" not in given:
-        says = "'skip_drafter' is true, but", "drop the key"
-        refused(*says, speculative=given | {"skip_drafter": True}, **changes)
+def test_where_no_drafter_can_be_left_out(given, changes):
+    assert not plan_of(MERGED | given, **changes).combine.skip_drafter
+    says = "'skip_drafter' is true, but", "drop the key"
+    refused(*says, speculative=MERGED | given | {"skip_drafter": True}, **changes)
 
 
 @on_a_cpu
