@@ -1,4 +1,4 @@
-"""Requests without drafts: exact, and without effect on other requests."""
+"""Requests without drafts, or with chains: exact, and without effect on other requests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from support.engines import Engine, asynchronous_engine, note_calls, record_draf
 from support.matrix import CASES, PROMPTS, Checker, params
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_specblock.engine.request_drafts import looks_back
 
 check = Checker()
 
@@ -138,3 +141,23 @@ def test_trees_made_to_hurt_the_others(tree, reference, monkeypatch):
     expected = reference("greedy", params())
     install(monkeypatch, tree, "deep", expected)
     check(tree, opting_out(params(), every=2), expected)
+
+
+CHAINS = (
+    {"repetition_penalty": 1.1},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -0.5},
+    {"bad_words": ["def"]},
+    {"structured_outputs": StructuredOutputsParams(regex="[0-9]+")},
+    {"thinking_token_budget": 8},
+)
+TREES = (
+    {},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": 7},
+    {"logit_bias": {3: 1.5}, "allowed_token_ids": [3, 4], "min_tokens": 5, "logprobs": 2},
+)
+
+
+@pytest.mark.parametrize("given", [*CHAINS, *TREES])
+def test_requests_whose_sampling_looks_back_verify_a_chain(given):
+    assert looks_back(SamplingParams(**given)) == (given in CHAINS)
