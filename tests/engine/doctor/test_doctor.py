@@ -84,7 +84,7 @@ def test_memory_is_that_of_the_files_and_of_an_engine(tree):
     assert beside == pytest.approx(per_token(tree.speculator.caches.target_layers), abs=0.06)
 
 
-@pytest.mark.parametrize("which", ["target", "drafter", "files", "nodes"])
+@pytest.mark.parametrize("which", ["target", "drafter", "files"])
 def test_a_pair_that_does_not_says_what_an_engine_would(which, tmp_path):
     target, drafter = TARGET, DRAFTER
     if which == "target":
@@ -94,12 +94,11 @@ def test_a_pair_that_does_not_says_what_an_engine_would(which, tmp_path):
         drafter = edited(DRAFTER, tmp_path / "drafter", **changes)
     if which == "files":
         (drafter / "model.safetensors").unlink()
-    given = {"model": str(drafter)} | ({"num_speculative_tokens": 0} if which == "nodes" else {})
     with pytest.raises(ValueError) as refused:
-        configure(given, target)
-    code, said = doctor("--target", target, "--speculative-config", json.dumps(given))
+        configure({"model": str(drafter)}, target)
+    code, said = doctor("--target", target, "--model", drafter)
     assert code == 1 and str(refused.value) in said
-    found = by_name(target, **given)
+    found = by_name(target, drafter)
     assert found["drafter"].verdict == "wrong" and "memory" not in found
 
 
@@ -144,11 +143,22 @@ def test_two_drafters_and_what_each_takes():
     assert code == 0 and "ngram, reads the requests' own text" in said, said
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"num_speculative_tokens": 0}, "'num_speculative_tokens' is 0"),
+        ({"method": "eagle3"}, "'method' is 'eagle3', but must be 'specblock' here"),
+        ({"kind": "ngram", "target": None, "drafter": None}, "--target"),
+    ],
+)
+def test_a_wrong_config_says_what_an_engine_would(given, says):
+    found = by_name(**{"target": TARGET, "drafter": DRAFTER} | given)["drafter"]
+    assert found.verdict == "wrong" and says in found.advice
+
+
 def test_a_wrong_command():
     code, said = doctor("--model", DRAFTER, "--speculative-config", "{}")
     assert code == 2 and "both given" in said
-    advice = by_name(TARGET, DRAFTER, method="eagle3")["drafter"].advice
-    assert "'method' is 'eagle3', but must be 'specblock' here" in advice
 
 
 def test_wrong_packages_are_named_and_nothing_is_imported_then(monkeypatch):

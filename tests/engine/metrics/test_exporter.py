@@ -23,27 +23,28 @@ from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 from vllm_specblock.engine.metrics import acceptance, exporter
 from vllm_specblock.engine.metrics.counters import DRAFTING_NS, DRAFTING_STEPS, DrafterCounters
 from vllm_specblock.engine.metrics.draft_clock import Stopwatch
-from vllm_specblock.engine.metrics.exporter import PREFIX
 
 
-def sink_of(config):
+def sink_of(config, engine: int = 0):
+    """The sink of one engine of a deployment."""
     made = SimpleNamespace(
         speculative_config=config,
         model_config=SimpleNamespace(served_model_name="target"),
-        parallel_config=SimpleNamespace(data_parallel_index=0),
+        parallel_config=SimpleNamespace(data_parallel_index=engine),
     )
     return exporter.make_sink(made, rank=0)
 
 
-def shown() -> dict[str, int]:
-    """Our part of `LLM.get_metrics()`: name and drafter, if it has one → value."""
-    return {
-        "_".join(filter(None, [metric.name.removeprefix(PREFIX), metric.labels.get("head")])): (
-            metric.value
-        )
-        for metric in get_metrics_snapshot()
-        if metric.name.startswith(PREFIX)
-    }
+def shown() -> dict[tuple[str, ...], int]:
+    """Our part of `LLM.get_metrics()`: (name, engine[, head]) → value."""
+    found = {}
+    for metric in get_metrics_snapshot():
+        if metric.name.startswith("vllm:specblock_"):
+            labels = {**metric.labels}
+            assert labels.pop("model_name") == "target"
+            name = metric.name.removeprefix("vllm:specblock_")
+            found[name, *map(labels.get, sorted(labels))] = metric.value
+    return found
 
 
 class Config:
@@ -78,9 +79,8 @@ def test_counters_reach_the_reader_with_every_name(config):
     counters.clock.begin()
     counters.clock.end()
     counters.publish()
-    named = shown()
-    names = {name.rstrip("_12") for name in named}
-    assert names == exporter.HELP.keys() - exporter.LEARNING.keys()
+    named = {"_".join([name, *labels[1:]]): value for (name, *labels), value in shown().items()}
+    assert {name for name, *_ in shown()} == exporter.HELP.keys() - exporter.LEARNING.keys()
     assert named.pop(DRAFTING_STEPS) == 1 and named.pop(DRAFTING_NS) > 0
     assert named == counters.as_dict()
     by_drafter = {
@@ -134,7 +134,7 @@ def test_the_newest_engine_of_a_process_is_shown_until_its_end():
         del newest
         os._exit(gc.collect() < 0)
     os.waitpid(child, 0)
-    assert shown() == {"agreed": 1}
+    assert shown() == {("agreed", "0"): 1}
     del newest
     gc.collect()
     assert not folder.exists() and shown() == {}
