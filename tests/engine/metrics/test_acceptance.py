@@ -124,19 +124,6 @@ def test_reported_tau(engine, end, temperature):
         assert metrics["num_draft_tokens"] == NODES * (len(seen.given[where]) - 1)
 
 
-@fixed_trees
-def test_a_stop_inside_an_accepted_path(engine):
-    """max_tokens cuts the last token of an accepted path."""
-    steps = run(engine, params(1, temperature=0.0, max_tokens=60), PROMPTS[:1]).given["0", 0]
-    ends = [sum(steps[: at + 1]) - 1 for at, tokens in enumerate(steps) if tokens > 2]
-    assert len(ends) > 3, "too few accepted drafts to test"
-    for end in ends[:4]:
-        seen = run(engine, params(1, temperature=0.0, max_tokens=end), PROMPTS[:1])
-        assert sum(seen.given["0", 0]) == end and seen.given["0", 0][-1] > 1
-        assert seen.counters[ACCEPTED] == end - 1 - seen.steps
-        check(seen)
-
-
 def test_sequences_and_aborted_requests(engine):
     seen = run(engine, params(3, n=2, temperature=0.8, max_tokens=30), aborted=("1",))
     assert len(seen.given) == 6 and len(seen.given["1", 0]) < len(seen.given["0", 0])
