@@ -151,6 +151,13 @@ def test_steps_of_an_offline_answer_add_up(engine, plain):
         assert answering.answer(job)["ids"] == found["ids"]
 
 
+@fixed_trees
+def test_preempted_requests(engine):
+    preempted = record_preemptions(engine)
+    check(run(engine, params(temperature=0.0, max_tokens=150)))
+    assert preempted
+
+
 def count_drafts(output, *_) -> int:
     """Return the drafts that are scheduled in a step."""
     return sum(map(len, output.scheduled_spec_decode_tokens.values()))
@@ -185,10 +192,3 @@ def test_drafting_resumes_after_a_pause(engine, monkeypatch):
     assert drafts[paused:].count(0) >= 7
     pause(engine, monkeypatch, lambda step: 4 <= step < 12)
     check(run(engine, requests))
-
-
-@fixed_trees
-def test_preempted_requests(engine):
-    preempted = record_preemptions(engine)
-    check(run(engine, params(temperature=0.0, max_tokens=150)))
-    assert preempted
