@@ -17,6 +17,11 @@ check = Checker()
 NO = {"specblock_draft": 0}
 
 
+@pytest.fixture
+def asynchronous() -> Engine:
+    return asynchronous_engine()
+
+
 @pytest.fixture(params=["tree", "budgeted"])
 def engine(request, monkeypatch) -> Engine:
     engine = request.getfixturevalue(request.param)
@@ -42,8 +47,10 @@ def drafts_of(engine: Engine, every: int) -> list[int]:
     return [0 if each is None else each.num_draft_tokens for each in metrics]
 
 
+@pytest.mark.parametrize("engine", ["tree", "budgeted", "asynchronous"], indirect=True)
 @pytest.mark.parametrize("every", [1, 3])
 def test_requests_opt_out(engine, reference, monkeypatch, every):
+    """Asynchronously, the scheduler gives placeholders only to requests with drafts."""
     (drafter,) = engine.speculator.draft_policy.drafters
     trees = note_calls(monkeypatch, drafter, "draft", lambda *_: "a tree")
     for name in ("greedy", "temperature 1", "repetition penalty"):
@@ -89,18 +96,6 @@ def test_a_prompt_of_one_token_is_not_padded(engine, monkeypatch, extra):
     while core.has_unfinished_requests():
         core.step()
     assert steps[1][-1] == (1 if extra else 25)
-
-
-def test_asynchronous_scheduling(reference):
-    """The scheduler gives placeholders only to requests with drafts."""
-    engine = asynchronous_engine()
-    for every in (1, 2):
-        for name in ("greedy", "temperature 1"):
-            requests = opting_out(params(**CASES[name]), every)
-            check(engine, requests, reference(name, params(**CASES[name])))
-        counts = drafts_of(engine, every)
-        assert not any(counts[::every])
-        assert every == 1 or all(counts[1::2])
 
 
 def test_a_wrong_value_is_refused(tree):
