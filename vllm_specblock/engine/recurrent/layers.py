@@ -80,14 +80,12 @@ class RecurrentLayer(ABC):
         if not isinstance(step, RecurrentTreeMetadata):
             return plain(*inputs, out)
         trees = step.trees
-        if trees.other_rows is not None:
-            found = out.new_empty(len(trees.other_rows), *out.shape[1:])
+        if step.others is not None:
             metadata[name] = step.others
-            plain(*(x[trees.other_rows] for x in inputs), found)
+            plain(*(x[trees.others] for x in inputs), out[trees.others])
             metadata[name] = step
-            out[trees.other_rows] = found
-        made = self.verify(step, *(trees.pad(x) for x in inputs)).flatten(0, 1)[trees.place]
-        out[trees.rows] = made.reshape(-1, *out.shape[1:]).to(out.dtype)
+        made = self.verify(step, *map(trees.pad, inputs)).flatten(0, 1)[trees.place]
+        out[: trees.num_rows] = made.reshape(-1, *out.shape[1:]).to(out.dtype)
         return None
 
     @abstractmethod
@@ -108,7 +106,8 @@ class RecurrentLayer(ABC):
             return
         (step, x, rows, written), self.waiting = self.waiting, None
         trees, histories = step.trees, self.histories
-        node = path[trees.requests].gather(1, accepted[trees.requests].long()[:, None])[:, 0]
+        count = trees.num_reqs
+        node = path[:count].gather(1, accepted[:count].long()[:, None])[:, 0]
         last = trees.base - 1 + node
         history = histories[step.slot]
         histories[step.slot] = newest(history, x.to(history.dtype), trees.paths, last)
