@@ -118,7 +118,6 @@ class TreeSpeculator(DraftModelSpeculator):
         if self.adapts:
             make = adaptation("serving.observer").make_observer
             self.recorder = make(config, resolved, drafters, states.parent, depth) or self.recorder
-        self.reads_rows = follow or self.num_layers > 0 or self.adapts
         sink = make_sink(config, get_tensor_model_parallel_rank())
         self.counters = DrafterCounters(len(drafters), device, sink, self.recorder.counts)
         return draft_models.DraftModels(drafters, resolved)
@@ -308,7 +307,6 @@ class TreeSpeculator(DraftModelSpeculator):
             masks=self.skipped.masks[:, : batch.num_reqs],
             chain=async_tensor_h2d(chains, device=self.device) if chains.any() else None,
             pad=self.pad_rows,
-            every_row=self.reads_rows,
         )
 
     def _mask(self, batch: InputBatch) -> None:
