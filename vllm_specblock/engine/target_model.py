@@ -147,9 +147,9 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
     names = [name for name, layer in layers.items() if isinstance(layer, AttentionLayerBase)]
     if config.model_config.is_hybrid:
         # vLLM's recurrent layers load kernels for a GPU on import.
-        from vllm_specblock.engine.recurrent.layers import recurrent_kind
+        from vllm_specblock.engine.recurrent.layers import KINDS
 
-        names = [name for name in names if recurrent_kind(layers[name]) is None]
+        names = [name for name in names if type(layers[name]) not in KINDS]
     for name in names:
         layer = layers[name]
         backend = layer.get_attn_backend()
@@ -195,7 +195,8 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
     """
     depth = config.model_config.hf_text_config.num_hidden_layers
     lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
-    layers = next((each for each in lists if len(each) == depth and _attends(each)), None)
+    attention = {each for each in model.modules() if isinstance(each, Attention)}
+    layers = next((x for x in lists if len(x) == depth and attention & {*x.modules()}), None)
     if layers is None:
         raise TargetError(f"no list of {depth} decoder layers for the drafter to read")
     if type(layers[0]).__name__ in _SEVERAL_STREAMS:
@@ -222,10 +223,6 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
     interface.has_own_lm_head = interface.has_own_embed_tokens = False
     interface.set_aux_hidden_state_layers = set_aux_hidden_state_layers
     interface.get_eagle3_default_aux_hidden_state_layers = lambda: (2, depth // 2, depth - 3)
-
-
-def _attends(layers: nn.ModuleList) -> bool:
-    return any(isinstance(module, Attention) for module in layers.modules())
 
 
 def _copy_input(layer: nn.Module, buffer: torch.Tensor) -> Any:

@@ -43,7 +43,6 @@ class RecurrentLayer(ABC):
         replaced: name of the layer's method whose inputs `verify` takes; "": an operator calls it.
     """
 
-    kind: type[MambaBase]
     replaced = ""
     waiting: Waiting | None = None
 
@@ -118,7 +117,7 @@ class RecurrentLayer(ABC):
 
 
 class Mamba2Layer(RecurrentLayer):
-    kind, replaced = MambaMixer2, "conv_ssm_forward"
+    replaced = "conv_ssm_forward"
 
     @property
     def states(self) -> Tensor:
@@ -147,7 +146,7 @@ class Mamba2Layer(RecurrentLayer):
 
 
 class ShortConvLayer(RecurrentLayer):
-    kind, replaced = ShortConv, "forward_native"
+    replaced = "forward_native"
 
     def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
         layer = self.layer
@@ -162,8 +161,6 @@ class ShortConvLayer(RecurrentLayer):
 
 
 class GatedDeltaNetLayer(RecurrentLayer):
-    kind = QwenGatedDeltaNetAttention
-
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
         layer.verifies_trees = self
@@ -198,21 +195,21 @@ class GatedDeltaNetLayer(RecurrentLayer):
         return out
 
 
-KINDS: tuple[type[RecurrentLayer], ...] = (Mamba2Layer, ShortConvLayer, GatedDeltaNetLayer)
+KINDS: dict[type[MambaBase], type[RecurrentLayer]] = {
+    MambaMixer2: Mamba2Layer,
+    ShortConv: ShortConvLayer,
+    QwenGatedDeltaNetAttention: GatedDeltaNetLayer,
+}
+"""vLLM's layer → how it verifies trees."""
 
 
 def take_recurrent(
     context: dict[str, Any], names: list[str]
 ) -> tuple[list[str], list[RecurrentLayer]]:
     """Let recurrent layers verify trees; return the names of the others, and these layers."""
-    kinds = {name: recurrent_kind(context[name]) for name in names}
+    kinds = {name: KINDS.get(type(context[name])) for name in names}
     taken = [kind(context[name]) for name, kind in kinds.items() if kind is not None]
     return [name for name, kind in kinds.items() if kind is None], taken
-
-
-def recurrent_kind(layer: Any) -> type[RecurrentLayer] | None:
-    """How `layer` verifies trees; None: it cannot."""
-    return next((kind for kind in KINDS if type(layer) is kind.kind), None)
 
 
 _LIBRARY: list[torch.library.Library] = []
