@@ -19,7 +19,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
 from vllm.model_executor.models.interfaces_base import VllmModel
-from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu import attn_utils
 
@@ -139,7 +138,7 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
     """Raise TargetError for a target that ignores the tree mask.
 
     That is a custom model state, or a layer that is neither vLLM's `Attention` with our backend and
-    equal key and value sizes nor a recurrent one; also an fp8 cache that cannot be packed.
+    equal key and value sizes nor a recurrent one.
     """
     if hasattr(model, "get_model_state_cls"):
         raise TargetError(f"its own model state ({type(model).__name__})")
@@ -159,8 +158,6 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
             or layer.head_size_v != layer.head_size
         ):
             raise TargetError(f"{type(layer).__name__} layers ({name}, {backend.__name__})")
-        if layer.impl.fp8 and current_platform.is_cpu() and layer.head_size % 32:
-            raise TargetError(f"an fp8 KV cache with head size {layer.head_size} ({name})")
 
 
 # ---- hidden states by forward hooks, for targets without vLLM's EAGLE-3 interface ----

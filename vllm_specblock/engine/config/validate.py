@@ -62,15 +62,10 @@ def check_cache(args: EngineArgs, target: ModelConfig) -> None:
     dtype = args.kv_cache_dtype
     if dtype == "auto":
         return
-    if dtype not in ("fp8", "fp8_e4m3"):
-        raise OptionError(
-            f"kv_cache_dtype is {dtype!r}, but SpecBlock supports 'auto' and, on a CPU, 'fp8' and "
-            "'fp8_e4m3': use one of them."
-        )
-    if not current_platform.is_cpu():
-        raise OptionError(
-            f"kv_cache_dtype is {dtype!r}, which SpecBlock supports only on a CPU, since on a GPU "
-            "vLLM may quantise queries too: use 'auto'."
+    if dtype not in ("fp8", "fp8_e4m3") or not current_platform.is_cpu():
+        raise OptionError(  # on a GPU vLLM may quantise queries too
+            f"kv_cache_dtype is {dtype!r}, but SpecBlock supports 'auto' and, only on a CPU, 'fp8' "
+            "and 'fp8_e4m3': use 'auto'."
         )
     size, block = target.get_head_size(), args.block_size or 32
     if not torch.cpu._is_avx512_supported() or size % 32 or block % 32:
