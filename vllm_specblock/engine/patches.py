@@ -74,13 +74,7 @@ def replaces(owner: Any, name: str) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
-        def make(original: Function) -> Function:
-            def replacement(*args: Any, **kwargs: Any) -> Any:
-                return function(original, *args, **kwargs)
-
-            return replacement
-
-        patch(owner, name, make)
+        patch(owner, name, lambda given: lambda *args, **more: function(given, *args, **more))
         return function
 
     return decorate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,6 @@ from vllm_specblock.engine.step_observer import StepObserver, adaptation
 from vllm_specblock.engine.target_model import check_target_model
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
-from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -121,7 +119,6 @@ class TreeSpeculator(DraftModelSpeculator):
         if self.adapts:
             make = adaptation("serving.observer").make_observer
             self.recorder = make(config, resolved, drafters, states.parent, depth) or self.recorder
-        self.reads_rows = follow or self.num_layers > 0 or self.adapts
         sink = make_sink(config, get_tensor_model_parallel_rank())
         self.counters = DrafterCounters(len(drafters), device, sink, self.recorder.counts)
         return draft_models.DraftModels(drafters, resolved)
@@ -279,18 +276,13 @@ class TreeSpeculator(DraftModelSpeculator):
             self.counters.count(verified)
             self.skipped.nothing_drafted(req_idx)
             return self._no_trees(len(req_idx))
-        proposal = self.draft_policy.combine(committed)
+        tree, drafted = self.draft_policy.combine(committed, rows.goes_on)
         # With a prompt, most of the time is spent reading it.
         if not rows.batch.has_prefill:
             self.counters.clock.end()
-        betas = [drafter.beta for drafter in self.draft_policy.drafters]
-        trees = chain.from_iterable(zip(proposal.drafted, betas))
-        # Before `store`, which overwrites the verified trees.
-        self.counters.count(
-            verified, Drafted(rows.goes_on, proposal.second, proposal.agreed, *trees)
-        )
+        self.counters.count(verified, drafted)  # `store` overwrites the verified trees
         empty = None if self.adaptive is None else self.undrafted_there
-        tokens = self.tree_states.store(req_idx, proposal.tree, rows.chain, empty, rows.tokens)
+        tokens = self.tree_states.store(req_idx, tree, rows.chain, empty, rows.tokens)
         if self.adaptive is not None:
             self.adaptive.write_survival(req_idx, committed.temperature)
         return tokens
@@ -324,7 +316,6 @@ class TreeSpeculator(DraftModelSpeculator):
             masks=self.skipped.masks[:, : batch.num_reqs],
             chain=async_tensor_h2d(chains, device=self.device) if chains.any() else None,
             pad=self.pad_rows,
-            every_row=self.reads_rows,
         )
 
     def _mask(self, batch: InputBatch) -> None:
