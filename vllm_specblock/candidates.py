@@ -17,7 +17,11 @@ from vllm_specblock.triton_kernels.tree.candidate_keys import (
     PATH_FACTOR,
     ROOT_HASH,
 )
-from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES, select_triton
+from vllm_specblock.triton_kernels.tree.select_tree import (
+    MOST_CANDIDATES,
+    TreeTensors,
+    select_triton,
+)
 
 NEVER = float("-inf")
 """Score of an unused candidate."""
@@ -91,6 +95,11 @@ def tree_of(made: tuple[torch.Tensor, ...]) -> DraftTree:
     return DraftTree(*made[:-1])
 
 
+def tree_and_nodes(made: TreeTensors) -> tuple[DraftTree, torch.Tensor]:
+    """Return the trees, and the node of each candidate."""
+    return tree_of(made), made.node
+
+
 def _select_triton(
     token: torch.Tensor,
     parent: torch.Tensor,
@@ -99,11 +108,11 @@ def _select_triton(
     path_hash: torch.Tensor | None,
     budget: int,
     max_depth: int,
-) -> DraftTree:
+) -> tuple[DraftTree, torch.Tensor]:
     given = token, parent, score, key, path_hash, budget, max_depth
     if key.shape[1] > MOST_CANDIDATES:
         return select.reference(*given)
-    return tree_of(select_triton(*given))
+    return tree_and_nodes(select_triton(*given))
 
 
 @op(_select_triton)
@@ -115,7 +124,7 @@ def select(
     path_hash: torch.Tensor | None,
     budget: int,
     max_depth: int,
-) -> DraftTree:
+) -> tuple[DraftTree, torch.Tensor]:
     """Join candidates of equal text, keep the best, sort them.
 
     The best of equal texts is kept, and takes the children of the others. Parents stay first: a
@@ -129,16 +138,20 @@ def select(
         path_hash: int64, see `extend_hash`; None if no two texts are equal.
         budget: N, at most 256, else ValueError.
         max_depth: no path is longer.
+
+    Returns:
+        the trees, and [R, C] int64, the node of each candidate; see `keep`.
     """
     candidate, node = keep(key, path_hash, budget)
     used = candidate > 0
-    return DraftTree.from_nodes(
+    tree = DraftTree.from_nodes(
         torch.where(used, token.gather(1, candidate), 0),
         torch.where(used, node.gather(1, parent.gather(1, candidate)), -1).int(),
         torch.where(used, score.gather(1, candidate), NEVER),
         used.sum(1, dtype=torch.int32),
         max_depth,
     )
+    return tree, node
 
 
 def select_nodes(
@@ -150,7 +163,19 @@ def select_nodes(
     budget: int,
     max_depth: int,
 ) -> DraftTree:
-    """Call `select` for candidates without the root, which is prepended.
+    """Return the trees of candidates without the root; as `with_root` and `select`."""
+    given = with_root(token, parent, score, depth, path_hash)
+    return select(*given, budget, max_depth)[0]
+
+
+def with_root(
+    token: torch.Tensor,
+    parent: torch.Tensor,
+    score: torch.Tensor,
+    depth: torch.Tensor,
+    path_hash: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return token, parent, score, key and hash of candidates behind the root, for `select`.
 
     parent: 0 for the root, else 1 + the number of the candidate. depth: int64, 1 for a child of the
     root; broadcasts.
@@ -161,12 +186,10 @@ def select_nodes(
 
     index = torch.arange(1, token.shape[1] + 1, device=token.device)
     tie = (depth * DEPTH_ONE + index).expand_as(token)
-    return select(
+    return (
         rooted(token, 0),
         rooted(parent, 0),
         rooted(score, 0),
         rooted(rank_key(score, tie), 0),
         None if path_hash is None else rooted(path_hash, ROOT_HASH),
-        budget,
-        max_depth,
     )

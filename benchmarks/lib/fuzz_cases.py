@@ -161,7 +161,7 @@ def selection(rng: random.Random, draw: torch.Generator) -> Case:
 
     def call() -> Tensors:
         texts = text if joins else None
-        return tensors_of(select(token, parent, score, key, texts, budget, 255))
+        return tensors_of(select(token, parent, score, key, texts, budget, 255)[0])
 
     return Case(requests, call)
 

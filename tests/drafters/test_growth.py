@@ -274,7 +274,7 @@ class PlainExpansion(Expansion):
         token, path_hash, key, parent = fields
         score = self.score[:, : self.count]
         depth = self.shape.max_depth
-        return select.reference(token, parent, score, key, path_hash, self.shape.budget, depth)
+        return select.reference(token, parent, score, key, path_hash, self.shape.budget, depth)[0]
 
 
 KINDS = [PlainExpansion, Expansion, pytest.param(CompiledGrowing, marks=compiled)]

@@ -24,7 +24,6 @@ from vllm_specblock.triton_kernels.attention import cpu_packing
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.ngram import continuations_numba
-from vllm_specblock.triton_kernels.tree import merge_trees_numba
 
 _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
 
@@ -139,7 +138,6 @@ def recording(graph: RecordedGraph, *args, **kwargs):
             (recorder.whole, cpu_packing, "move_packed"),
             (recorder.whole, record_step, "reference"),
             (recorder.made, continuations_numba, "follow_numba"),
-            (recorder.made, merge_trees_numba, "merge_trees_numba"),
         ):
             patch.setattr(module, name, partial(note, getattr(module, name)))
         with _Factories(), recorder:

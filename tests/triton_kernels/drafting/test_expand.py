@@ -12,7 +12,7 @@ from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
 
 from vllm_specblock import candidates
-from vllm_specblock.candidates import NEVER, extend_hash, keep, rank_key, select
+from vllm_specblock.candidates import NEVER, extend_hash, rank_key, select
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.tree import DraftTree
 
@@ -53,11 +53,10 @@ def test_select_equals_torch(kernels, count, vocab, budget, seed):
     launch = kernels.load("select_tree").select_triton
     for joins in (True, False):
         chosen = fields if joins else (*fields[:-1], None)
-        wanted = select.reference(*chosen, budget, max(1, depth))
+        wanted, node = select.reference(*chosen, budget, max(1, depth))
         got = launch(*on(kernels.device, chosen), budget, max(1, depth))
         assert_same_tree(got, wanted)
-        *_, key, path_hash = fields
-        live, node = key < CLOSED, keep(key, path_hash if joins else None, budget)[1]
+        live = fields[3] < CLOSED
         assert torch.equal(got.node.cpu()[live], node[live])
 
 
@@ -69,7 +68,7 @@ def test_select_equals_torch(kernels, count, vocab, budget, seed):
 def test_select_takes_views_of_wider_rows(kernels, requests, count, budget):
     fields, depth = scattered(3, count, 3, 2)
     fields = [x[:requests] for x in fields]
-    wanted = select.reference(*fields, budget, depth)
+    wanted, _ = select.reference(*fields, budget, depth)
     assert requests != 1 or wanted.size[0] == budget
     views = on(kernels.device, [wide(x, other=1) for x in fields])
     launch = kernels.load("select_tree").select_triton

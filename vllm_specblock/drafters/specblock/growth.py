@@ -153,7 +153,7 @@ class Expansion:
         token, path_hash, key, parent = (field[:, : self.count] for field in self.fields)
         score = self.score[:, : self.count]
         shape, texts = self.shape, None if self.shape.by_level else path_hash
-        return select(token, parent, score, key, texts, shape.budget, shape.max_depth)
+        return select(token, parent, score, key, texts, shape.budget, shape.max_depth)[0]
 
     def blocks(self) -> torch.Tensor:
         """Return the block, 1 … M, of each node of the trees: [R, N] int64, 0 if unused."""
