@@ -19,6 +19,7 @@ from vllm_specblock.triton_kernels.tree.candidate_keys import (
 )
 from vllm_specblock.triton_kernels.tree.select_tree import (
     MOST_CANDIDATES,
+    Candidates,
     TreeTensors,
     select_triton,
 )
@@ -66,7 +67,7 @@ def join(key: torch.Tensor, path_hash: torch.Tensor) -> tuple[torch.Tensor, torc
 def keep(
     key: torch.Tensor, path_hash: torch.Tensor | None, budget: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the best N = `budget` of candidates, one of each text; arguments as in `select`.
+    """Choose the best N = `budget` of candidates, one of each text; see `Candidates`.
 
     Returns:
         [R, N] int64, the candidate of each node; 0 (the root): slot not in use.
@@ -101,53 +102,33 @@ def tree_and_nodes(made: TreeTensors) -> tuple[DraftTree, torch.Tensor]:
 
 
 def _select_triton(
-    token: torch.Tensor,
-    parent: torch.Tensor,
-    score: torch.Tensor,
-    key: torch.Tensor,
-    path_hash: torch.Tensor | None,
-    budget: int,
-    max_depth: int,
+    given: Candidates, budget: int, max_depth: int
 ) -> tuple[DraftTree, torch.Tensor]:
-    given = token, parent, score, key, path_hash, budget, max_depth
-    if key.shape[1] > MOST_CANDIDATES:
-        return select.reference(*given)
-    return tree_and_nodes(select_triton(*given))
+    if given.key.shape[1] > MOST_CANDIDATES:
+        return select.reference(given, budget, max_depth)
+    return tree_and_nodes(select_triton(given, budget, max_depth))
 
 
 @op(_select_triton)
-def select(
-    token: torch.Tensor,
-    parent: torch.Tensor,
-    score: torch.Tensor,
-    key: torch.Tensor,
-    path_hash: torch.Tensor | None,
-    budget: int,
-    max_depth: int,
-) -> tuple[DraftTree, torch.Tensor]:
+def select(given: Candidates, budget: int, max_depth: int) -> tuple[DraftTree, torch.Tensor]:
     """Join candidates of equal text, keep the best, sort them.
 
     The best of equal texts is kept, and takes the children of the others. Parents stay first: a
     child scores no higher than its own parent, which scores no higher than the kept one.
 
-    Args (each [R, C], the root first):
-        token: int64, target vocabulary.
-        parent: int64, the parent candidate.
-        score: fp32, cumulative log-score, never above the parent's.
-        key: int64, see `rank_key`.
-        path_hash: int64, see `extend_hash`; None if no two texts are equal.
+    Args:
         budget: N, at most 256, else ValueError.
         max_depth: no path is longer.
 
     Returns:
         the trees, and [R, C] int64, the node of each candidate; see `keep`.
     """
-    candidate, node = keep(key, path_hash, budget)
+    candidate, node = keep(given.key, given.path_hash, budget)
     used = candidate > 0
     tree = DraftTree.from_nodes(
-        torch.where(used, token.gather(1, candidate), 0),
-        torch.where(used, node.gather(1, parent.gather(1, candidate)), -1).int(),
-        torch.where(used, score.gather(1, candidate), NEVER),
+        torch.where(used, given.token.gather(1, candidate), 0),
+        torch.where(used, node.gather(1, given.parent.gather(1, candidate)), -1).int(),
+        torch.where(used, given.score.gather(1, candidate), NEVER),
         used.sum(1, dtype=torch.int32),
         max_depth,
     )
@@ -164,8 +145,7 @@ def select_nodes(
     max_depth: int,
 ) -> DraftTree:
     """Return the trees of candidates without the root; as `with_root` and `select`."""
-    given = with_root(token, parent, score, depth, path_hash)
-    return select(*given, budget, max_depth)[0]
+    return select(with_root(token, parent, score, depth, path_hash), budget, max_depth)[0]
 
 
 def with_root(
@@ -174,8 +154,8 @@ def with_root(
     score: torch.Tensor,
     depth: torch.Tensor,
     path_hash: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return token, parent, score, key and hash of candidates behind the root, for `select`.
+) -> Candidates:
+    """Prepend the root to candidates.
 
     parent: 0 for the root, else 1 + the number of the candidate. depth: int64, 1 for a child of the
     root; broadcasts.
@@ -186,7 +166,7 @@ def with_root(
 
     index = torch.arange(1, token.shape[1] + 1, device=token.device)
     tie = (depth * DEPTH_ONE + index).expand_as(token)
-    return (
+    return Candidates(
         rooted(token, 0),
         rooted(parent, 0),
         rooted(score, 0),

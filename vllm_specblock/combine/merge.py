@@ -54,8 +54,8 @@ def merge(
         term = (token + 1) * factor[depth.clamp(max=max_depth)]
         terms = zip(trees, term[:, None].split([ours, second.token.shape[1]], 2))
         texts = torch.cat([(x.ancestor_mask()[:, 1:, 1:] * y).sum(-1) for x, y in terms], 1)
-    given = with_root(token, parent, score, depth.long(), texts)
-    tree, node = select(*given, num_nodes, max_depth)
+    candidates = with_root(token, parent, score, depth.long(), texts)
+    tree, node = select(candidates, num_nodes, max_depth)
     # Candidates that are no node go to a first or a last column, which are cut off.
     place = torch.where(score > NEVER, node[:, 1:], 0).clamp(max=num_nodes + 1)
     none = torch.zeros(len(place), num_nodes + 2, dtype=torch.uint8, device=place.device)
