@@ -17,6 +17,7 @@ from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
+from vllm_specblock.triton_kernels.tree.select_tree import Candidates
 
 from vllm_specblock.candidates import select
 from vllm_specblock.drafters.eagle3.drafter import level_shape
@@ -274,7 +275,8 @@ class PlainExpansion(Expansion):
         token, path_hash, key, parent = fields
         score = self.score[:, : self.count]
         depth = self.shape.max_depth
-        return select.reference(token, parent, score, key, path_hash, self.shape.budget, depth)
+        given = Candidates(token, parent, score, key, path_hash)
+        return select.reference(given, self.shape.budget, depth)[0]
 
 
 KINDS = [PlainExpansion, Expansion, pytest.param(CompiledGrowing, marks=compiled)]

@@ -245,7 +245,8 @@ def test_record_step_compiles(compiler, num_nodes, known):
 def test_select_compiles(compiler, count, joins):
     compiler(select_tree, may_spill=False)
     key = whole(2, count)
-    select_tree.select_triton(key, key, key.float(), key, key if joins else None, 60, 12)
+    given = select_tree.Candidates(key, key, key.float(), key, key if joins else None)
+    select_tree.select_triton(given, 60, 12)
 
 
 GROWN = [

@@ -13,7 +13,7 @@ import torch
 
 from ..optional_numba import njit
 from ..tree.candidate_keys import CLOSED, DEPTH_ONE
-from ..tree.select_tree import TreeTensors
+from ..tree.select_tree import Candidates, TreeTensors
 from ..tree.select_tree_numba import select_numba
 from .continuations import Following
 from .occurrences import Texts
@@ -29,7 +29,7 @@ def follow_numba(texts: Texts, how: Following) -> TreeTensors:
     search = how.min_match, how.max_match, how.branches, how.depth
     weights = how.vote, how.power, how.votes, how.nats
     _follow(texts.table.numpy(), *places, *search, *weights, *made)
-    return select_numba(token, parent, score, key, None, how.budget)
+    return select_numba(Candidates(token, parent, score, key, None), how.budget)
 
 
 @njit

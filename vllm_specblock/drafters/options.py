@@ -42,7 +42,7 @@ class SpecBlockConfig(WeightedOptions):
 @register_drafter(
     "eagle3",
     "vllm_specblock.drafters.eagle3.drafter:Eagle3Drafter",
-    "vllm_specblock.drafters.eagle3.checkpoint:FILES",
+    "vllm_specblock.drafters.eagle3.model:FILES",
 )
 class Eagle3Config(WeightedOptions):
     """How an EAGLE-3 drafter grows its tree: EAGLE-2's, level by level (arXiv 2406.16858).

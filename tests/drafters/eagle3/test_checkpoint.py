@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 
 from vllm_specblock.drafters.common.checkpoint_files import wanted_shapes
 from vllm_specblock.drafters.detect import kind_of
-from vllm_specblock.drafters.eagle3.checkpoint import FILES
 from vllm_specblock.drafters.eagle3.config import from_json
-from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.eagle3.model import FILES, Eagle3Model
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SIZES = {

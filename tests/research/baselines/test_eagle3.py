@@ -13,7 +13,7 @@ from support.baseline_batches import two_windows
 from support.eagle3 import PlainEagle3
 from transformers import LlamaConfig
 
-from vllm_specblock.drafters.eagle3.checkpoint import FILES
+from vllm_specblock.drafters.eagle3.model import FILES
 from vllm_specblock.train.learner import TrainBatch
 from vllm_specblock.train.target.features import TargetOutputs
 

@@ -1,4 +1,4 @@
-"""Two trees are merged in one launch, as by the loop for CPUs."""
+"""Two trees are merged in one launch, as by torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def slices(tree: DraftTree, device: torch.device) -> DraftTree:
 @pytest.mark.parametrize(
     ("count", "ours", "theirs"), [(0, 5, 5), (5, 1, 1), (3, 60, 60), (3, 7, 40), (2, 256, 256)]
 )
-def test_merges_as_the_loop(kernels, count, ours, theirs, how):
+def test_merges_as_torch(kernels, count, ours, theirs, how):
     launch = kernels.load("merge_trees").merge_trees_triton
     first, second = trees(count, ours, 2, ours), trees(count, theirs, 2, theirs + 1)
     depth = max(int(x.depth[x.parent >= 0].max()) for x in (first, second)) if count else 1
