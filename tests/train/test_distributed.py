@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_specblock.train.config import parse
+from vllm_specblock.train.config import TrainConfig, parse
 from vllm_specblock.train.run import build
 
 OPTIONS = {
@@ -127,7 +127,7 @@ def test_a_killed_sharded_run_goes_on_in_one_process(command, train_state, folde
     kill_after_a_save(command("sharded", 2, parallel="shard"), path)
     saved = train_state("sharded")
     options = {**OPTIONS, "target": folder / "target", "data": folder / "d.safetensors"}
-    trainer = build(parse(**options, out=tmp_path / "sharded"), torch.device("cpu"))
+    trainer = build(parse(TrainConfig, **options, out=tmp_path / "sharded"), torch.device("cpu"))
     trainer.restore()
     state = trainer.train_state.state()
     assert all(torch.equal(saved["model"][name], value) for name, value in state["model"].items())

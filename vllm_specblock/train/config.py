@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -238,11 +238,7 @@ class DataOptions(BaseModel):
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-@overload
-def parse(**options: Any) -> TrainConfig: ...
-@overload
-def parse(model: type[_Model], /, **options: Any) -> _Model: ...
-def parse(model: type[BaseModel] = TrainConfig, /, **options: Any) -> BaseModel:
+def parse(model: type[_Model], /, **options: Any) -> _Model:
     """Return a `model` of keyword options; raise `TrainError` on the first wrong one."""
     try:
         return model(**options)
