@@ -8,8 +8,9 @@ import pytest
 import torch
 from support.train_batches import lesson_of, packed
 
+from vllm_specblock.train.config import Recipe
 from vllm_specblock.train.distributed import BatchCounts
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner, Unroll, outcome
+from vllm_specblock.train.specblock import SpecBlockLearner, Unroll, outcome
 
 COLUMNS = 24
 LENGTHS = ((12, 10), (20,))  # documents of the two windows
@@ -64,7 +65,7 @@ def states_of(unroll, restart_positions):
 @torch.no_grad()
 def test_states_are_those_of_inference(scene, inference, restart_positions, rope, kernel):
     drafter, train_batch = scene(block_rope=rope)
-    unroll = Unroll(drafter, train_batch, Recipe(mask_restart=True, kernel=kernel))
+    unroll = Unroll(SpecBlockLearner(drafter, Recipe(mask_restart=True), kernel), train_batch)
     seen = states_of(unroll, restart_positions)
     expected = {
         (window, first + row, block): (
@@ -149,7 +150,7 @@ def test_objective_is_the_loop_over_rows(scene, inference, restart_positions, re
     assert len(losses_of[-1][0]) > 2  # the last block was reached
 
     recipe = Recipe(mask_restart=restart, valid_prefix=valid, rank_from=0)
-    blocks = Unroll(drafter, train_batch, recipe).blocks(restart_positions)
+    blocks = Unroll(SpecBlockLearner(drafter, recipe), train_batch).blocks(restart_positions)
     for block, positions in zip(blocks, losses_of):
         assert block.num_positions.tolist() == [len(losses) for losses in positions]
     rows = [losses for positions in losses_of for losses in positions]
@@ -165,7 +166,8 @@ def test_objective_is_the_loop_over_rows(scene, inference, restart_positions, re
 def test_a_later_block_teaches_the_first(scene):
     """The condition of block 2 carries its gradient into block 1's query of the cut."""
     drafter, train_batch = scene()
-    Unroll(drafter, train_batch, Recipe(mask_restart=True)).blocks([1])[1].draft.sum().backward()
+    learner = SpecBlockLearner(drafter, Recipe(mask_restart=True))
+    Unroll(learner, train_batch).blocks([1])[1].draft.sum().backward()
     assert drafter.input_layer.condition_proj.weight.grad.abs().sum() > 0
 
 
@@ -173,7 +175,8 @@ def test_without_a_live_path_the_later_blocks_are_left_out(scene):
     drafter, train_batch = scene()
     outside = (~drafter.t2d).nonzero()[0, 0]
     train_batch.batch.tokens.fill_(outside)
-    blocks = Unroll(drafter, train_batch, Recipe(rank_from=0)).blocks([2, 2])
+    learner = SpecBlockLearner(drafter, Recipe(rank_from=0))
+    blocks = Unroll(learner, train_batch).blocks([2, 2])
     assert len(blocks) == 1
     assert outcome(blocks, 3, 0.25, BatchCounts()).loss == 0
 

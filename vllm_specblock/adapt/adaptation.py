@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -51,14 +50,10 @@ class Adaptation:
         count: Count = lambda name, by: None,
         seconds_lost: Callable[[Action, float], float] = lambda action, seconds: 0.0,
     ) -> None:
-        config = config or AdaptationConfig()
-        if policy.rejected_only:
-            recipe = replace(config.recipe, rejected_only=True)
-            config = replace(config, rehearsal=False, recipe=recipe)
-        self.policy, self.teacher, self.config = policy, teacher, config
+        self.policy, self.teacher, self.config = policy, teacher, config or AdaptationConfig()
         self.count, self.seconds_lost = count, seconds_lost
-        self.updater = Updater(copy.deepcopy(drafter), self.config)
-        self.judge = Judge(drafter, teacher, self.config.recipe.num_blocks)
+        self.updater = Updater(copy.deepcopy(drafter), self.config, policy.rejected_only)
+        self.judge = Judge(drafter, teacher, self.config.num_blocks)
         self.book = Book(self.config.memory, seed=self.config.seed)
         origin = Version(0, _on_host(held(drafter, Action.FULL)))
         self.pool, self.training = Pool(origin), origin
@@ -154,9 +149,7 @@ class Adaptation:
     def _update(self, action: Action) -> None:
         self._reward()
         config, before = self.config, self.training
-        found = batches(
-            self.book, config.every, config.batch, config.rehearsal, not self.policy.rejected_only
-        )
+        found = batches(self.book, config.every, not self.policy.rejected_only)
         if not found:
             return
         train_batches = [

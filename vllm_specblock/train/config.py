@@ -109,7 +109,31 @@ class RunConfig(BaseModel):
         return self.model_dump(mode="json", exclude=_FREE)
 
 
-class TrainConfig(RunConfig):
+class Recipe(BaseModel):
+    """How a SpecBlock drafter learns."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_blocks: int = Field(default=2, ge=1, description="M, blocks drafted one after the other.")
+    rank_from: int = Field(default=2000, ge=0, description="First update with the rank loss.")
+    loss_floor: float = Field(
+        default=0.25,
+        ge=0,
+        le=1,
+        description="Share of the rows that eq. 6 divides by at the least; 0 is the paper's.",
+    )
+    valid_prefix: bool = Field(
+        default=True, description="Ablation: without, loss is counted after a wrong position too."
+    )
+    mask_restart: bool = Field(
+        default=False, description="The valid-prefix mask starts anew in each block."
+    )
+    recompute: bool = Field(
+        default=False, description="Activation checkpointing: less memory, a third more work."
+    )
+
+
+class TrainConfig(Recipe, RunConfig):
     """Options of `specblock train`."""
 
     init: Path | None = Field(
@@ -132,24 +156,6 @@ class TrainConfig(RunConfig):
     )
     layer_shift: bool = Field(
         default=True, description="Ablation: without, nothing stands between the layers."
-    )
-
-    num_blocks: int = Field(default=2, ge=1, description="M, blocks drafted one after the other.")
-    rank_from: int = Field(default=2000, ge=0, description="First update with the rank loss.")
-    loss_floor: float = Field(
-        default=0.25,
-        ge=0,
-        le=1,
-        description="Share of the rows that eq. 6 divides by at the least; 0 is the paper's.",
-    )
-    valid_prefix: bool = Field(
-        default=True, description="Ablation: without, loss is counted after a wrong position too."
-    )
-    mask_restart: bool = Field(
-        default=False, description="The valid-prefix mask starts anew in each block."
-    )
-    recompute: bool = Field(
-        default=False, description="Activation checkpointing: less memory, a third more work."
     )
 
     @model_validator(mode="after")

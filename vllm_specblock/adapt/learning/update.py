@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,10 @@ from vllm_specblock.adapt.policy.actions import parameters
 from vllm_specblock.adapt.policy.interface import EVERY, Action
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.attention import FirstBlock
+from vllm_specblock.train.config import Recipe
 from vllm_specblock.train.learner import TrainBatch
 from vllm_specblock.train.optimizers import BETAS
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
-
-BATCH = 2
-"""Records of a batch: one new and one old. On a new domain, eight steps of two teach more than two
-steps of eight, in the same time."""
+from vllm_specblock.train.specblock import SpecBlockLearner
 
 RATE = 0.0576
 """Learning rate times the drafter's width: 3e-4 at 192, 1e-4 at 576. AdamW's steps have one size in
@@ -32,32 +29,22 @@ CLIP = 0.5
 """Maximum norm of the gradient."""
 
 
-def recipe(num_blocks: int = 2) -> Recipe:
-    """Return the objective of updates for a drafter that serves with M = `num_blocks`."""
-    # In a new domain few rows reach later positions, and their mean is noisy.
-    return Recipe(num_blocks, rank_from=0, loss_floor=1.0)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdaptationConfig:
     """Settings of updates.
 
     Attributes:
         lr: constant rate of a full update; None: by the drafter's width.
         anchor: λ of the KL to θ_0 (the paper: 0.01; rehearsal replaces it by default).
-        recipe: the objective; the rank loss is on from the first update. Versions are judged by
-            its M.
+        num_blocks: M, of serving.
         memory: size of the book, MiB.
-        batch: records of a batch, half of them new; rehearsal: the others are from the reservoir.
         every: new records of an update.
     """
 
     lr: float | None = None
     anchor: float = 0.0
-    recipe: Recipe = field(default_factory=recipe)
+    num_blocks: int = 2
     memory: float = 512
-    batch: int = BATCH
-    rehearsal: bool = True
     every: int = EVERY
     seed: int = 0
 
@@ -73,11 +60,18 @@ class Updater:
         steps: batches so far.
     """
 
-    def __init__(self, drafter: SpecBlockModel, config: AdaptationConfig | None = None) -> None:
+    def __init__(
+        self,
+        drafter: SpecBlockModel,
+        config: AdaptationConfig | None = None,
+        rejected_only: bool = False,
+    ) -> None:
         self.drafter, self.config = drafter, config or AdaptationConfig()
         default = RATE / drafter.config.hidden_size
         self.rate = default if self.config.lr is None else self.config.lr
-        self.learner = SpecBlockLearner(drafter, self.config.recipe)
+        # In a new domain few rows reach later positions, and their mean is noisy.
+        recipe = Recipe(num_blocks=self.config.num_blocks, rank_from=0, loss_floor=1.0)
+        self.learner = SpecBlockLearner(drafter, recipe, rejected_only=rejected_only)
         self.origin = copy.deepcopy(drafter).requires_grad_(False) if self.config.anchor else None
         self.steps = 0
         self.forget()
