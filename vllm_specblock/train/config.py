@@ -23,11 +23,6 @@ class RunConfig(BaseModel):
     data: Path = Field(
         description="What `specblock data` wrote, or a .safetensors with tokens and lengths."
     )
-    data_license: str | None = Field(
-        default=None,
-        description="Licence of the data's prompts, for the drafter's model card; default: "
-        "it says that none is stated.",
-    )
     out: Path = Field(description="Where the drafter goes; training state lies in OUT/training.")
     features: Path | None = Field(
         default=None,
@@ -171,7 +166,6 @@ _FREE = {
     "target",
     "target_name",
     "data",
-    "data_license",
     "out",
     "features",
     "init",
