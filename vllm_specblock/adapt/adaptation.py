@@ -112,11 +112,8 @@ class Adaptation:
             self._follow(back)
 
     def _weigh(self, weighed: Weighed, record: Record, hard: bool) -> None:
-        """Compare an update's version with the serving one and with its predecessor.
-
-        The latter on hard requests only: a gain on a few requests of a new domain would drown in
-        the others.
-        """
+        """Compare an update's version with the serving one, and on hard requests with its
+        predecessor: a gain on the few requests of a new domain would drown in the others."""
         before, current = (
             self.judge.steps(each, record) for each in (weighed.before, self.pool.current)
         )
@@ -130,10 +127,8 @@ class Adaptation:
             self._reward()
 
     def _look_again(self, weighed: Weighed) -> None:
-        """Serve a refused version if the newest texts favour it.
-
-        After a change of domain, dozens of judged requests are still of the previous one.
-        """
+        """Serve a refused version if the newest texts favour it: after a change of domain, dozens
+        of judged requests are still of the previous one."""
         after, serves = weighed.after, self.pool.current
         if after is not self.training or after is serves or serves is not weighed.serves:
             return

@@ -77,20 +77,15 @@ class Judge:
         return steps_of(self.depth(version, record))
 
     def difference(self, version: Version, other: Version, book: Book) -> float:
-        """Return the mean of d = version − other over the judged records, recent and old with equal
-        weight, tokens per row; NaN: there is no judged record."""
+        """Return the mean of version − other over recent and old judged records, with equal weight,
+        tokens per row; NaN: there is none."""
         parts = self._parts(lambda each: self.depth(version, each) - self.depth(other, each), book)
         return fmean(map(fmean, parts)) if parts else math.nan
 
     def is_better(self, version: Version, other: Version, book: Book, count: int = 1) -> bool:
         """Return whether a version saves steps by more than chance, on the recent and the old
-        judged records with equal weight.
-
-        Without a real gain, half of all updates look better on a few texts.
-
-        Args:
-            count: versions compared on texts of this domain, this one included.
-        """
+        judged records with equal weight. count: versions compared on texts of this domain, this
+        one included."""
         saved = self._parts(lambda each: self.steps(other, each) - self.steps(version, each), book)
         return is_sure(saved, SURE * count**GROWTH)
 
@@ -148,11 +143,8 @@ def steps_of(depth: float) -> float:
 
 
 def is_sure(parts: Sequence[Sequence[float]], errors: float = SURE) -> bool:
-    """Return whether the mean of the parts' means is above 0 by so many standard errors.
-
-    Args:
-        parts: paired differences. Their spread is pooled, so a part may hold a single one.
-    """
+    """Return whether the mean of the parts' means is above 0 by so many standard errors. The spread
+    of these paired differences is pooled, so a part may hold a single one."""
     degrees = sum(len(part) - 1 for part in parts)
     if not degrees:
         return False

@@ -69,10 +69,8 @@ class Pool:
         self._forget_others()
 
     def judge(self, steps: Mapping[int, float]) -> Version | None:
-        """Learn from one fresh text; return the version to serve from now on, None: no change.
-
-        steps: steps per token of each kept version, by number; NaN: unknown.
-        """
+        """Learn from one fresh text's steps per token of each kept version, by number (NaN:
+        unknown); return the version to serve from now on, None: no change."""
         mine = steps[self.current.number]
         if math.isnan(mine):
             return None

@@ -85,10 +85,8 @@ def batches(book: Book, count: int, rehearse: bool = True) -> list[list[Record]]
 
 
 def spread(records: Sequence[Record], offset: float) -> list[Record]:
-    """Resample one or more records by weight, in order, by systematic sampling.
-
-    offset: uniform in [0, 1), position of the first draw.
-    """
+    """Resample one or more records by weight, in order, by systematic sampling; offset: position of
+    the first draw, uniform in [0, 1)."""
     ends = list(accumulate(each.weight for each in records))
     draws = ((number + offset) * ends[-1] / len(records) for number in range(len(records)))
     # Rounding may move a draw to the end.

@@ -65,11 +65,11 @@ class Updater:
         config: AdaptationConfig | None = None,
         rejected_only: bool = False,
     ) -> None:
-        self.drafter, self.config = drafter, config or AdaptationConfig()
-        default = RATE / drafter.config.hidden_size
-        self.rate = default if self.config.lr is None else self.config.lr
+        config = config or AdaptationConfig()
+        self.drafter = drafter
+        self.rate = RATE / drafter.config.hidden_size if config.lr is None else config.lr
         # In a new domain few rows reach later positions, and their mean is noisy.
-        recipe = Recipe(num_blocks=self.config.num_blocks, rank_from=0, loss_floor=1.0)
+        recipe = Recipe(num_blocks=config.num_blocks, rank_from=0, loss_floor=1.0)
         self.learner = SpecBlockLearner(drafter, recipe, rejected_only=rejected_only)
         self.steps = 0
         self.forget()

@@ -77,12 +77,8 @@ class BettingEvidence:
         return fmean(self._wealths)
 
     def add(self, difference: float) -> bool:
-        """Add a paired difference, and return whether the evidence suffices.
-
-        Args:
-            difference: d, steps that this version saves over the other on one text, as a share of
-                the usual steps. NaN is ignored.
-        """
+        """Add d, the steps that this version saves over the other on one text, as a share of the
+        usual steps (NaN is ignored); return whether the evidence suffices."""
         if not math.isnan(difference):
             self._wealths = [
                 max(wealth, 1.0) * (1 - stake * min(1.0, max(-1.0, difference / scale)))
