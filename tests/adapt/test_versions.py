@@ -162,14 +162,6 @@ def test_weights_that_are_not_finite_are_not_used(folder):
     assert folder.current() is None
 
 
-def test_a_folder_has_one_writer(pair, folder):
-    second = VersionFolder(folder.out, pair.drafter, pair.target)
-    with pytest.raises(TrainError, match="Another engine or trainer uses the folder"):
-        second.lock()
-    folder.unlock()
-    second.lock()
-
-
 def test_a_writer_that_is_dying_is_waited_for(tmp_path):
     """A killed process keeps its files until its last thread is gone."""
     held = lock_folder(tmp_path)
