@@ -30,6 +30,9 @@ SURE, GROWTH = 1.0, 0.25
 the compared versions: one in six equal versions is a standard error ahead by chance. After sixteen
 it takes two."""
 
+NEWEST = 8
+"""Records of each part of the book to judge by."""
+
 _SIBLING = 1
 """The rank bucket of second to fourth choices; 0 is the first."""
 
@@ -47,16 +50,11 @@ def depth_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) ->
 
 
 class Judge:
-    """Depths of versions on records; each pair is computed once.
+    """Depths of versions on records; each pair is computed once. blocks: M of the chains."""
 
-    blocks: M of the chains; most: newest records of each part of the book to judge by.
-    """
-
-    def __init__(
-        self, drafter: SpecBlockModel, teacher: RecordTeacher, blocks: int, most: int = 8
-    ) -> None:
+    def __init__(self, drafter: SpecBlockModel, teacher: RecordTeacher, blocks: int) -> None:
         self.drafter = copy.deepcopy(drafter).requires_grad_(False)
-        self.teacher, self.blocks, self.most = teacher, blocks, most
+        self.teacher, self.blocks = teacher, blocks
         self._holds: Version | None = None
         self._known: WeakKeyDictionary[Record, dict[int, float]] = WeakKeyDictionary()
 
@@ -93,7 +91,7 @@ class Judge:
         """Values of the recent and of the old judged records, without empty lists."""
         found = []
         for part in (book.recent.records, book.old.records):
-            newest = part[-self.most :]
+            newest = part[-NEWEST:]
             found.append([each for each in map(measure, newest) if not math.isnan(each)])
         return [each for each in found if each]
 
