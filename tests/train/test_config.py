@@ -19,11 +19,9 @@ def sentence(error: pytest.ExceptionInfo) -> str:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"batchs": 4}, "There is no option batchs; did you mean batch?"),
         ({"quux": 4}, "There is no option quux."),
         ({"target": None}, "Option target: "),
         ({"steps": "many"}, "Option steps: "),
-        ({"lr": float("nan")}, "Option lr: "),
         ({"precision": "fp16"}, "Option precision: "),
         ({"layer_ids": [2, 4]}, "layer_ids"),
         ({"rank_topk": "most"}, "Option rank_topk"),
@@ -60,7 +58,6 @@ def test_recipe_values_have_their_types(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"a: b: c\n", "is not YAML"),
         (b"lr: \xff\xfe\n", "is not YAML"),
         (b"- lr\n- 3\n", "must map options to values"),
         (b"", "must map options to values"),

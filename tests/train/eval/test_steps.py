@@ -60,13 +60,6 @@ def test_steps_are_those_of_replay(text, kind, forwards):
 
 def test_what_does_not_belong_together_is_refused_before_weights_are_read(tmp_path):
     eagle3 = DRAFTERS["eagle3"]
-    with pytest.raises(TrainError, match="names no target; give the target's with --target"):
-        pair(eagle3, None)
-    (tmp_path / "config.json").write_text(
-        '{"hidden_size": 192, "vocab_size": 999, "num_hidden_layers": 7, "num_attention_heads": 6}'
-    )
-    with pytest.raises(CheckpointError, match=r"vocab_size is 2048, but that of .* is 999"):
-        pair(eagle3, tmp_path)
     (tmp_path / "config.json").write_text(
         '{"hidden_size": 192, "vocab_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 6}'
     )
