@@ -15,7 +15,6 @@ from lib.results_store import ResultsStore, markdown_table
 from tqdm import tqdm
 
 from vllm_specblock.bench.process import EngineProcess, end_all, job_of
-from vllm_specblock.bench.questions import rotated
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 
 LEARNERS: dict[str, dict[str, Any] | None] = {
@@ -94,11 +93,7 @@ def serve(
     out.mkdir(parents=True, exist_ok=True)
     settings = asdict(serving) | {"drafter": drafter.name, "target": target.name}
     store = ResultsStore(out / "serving.json", settings)
-    env = {
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
+    env = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     engines: list[EngineProcess] = []
     windows: dict[str, list[Window]] = {name: [] for name in learners}
     answers: dict[int, Any] = {}
@@ -109,7 +104,8 @@ def serve(
         firsts = range(0, len(prompts), serving.window)
         for turn, first in enumerate(tqdm(firsts, "windows", unit="window")):
             part = list(prompts[first : first + serving.window])
-            for engine in rotated(engines, turn):
+            start = turn % len(engines)
+            for engine in [*engines[start:], *engines[:start]]:
                 seeds = range(first, first + len(part))
                 answer = engine.ask(job_of(part, serving.new_tokens, 0.0, seeds))
                 ids = answer.pop("ids")

@@ -35,15 +35,13 @@ from lib.results_store import MEASURED, ResultsStore, device_name, markdown_tabl
 from lib.spec_configs import LOOKUP, NGRAM, alone, specblock, vllms
 from steady_state import DEVICE, DRAFTING, STEPS, TOKENS
 
-from vllm_specblock.bench.engine_arguments import BLOCK, cache_bytes
-from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
+from vllm_specblock.bench.process import BLOCK, EngineFailed, EngineProcess, cache_bytes, end_all
 from vllm_specblock.config import METHOD
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 
 PAIR, PLAIN = "pair", "vLLM"
 ENV = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `Stopwatch` times the drafter in here
     "VLLM_LOGGING_LEVEL": "ERROR",
     # In one process, a second thread of torch only spins beside vLLM's own.
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),

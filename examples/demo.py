@@ -9,19 +9,21 @@ in bfloat16 but for near-ties, each of which is explained.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from vllm_specblock.bench.live import Answer, ask_together, shown, start_engines
-from vllm_specblock.bench.near_ties import explain
 from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all, job_of
 
 EXAMPLES = Path(__file__).resolve().parent
@@ -167,10 +169,41 @@ def conclude(
     if not different or dtype == "float32":
         return not different
     console.print("Where they part, logits by transformers in float32:")
-    partings = explain(target, different)
-    for parting in partings:
-        console.print(f"  {parting or 'one answer ends'}", markup=False, soft_wrap=True)
-    return all(parting is not None and parting.steps <= 1 for parting in partings)
+    near = True
+    for where, steps in explain(target, different):
+        console.print(f"  {where}", markup=False, soft_wrap=True)
+        near = near and steps <= 1
+    return near
+
+
+def explain(
+    target: Path, answers: Sequence[tuple[list[int], list[int], list[int]]]
+) -> Iterator[tuple[str, float]]:
+    """Yield where two answers to a prompt part, and by how many steps of bfloat16 the logits do.
+
+    Two ways to compute logits in bfloat16 differ in the last bits. The float32 logits of
+    transformers tell such a tie from a mistake. Where one answer ends, the steps are infinite.
+    """
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    for prompt, one, other in answers:
+        position = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), None)
+        if position is None:
+            yield "one answer ends where the other continues", math.inf
+            continue
+        pair = [one[position], other[position]]
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + one[:position]])).logits[0, -1, pair].tolist()
+        steps = abs(logits[0] - logits[1]) / bfloat16_step(max(map(abs, logits)))
+        texts = zip(tokenizer.batch_decode([[token] for token in pair]), logits)
+        best = ", ".join(f"{text!r} {logit:.4f}" for text, logit in texts)
+        yield f"token {position}: {best}: {steps:.2f} of bfloat16's step apart", steps
+
+
+def bfloat16_step(value: float) -> float:
+    """Return the distance of neighbouring bfloat16 numbers (8 significant bits) at `value`."""
+    return 2.0 ** (math.frexp(value)[1] - 8)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import typer
 from transformers import AutoModelForCausalLM
 
 from vllm_specblock.bench.live import Answer
-from vllm_specblock.bench.near_ties import bfloat16_step
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "examples/tiny_pair/target"
@@ -89,6 +88,13 @@ def test_another_answer_in_float32_is_a_failure(run, capsys):
     assert "identical answers: 3 of 4" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("value", [0.37, 1.0, 1.99, 2.0, 17.3, -130.0])
+def test_a_step_is_where_torch_rounds(value):
+    there = torch.tensor(abs(value)).to(torch.bfloat16)
+    after = torch.nextafter(there, torch.tensor(1e9, dtype=torch.bfloat16))
+    assert demo.bfloat16_step(value) == (after - there).item()
+
+
 def best_two(prompt):
     """The target's own best two tokens after a prompt, and how far apart they are."""
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
@@ -101,7 +107,7 @@ def test_in_bfloat16_every_difference_is_held_against_a_step(run, capsys):
     ids = [5, 6, 7]
     tokens, values = best_two([1, 2, *ids])
     plain, drafted = [answer_of([*ids, tokens[0], 3])], [answer_of([*ids, tokens[1], 4])]
-    expected = (values[0] - values[1]) / bfloat16_step(values[0])
+    expected = (values[0] - values[1]) / demo.bfloat16_step(values[0])
     code, _ = run(plain, drafted, dtype="bfloat16")
     assert code == (expected > 1)
     shown = capsys.readouterr().out
