@@ -10,8 +10,7 @@ from baselines.checkpoint import FILES
 from baselines.falcon import Falcon
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
-from baselines.sps import SmallModel
-from support.baseline_batches import DRAFT_VOCAB, SMALL, TARGET_CONFIG, VOCAB, vocabulary
+from support.baseline_batches import DRAFT_VOCAB, TARGET_CONFIG, VOCAB, vocabulary
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
@@ -22,7 +21,6 @@ MAKE = {
     "medusa": (Medusa, {}),
     "parallelspec": (ParallelSpec, {"layer_ids": (1, 3, 5)}),
     "falcon": (Falcon, {}),
-    "sps": (SmallModel, SMALL),
 }
 
 
@@ -58,16 +56,6 @@ def test_what_is_saved_is_found_and_loaded(kind, tmp_path):
     assert f"draft vocabulary: {DRAFT_VOCAB} of {VOCAB} target tokens" in shown.output
 
 
-def test_a_small_model_without_a_mapping_names_every_token(tmp_path):
-    learner = saved("sps", tmp_path)
-    (tmp_path / "vocab_mapping.pt").unlink()
-    drafter = FILES.load(tmp_path)
-    assert len(drafter.d2t) == VOCAB and not drafter.d2t.any()
-    drafter.fold()
-    weight = learner.model.embed_tokens.weight.bfloat16().float()
-    assert torch.equal(drafter.lm_head.weight, weight)
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "sentence"),
     [
@@ -77,9 +65,6 @@ def test_a_small_model_without_a_mapping_names_every_token(tmp_path):
         ("parallelspec", {"intermediate_size": 80}, "but its config.json asks for"),
         ("falcon", {"block_size": 3}, "has 'block_size' = 3, but it must be 1, 2, 4, 8 or 16"),
         ("falcon", {"hidden_size": 30}, "lm_head.weight has shape"),
-        ("sps", {"tie_word_embeddings": False}, "has 'tie_word_embeddings' = False"),
-        ("sps", {"num_hidden_layers": 3}, "lacks model.layers.2."),
-        ("sps", {"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
     ],
 )
 def test_a_config_that_does_not_fit(kind, changes, sentence, tmp_path):
