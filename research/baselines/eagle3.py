@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
-from baselines.groups import KeyValue, extend, group_attention, masked_attention, shape_like
+from baselines.groups import KeyValue, earlier_rows, extend, group_attention, shape_like
 from baselines.positions import NamedLearner, loss_and_choice, write_folder
 from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
@@ -121,22 +121,18 @@ class Eagle3(NamedLearner, Eagle3Model):
 
 
 def unrolled_attention(batch: Batch) -> Attend:
-    """Attention in training: row t of step j sees step 0 of its document's rows up to t, and
-    itself in the steps 1 … j, as a chain drafted from row t does.
+    """Attention in training: row t of step j sees step 0 of its document's rows before t, and
+    itself in the steps 0 … j, as a chain drafted from row t does.
 
     Called once per step, in order, with queries [B, L, nh, D].
     """
-    same = batch.document[:, :, None] == batch.document[:, None, :]
-    mask = same.tril()  # [B, L, L]
-    first: list[KeyValue] = []  # of step 0
-    later: dict[int, KeyValue] = {}
+    earlier = earlier_rows(batch.document, slice(0, batch.document.shape[1]))
+    steps: dict[int, KeyValue] = {}
 
-    def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if not first:
-            first.append((key, value))
-            return masked_attention(query, key, value, mask)
-        own = extend(later, 0, (key[:, :, None], value[:, :, None]))
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        own = extend(steps, layer, (key[:, :, None], value[:, :, None]))
+        first = own[0][:, :, 0], own[1][:, :, 0]
         inside = torch.ones(1, own[0].shape[2], dtype=torch.bool, device=query.device)
-        return group_attention(query[:, :, None], first[0], own, mask, inside)[:, :, 0]
+        return group_attention(query[:, :, None], first, own, earlier, inside)[:, :, 0]
 
     return attend
