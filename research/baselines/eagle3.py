@@ -13,13 +13,13 @@ it); attention of the unrolled steps is dense over all steps' keys.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
-from baselines.groups import KeyValue, earlier_rows, extend, group_attention, shape_like
+from baselines.groups import KeyValue, earlier_rows, extend, group_attention
 from baselines.positions import NamedLearner, loss_and_choice, write_folder
 from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
@@ -42,14 +42,10 @@ DECAY = 0.8
 class Eagle3(NamedLearner, Eagle3Model):
     """The drafter and its objective. Parameter names are those that vLLM loads."""
 
+    config_class = Eagle3Shape
+    defaults: ClassVar = {"num_hidden_layers": 1, "qk_norm": False}
     steps = 7
     """J, unrolled steps of training."""
-
-    @staticmethod
-    def shape_like(target_config: Any, draft_vocab_size: int, **sizes: Any) -> Eagle3Shape:
-        """sizes: fields of `Eagle3Shape` that are not the target's."""
-        sizes = {"num_hidden_layers": 1, "qk_norm": False} | sizes
-        return shape_like(Eagle3Shape, target_config, draft_vocab_size, **sizes)
 
     def forward(self, train_batch: TrainBatch) -> LossOutput:
         """The unrolled steps over every row (M = 1, K = J).

@@ -67,52 +67,46 @@ class FalconShape(DrafterConfig):
     lstm_layers: Count
 
 
-def sizes_like(
+def shape_like(
+    kind: type[Shape],
     target_config: Any,
     draft_vocab_size: int,
-    block_size: int,
     layer_ids: tuple[int, int, int] | None = None,
     **changes: Any,
-) -> dict[str, Any]:
-    """Return keys of a DrafterConfig whose layers are like those of a Llama- or Qwen3-like target.
+) -> Shape:
+    """Return a shape whose layers are like those of a Llama- or Qwen3-like target.
 
-    block_size: entries per row; layer_ids: of the target's features, None: the usual ones; changes:
-    other keys, such as `intermediate_size`.
+    layer_ids: of the target's features, None: the usual ones; changes: other fields, such as
+    `intermediate_size`.
     """
-    raw = target_config.to_dict()
+    raw, fields = target_config.to_dict(), kind.model_fields
     size, vocab_size = raw["hidden_size"], raw["vocab_size"]
-    like = ("num_attention_heads", "intermediate_size", "rms_norm_eps")
-    return {
+    if layer_ids is None and "layer_ids" in fields:
+        layer_ids = default_layer_ids(raw["num_hidden_layers"])
+    like = {
         "hidden_size": size,
         "target_hidden_size": size,
-        **{name: raw[name] for name in like},
+        "num_attention_heads": raw["num_attention_heads"],
+        "intermediate_size": raw["intermediate_size"],
+        "rms_norm_eps": raw["rms_norm_eps"],
         **layers_of(raw),
         "num_hidden_layers": 2,
-        "block_size": block_size,
         "vocab_size": vocab_size,
         "draft_vocab_size": draft_vocab_size,
         "qk_norm": raw["model_type"] == "qwen3",
+        "layer_ids": layer_ids,
         "target": TargetInfo(hidden_size=size, vocab_size=vocab_size, layer_ids=layer_ids),
         **changes,
     }
-
-
-def shape_like(
-    kind: type[Shape], target_config: Any, draft_vocab_size: int, **changes: Any
-) -> Shape:
-    """Return a published kind's shape, of layers like the target's; changes: see `sizes_like`."""
-    like = sizes_like(target_config, draft_vocab_size, 1, **changes)
     check_rope_scaling(like["rope_scaling"])  # YaRN's factor goes into weights that are loaded
-    layers = like["target"].layer_ids or default_layer_ids(target_config.num_hidden_layers)
-    fields = {key: value for key, value in like.items() if key in kind.model_fields}
-    return kind(**fields | {"layer_ids": layers})
+    return kind(**{name: value for name, value in like.items() if name in fields})
 
 
-def draw_weights(network: nn.Module, std: float | None = None) -> None:
-    """First weights of matrices, from the global generator; None: outputs of unit size."""
+def draw_weights(network: nn.Module) -> None:
+    """Draw the first weights of matrices, whose outputs have unit size."""
     for weight in network.parameters():
         if weight.dim() == 2:  # the others are norms
-            nn.init.normal_(weight, std=std or weight.shape[1] ** -0.5)
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
 
 def extend(kept: dict[int, KeyValue], layer: int, new: KeyValue) -> KeyValue:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import safetensors.torch
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
-from baselines.groups import draw_weights
+from baselines.groups import draw_weights, shape_like
 from vllm_specblock.drafters.common.checkpoint_files import CONFIG, MAPPING, WEIGHTS
 from vllm_specblock.drafters.common.layers import DraftLM
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
@@ -95,8 +96,13 @@ class NamedLearner(Learner):
         t2d: [V] bool, whether a target id has a draft id.
         head: [Vd, H], first weights of the LM head; None: random.
         budget: N, nodes of a drafted tree.
+
+    Attributes:
+        config_class: of the network; defaults: its fields that are not as the target's.
     """
 
+    config_class: type[BaseModel]
+    defaults: ClassVar[dict[str, Any]] = {}
     lm_head: nn.Linear
     d2t: Tensor
     norm: Any
@@ -122,10 +128,6 @@ class NamedLearner(Learner):
             head = torch.randn(weight.shape) * weight.shape[1] ** -0.5
         weight.data.copy_(head)
 
-    @staticmethod
-    def shape_like(target_config: Any, draft_vocab_size: int, **sizes: Any) -> Any:
-        raise NotImplementedError
-
     @classmethod
     def for_target(
         cls,
@@ -140,9 +142,9 @@ class NamedLearner(Learner):
     ) -> Self:
         """Return a drafter for a target; the global generator is left alone.
 
-        target_config: of transformers; seed: of the weights; sizes: see `shape_like`.
+        target_config: of transformers; seed: of the weights; sizes: fields of `config_class`.
         """
-        shape = cls.shape_like(target_config, len(d2t), **sizes)
+        shape = shape_like(cls.config_class, target_config, len(d2t), **cls.defaults | sizes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(shape, d2t, t2d, head, budget)

@@ -22,9 +22,9 @@ from vllm_specblock.train.learner import EvalSequence
 PAGE, MAX_LEN, NODES, LAST = 16, 64, 20, 3
 CASES = {
     "medusa": (Medusa, MedusaDrafter, {"num_heads": 3, "num_layers": 2, "budget": NODES}),
-    "parallelspec": (ParallelSpec, ParallelSpecDrafter, {"positions": 4, "budget": NODES}),
-    "falcon, 2": (Falcon, FalconDrafter, {"block": 2, "lstm_layers": 2, "budget": NODES}),
-    "falcon, 4": (Falcon, FalconDrafter, {"block": 4, "forwards": 2, "budget": NODES}),
+    "parallelspec": (ParallelSpec, ParallelSpecDrafter, {"block_size": 4, "budget": NODES}),
+    "falcon, 2": (Falcon, FalconDrafter, {"block_size": 2, "lstm_layers": 2, "budget": NODES}),
+    "falcon, 4": (Falcon, FalconDrafter, {"block_size": 4, "forwards": 2, "budget": NODES}),
 }
 READS = {"medusa": (LAST,)}
 """Which of the states a kind reads where it is not the first three."""

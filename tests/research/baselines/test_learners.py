@@ -128,13 +128,13 @@ class Kind:
 MASKS = {"masks": 3, "mask_token_id": MASK, "budget": 15}
 FALLING = [0.8, 0.64, 0.512, 0.4096]
 LONG = {"forwards": FORWARDS, "lstm_layers": 2, "budget": 25}
-FOUR = {"positions": 4, "budget": 15}
+FOUR = {"block_size": 4, "budget": 15}
 KINDS = {
     "medusa": Kind(Medusa, {"num_heads": 4, "num_layers": 2, "budget": 15}, medusa_rows, FALLING),
     "parallelspec": Kind(ParallelSpec, FOUR, parallelspec_rows, [1.0] * 4),
     **{
         f"falcon, {k}": Kind(
-            Falcon, LONG | {"block": k}, falcon_rows, [1.0] * k * FORWARDS, FORWARDS
+            Falcon, LONG | {"block_size": k}, falcon_rows, [1.0] * k * FORWARDS, FORWARDS
         )
         for k in (2, 4)
     },
