@@ -20,26 +20,19 @@ from torch import Tensor
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from baselines.groups import KeyValue, earlier_rows, extend, group_attention
-from baselines.positions import NamedLearner, loss_and_choice, write_folder
+from baselines.positions import PositionsLearner, write_folder
 from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.eval.drafting import draft_trees
-from vllm_specblock.train.learner import (
-    IGNORE_INDEX,
-    Draft,
-    EvalSequence,
-    LossOutput,
-    TrainBatch,
-    draft_labels,
-)
+from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 
 DECAY = 0.8
 """Weight of a step's loss relative to the step before, as in the authors' code."""
 
 
-class Eagle3(NamedLearner, Eagle3Model):
+class Eagle3(PositionsLearner, Eagle3Model):
     """The drafter and its objective. Parameter names are those that vLLM loads."""
 
     config_class = Eagle3Shape
@@ -48,41 +41,18 @@ class Eagle3(NamedLearner, Eagle3Model):
     """J, unrolled steps of training."""
 
     def forward(self, train_batch: TrainBatch) -> LossOutput:
-        """The unrolled steps over every row (M = 1, K = J).
-
-        All rows whose label is known give a loss; the tally counts those of them where every
-        earlier step's first choice was the text's token, so that hits / seen is α_k.
-        """
+        """The unrolled steps over every row but the last (M = 1, K = J)."""
         batch = train_batch.batch
-        target_probs = train_batch.target_outputs.target_probs.flatten(0, 1)
-        label = draft_labels(self.t2d, batch)
-        length = label.shape[1]
-        column = torch.arange(batch.tokens.shape[1], device=label.device).expand_as(label)
+        column = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        column = column.expand_as(batch.tokens)
         attend = unrolled_attention(batch)
-        on_path = torch.ones_like(label, dtype=torch.bool)
-        state = self.fuse(train_batch.target_outputs.hidden)
-        total, count, tally = [], [], []
+        states = [self.fuse(train_batch.target_outputs.hidden)]
         for step in range(self.steps):
             token = batch.at(batch.tokens, column, column + step + 1, 0).clamp(min=0)
-            state = self.run(train_batch.embed(token), state, batch.position + step, attend)
-            wanted = batch.at(label, column, column + step + 2, IGNORE_INDEX)
-            window, row = (wanted != IGNORE_INDEX).nonzero(as_tuple=True)
-            rows = self.norm(state[window, row]) * self.config.logit_scale
-            target_row = window * length + row + step + 1
-            loss, ce_loss, best = loss_and_choice(
-                rows, self.lm_head.weight, target_probs, target_row
-            )
-            total.append(loss)
-            count.append(len(ce_loss))
-            seen = on_path[window, row]
-            hit = seen & (best == wanted[window, row])
-            tally.append(torch.stack([(ce_loss * seen).sum(), hit.sum(), seen.sum()]))
-            on_path = torch.zeros_like(on_path).index_put((window, row), hit)
-        weight = DECAY ** torch.arange(self.steps, device=label.device)
-        count = torch.tensor(count, device=label.device)
-        loss = (train_batch.counts.mean(torch.stack(total), count) * weight).sum()
-        ce_loss, hits, seen = torch.stack(tally, dim=1)[:, None].float()
-        return LossOutput(loss, ce_loss, hits, seen, torch.zeros_like(loss))
+            embedding = train_batch.embed(token)
+            states.append(self.run(embedding, states[-1], batch.position + step, attend))
+        weights = [DECAY**step for step in range(self.steps)]
+        return self.outcome(torch.stack(states[1:], 2)[:, :-1], train_batch, weights)
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
         width = min(10, len(self.d2t))

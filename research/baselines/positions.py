@@ -1,4 +1,4 @@
-"""Learners, and those whose every row drafts K positions with one LM head.
+"""Learners whose every row drafts K positions with one LM head.
 
 Row i has the target's features of x_i and the token x_{i+1}, the root; its position k = 1..K
 predicts x_{i+1+k}.
@@ -88,8 +88,8 @@ class Positions(DraftLM):
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
 
 
-class NamedLearner(Learner):
-    """First weights and draft vocabulary; goes before the network among the base classes.
+class PositionsLearner(Learner):
+    """First weights, and the loss of K positions; goes before the network among the base classes.
 
     Args:
         d2t: [Vd] int64, target id − draft id.
@@ -148,10 +148,6 @@ class NamedLearner(Learner):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(shape, d2t, t2d, head, budget)
-
-
-class PositionsLearner(NamedLearner):
-    """The loss of K positions."""
 
     def outcome(
         self, states: Tensor, train_batch: TrainBatch, weights: Sequence[float], blocks: int = 1
