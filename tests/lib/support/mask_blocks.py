@@ -57,13 +57,11 @@ def plain_logprobs(
 ) -> Tensor:
     """[masks, V], what each mask says behind the root text[end]; states [3, n, H], text [n]."""
     embedding, head = tables_of_target()
-    raw = KINDS[kind]
-    weights = {name: weight.detach() for name, weight in make_model(raw).state_dict().items()}
+    model = make_model(KINDS[kind])
+    model.share_head(head)
     features = states.transpose(0, 1).flatten(1)[:end]
-    mask = raw["dflash_config"]["mask_token_id"]
-    block = embedding[torch.tensor([int(text[end]), *[mask] * masks])]
-    logits = plain_logits(weights, raw, head, features, block)
-    return (beta * logits[1:]).log_softmax(-1)
+    block = embedding[torch.tensor([int(text[end]), *[model.config.mask_token_id] * masks])]
+    return (beta * plain_logits(model, features, block)[1:]).log_softmax(-1)
 
 
 def best_paths(logprobs: Tensor, nodes: int = NODES) -> dict[tuple[int, ...], float]:
