@@ -10,7 +10,7 @@ import torch
 from support.committed import rows_of
 from support.dense_cache import DenseCache
 from support.eagle3 import PlainEagle3, small_eagle3
-from support.host_reads import NoHostReads
+from support.host_reads import no_host_reads
 from support.mask_blocks import (
     MAX_LEN,
     PAGE,
@@ -256,7 +256,7 @@ def test_nothing_is_read_on_the_host(kind):
     drafter = make(kind)
     states, text = made_up(2)
     rows, wanted = rows_of([(0, 19), (0, 6)], TABLES, states, text, PAGE), torch.tensor([1])
-    with NoHostReads():
+    with no_host_reads():
         drafter.advance(rows)
         drafter.draft()
         drafter.draft(wanted)

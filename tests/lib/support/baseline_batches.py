@@ -162,16 +162,15 @@ def assert_outcome(
     rows: Rows,
     train_batch: TrainBatch,
     weights: Sequence[float],
-    blocks: int = 1,
-    rel: float = 1e-4,
+    blocks: int,
 ) -> None:
     """The loss and tally are those of `naive_outcome`, split into so many blocks."""
     loss, ce_loss, hits, seen = naive_outcome(rows, train_batch, weights)
-    assert outcome.loss.item() == pytest.approx(loss, rel=rel)
+    assert outcome.loss.item() == pytest.approx(loss, rel=1e-4)
     assert outcome.seen.flatten().tolist() == seen and seen[0] > 12
     assert outcome.hits.flatten().tolist() == hits
     assert outcome.seen.shape == outcome.hits.shape == (blocks, len(weights) // blocks)
-    assert outcome.ce_loss.flatten().tolist() == pytest.approx(ce_loss, rel=rel)
+    assert outcome.ce_loss.flatten().tolist() == pytest.approx(ce_loss, rel=1e-4)
 
 
 def assert_drafts(learner, train_batch: TrainBatch, positions: Callable, close: float) -> None:

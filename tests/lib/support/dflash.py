@@ -14,25 +14,20 @@ from torch.nn.functional import scaled_dot_product_attention
 from vllm_specblock.drafters.dflash.config import from_json
 from vllm_specblock.drafters.dflash.model import DFlashModel
 
-# The keys of a published checkpoint's config.json; sizes are ours.
+# Keys of a published checkpoint's config.json; sizes are ours.
 PUBLISHED = {
     "architectures": ["DFlashDraftModel"],
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
     "block_size": 5,
-    "bos_token_id": 1,
     "dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 3, 5]},
     "dtype": "bfloat16",
-    "eos_token_id": 2,
     "head_dim": 8,
     "hidden_act": "silu",
     "hidden_size": 32,
-    "initializer_range": 0.02,
     "intermediate_size": 48,
     "layer_types": ["full_attention", "full_attention"],
     "max_position_embeddings": 2048,
-    "max_window_layers": 2,
     "model_type": "qwen3",
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
@@ -43,7 +38,6 @@ PUBLISHED = {
     "rope_theta": 1000000,
     "sliding_window": None,
     "tie_word_embeddings": False,
-    "use_cache": True,
     "use_sliding_window": False,
     "vocab_size": 64,
 }

@@ -32,7 +32,7 @@ def tables_of_target() -> tuple[Tensor, Tensor]:
 def make_drafter(
     kind: str, nodes: int = NODES, lookahead: int | None = None, **options
 ) -> DFlashDrafter:
-    """On a noisy cache: nothing of the noise may be seen."""
+    """A drafter without caches."""
     embedding, head = tables_of_target()
     model = make_model(KINDS[kind])
     model.share_head(head)
@@ -41,7 +41,6 @@ def make_drafter(
         model, lambda ids: embedding[ids], DFlashConfig(**options), nodes, MAX_LEN, lookahead
     )
     assert drafter.kind == kind
-    drafter.bind([torch.randn(20, PAGE, 2, 16).transpose(1, 2) for _ in drafter.cache_layers()])
     return drafter
 
 
