@@ -16,7 +16,6 @@ from support.mask_blocks import (
     PAGE,
     TABLES,
     V,
-    best_paths,
     made_up,
     masks_of,
     plain_logprobs,
@@ -24,7 +23,7 @@ from support.mask_blocks import (
 )
 from support.mask_blocks import make_drafter as of_masks
 from support.records import small_drafter
-from support.trees import assert_same_tree, texts
+from support.trees import assert_same_tree, best_paths, texts
 
 from vllm_specblock.drafters.common import network_drafter
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter

@@ -61,18 +61,3 @@ def plain_logprobs(
     features = states.transpose(0, 1).flatten(1)[:end]
     block = embedding[torch.tensor([int(text[end]), *[model.config.mask_token_id] * masks])]
     return (beta * plain_logits(model, features, block)[1:]).log_softmax(-1)
-
-
-def best_paths(logprobs: Tensor, nodes: int = NODES) -> dict[tuple[int, ...], float]:
-    """Path -> score: the likeliest that take a token of each row of `logprobs` [masks, V]."""
-    found: dict[tuple[int, ...], float] = {}
-    level: dict[tuple[int, ...], float] = {(): 0.0}
-    for scores in logprobs:
-        level = {
-            (*path, token): score + float(each)
-            for path, score in level.items()
-            for token, each in enumerate(scores)
-        }
-        level = dict(sorted(level.items(), key=lambda node: -node[1])[:nodes])
-        found |= level
-    return dict(sorted(found.items(), key=lambda node: -node[1])[:nodes])
