@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from support.scripts import load_script
 from transformers import AutoModelForCausalLM
 
 from vllm_specblock.bench.live import Answer
@@ -16,21 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "examples/tiny_pair/target"
 
 
-def load(*names):
-    """Modules of examples/, which leave nothing behind for other tests: its other folders have
-    modules of the same names."""
-    path, before = list(sys.path), set(sys.modules)
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        return [__import__(name) for name in names]
-    finally:
-        sys.path[:] = path
-        for name in sys.modules.keys() - before:
-            if str(ROOT / "examples") in str(getattr(sys.modules[name], "__file__", "")):
-                del sys.modules[name]
-
-
-(demo,) = load("demo")
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "path", [*sys.path])  # it adds folders
+    demo = load_script(ROOT / "examples/demo.py")
 
 
 def answer_of(ids, seconds=1.0):
