@@ -16,6 +16,8 @@ from vllm_specblock.drafters.ngram.drafter import POWER, VOTE, NGramDrafter
 from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.tree import DraftTree
 
+from ..test_growth import assert_valid
+
 LONGEST, SLOTS = 48, 6
 ROUNDING = 1 / 64
 """Nats that whole votes and rounded scores may make on a path of a few tokens."""
@@ -99,16 +101,10 @@ def advanced(
     return head
 
 
-def check_invariants(tree: DraftTree) -> None:
-    for request, size in enumerate(tree.size.tolist()):
-        score, parent = tree.logprob[request].tolist(), tree.parent[request].tolist()
-        assert score == sorted(score, reverse=True)
-        assert all((value * 1024).is_integer() for value in score[:size]), "sums are not exact"
-        for node in range(size):
-            above = 0.0 if parent[node] == 0 else score[parent[node] - 1]
-            assert 0 <= parent[node] <= node and score[node] <= above
-        assert parent[size:] == [-1] * (len(parent) - size)
-        assert len(texts(tree, request)) == size, "two nodes of one text"
+def check_invariants(tree: DraftTree, vocab: int, depth: int) -> None:
+    assert_valid(tree, vocab, depth)
+    scores = 1024 * tree.logprob[tree.logprob.isfinite()]
+    assert torch.equal(scores, scores.round()), "sums are not exact"
 
 
 def assert_same(one: DraftTree, other: DraftTree) -> None:
@@ -142,7 +138,7 @@ def test_drafts_what_a_slow_reading_drafts(situation):
     nodes = options.branches * options.depth
     head = advanced(batch, options, nodes, stale, ended)
     tree, earlier = head.draft(), head.earlier.tolist()
-    check_invariants(tree)
+    check_invariants(tree, 4, options.depth)
     for request, text in enumerate(batch):
         expected = plain_draft(text, options, min(options.depth, nodes), earlier)
         assert texts(tree, request) == pytest.approx(expected, abs=ROUNDING)
@@ -185,7 +181,7 @@ def test_rows_that_stand_for_nothing_are_safe(position):
     rows = replace(zero_rows(8, 1, max_len=LONGEST), position=torch.full((12,), position))
     head = NGramDrafter(NGramConfig(), 20, LONGEST)
     head.advance(rows)
-    check_invariants(head.draft())
+    check_invariants(head.draft(), 1, 16)
 
 
 def test_the_deepest_widest_tree_stays_a_tree():
@@ -193,4 +189,4 @@ def test_the_deepest_widest_tree_stays_a_tree():
     draw = torch.Generator().manual_seed(1)
     batch = [torch.randint(2, (LONGEST,), generator=draw).tolist() for _ in range(4)]
     options = NGramConfig(min_match=1, max_match=32, depth=63, branches=32)
-    check_invariants(advanced(batch, options, 256).draft())
+    check_invariants(advanced(batch, options, 256).draft(), 2, 63)
