@@ -13,7 +13,6 @@ from support.dflash import JETSPEC, PUBLISHED, make_model
 from support.dflash import write as write_dflash
 from support.eagle3 import small_eagle3
 from typer.testing import CliRunner
-from vllm_specblock.drafters.eagle3.checkpoint import FILES
 
 from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.common.checkpoint_files import wanted_shapes
@@ -21,7 +20,7 @@ from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.dflash import config as dflash
 from vllm_specblock.drafters.dflash.model import DFlashModel
 from vllm_specblock.drafters.eagle3 import config as eagle3
-from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.eagle3.model import FILES, Eagle3Model
 from vllm_specblock.drafters.registry import drafter_kind
 
 SIZES = {
