@@ -20,8 +20,8 @@ quick = settings(deadline=None, max_examples=80)
 
 
 def merge(*args) -> DraftTree:
-    """The trees alone."""
-    return merge_and_agree(*args)[0]
+    """The trees alone, of at most 16 nodes a path."""
+    return merge_and_agree(*args, 16)[0]
 
 
 @st.composite

@@ -18,9 +18,9 @@ from support.matrix import PROMPTS, params
 
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
 from vllm_specblock.drafters.dflash.model import FILES as DFLASH
-from vllm_specblock.drafters.eagle3.checkpoint import FILES as EAGLE3
 from vllm_specblock.drafters.eagle3.config import from_json
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
+from vllm_specblock.drafters.eagle3.model import FILES as EAGLE3
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.options import DFlashConfig, Eagle3Config
 from vllm_specblock.engine.runner.speculator import TreeSpeculator

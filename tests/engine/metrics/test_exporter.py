@@ -21,8 +21,12 @@ from vllm.v1.metrics.reader import get_metrics_snapshot
 from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
 from vllm_specblock.engine.metrics import acceptance, exporter
-from vllm_specblock.engine.metrics.counters import DRAFTING_NS, DRAFTING_STEPS, DrafterCounters
-from vllm_specblock.engine.metrics.draft_clock import Stopwatch
+from vllm_specblock.engine.metrics.counters import (
+    DRAFTING_NS,
+    DRAFTING_STEPS,
+    DrafterCounters,
+    Stopwatch,
+)
 
 
 def sink_of(config, engine: int = 0):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from support.engines import KINDS, Engine, shared_engine
-from support.host_reads import NoHostReads
+from support.host_reads import no_host_reads
 from support.matrix import PROMPTS, params
 
 ADAPTIVE = {"enable_adaptive_verification": True, "adapt": {"policy": "watch"}}
@@ -65,7 +65,7 @@ def engine(request) -> Engine:
 def test_a_step_reads_no_device_value(engine, monkeypatch):
     # As on a device with memory of its own.
     monkeypatch.setattr(engine.speculator, "pad_rows", True)
-    assert_steps(engine, monkeypatch, NoHostReads, [*STEP, "add_request"])
+    assert_steps(engine, monkeypatch, no_host_reads, [*STEP, "add_request"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA alone knows when it waits")
