@@ -290,3 +290,13 @@ def test_adaptation_of_one_drafter_among_ranks_and_of_a_target_elsewhere():
             validate.check_adapt(watch, SimpleNamespace(**two | apart), here)
     with pytest.raises(OptionError, match=r"'some/target' is not a folder.*drop the key\.$"):
         validate.check_adapt(learns, SimpleNamespace(**two), there)
+
+
+@pytest.mark.parametrize("activations", [None, {"num_bits": 8, "type": "int"}])
+def test_rounded_activations_are_warned_of(monkeypatch, activations):
+    warnings = []
+    monkeypatch.setattr(validate.logger, "warning", warnings.append)
+    group = {"weights": {"type": "int", "num_bits": 8}, "input_activations": activations}
+    said = {"config_groups": {"group_0": group}}
+    validate.warn_of_rounding(SimpleNamespace(hf_config=SimpleNamespace(quantization_config=said)))
+    assert len(warnings) == (activations is not None)
