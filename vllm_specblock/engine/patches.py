@@ -10,7 +10,7 @@ At start-up (`registration.py`):
         recurrent layers, whose states trees do not leave at the ends of blocks.
     spec_decode.init_speculator: speculators cannot be registered.
     SamplingParams._validate_spec_decode: refuses min_p and logit_bias with any speculation; with
-        trees they are exact. It also checks `specblock_draft`.
+        trees they are exact. It also checks the keys of a request.
     SchedulerConfig.get_scheduler_cls: does not depend on the method; see `scheduler.py`.
 With our first engine in a frontend (`metrics/acceptance.py`):
     OutputProcessor.process_outputs: counts the tokens after a stop string that it drops.

@@ -116,28 +116,15 @@ def test_a_wrong_command():
     assert code == 1 and "Give --target" in said
 
 
-@pytest.fixture
-def release(monkeypatch):
-    """Let the installed release of a package be another one, or None."""
-    real, others = setup.installed_version, {}
-    monkeypatch.setattr(setup, "installed_version", lambda name: others.get(name, real(name)))
-    return others
-
-
-def test_another_release_is_wrong_and_nothing_is_imported_then(release, monkeypatch):
-    release["vllm"] = "0.31.2"
+def test_wrong_packages_are_named_and_nothing_is_imported_then(monkeypatch):
+    monkeypatch.setattr(setup, "installed_version", {"vllm": "0.31.2"}.get)
     monkeypatch.setattr(setup, "engine", lambda *_: pytest.fail("it made a config"))
     found = by_name(TARGET, DRAFTER)
     assert found["vLLM"].verdict == "wrong" and "this is 0.31.2" in found["vLLM"].advice
-    assert found["target, drafter"].verdict == "wrong"
+    for name in ("torch", "transformers", "triton"):
+        assert found[name].verdict == "wrong" and f"Install {name}" in found[name].advice
+    assert "runner" not in found and found["target, drafter"].verdict == "wrong"
     assert doctor()[0] == 1
-
-
-def test_packages_that_are_not_there(release):
-    release |= dict.fromkeys(("torch", "transformers", "vllm", "triton"))
-    found = by_name()
-    for name in ("torch", "transformers", "vLLM", "triton"):
-        assert found[name].verdict == "wrong" and "nstall" in found[name].advice
 
 
 def test_a_plugin_that_vllm_does_not_load(monkeypatch):
@@ -147,24 +134,30 @@ def test_a_plugin_that_vllm_does_not_load(monkeypatch):
     assert "VLLM_PLUGINS" in found["vllm-specblock"].advice
     monkeypatch.setenv("VLLM_PLUGINS", "another,specblock")
     assert setup.plugin().verdict == "right"
+    assert "runner" in found, "what is left is looked at"
     monkeypatch.setattr(setup, "entry_points", lambda group: [])
     assert "entry point" in setup.plugin().found
 
 
-def test_what_runs_the_kernels(monkeypatch):
-    on = {"gpu": True, "compiler": "/usr/bin/gcc", "vllm": "0.32.0", "numba": True}
+GPU = {"is_available": True, "get_device_name": "Some GPU", "get_device_capability": (9, 0)}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "compiler", "release", "numba", "verdict", "says"),
+    [
+        (True, "/usr/bin/gcc", "0.32.0", True, "right", "compiles them for sm_90"),
+        (True, None, "0.32.0", True, "wrong", "C compiler"),
+        (False, None, "0.32.0", True, "wrong", "no GPU answers"),
+        (False, None, "0.32.0+cpu", True, "right", "compiles loops"),
+        (False, None, "0.32.0+cpu", False, "note", "interpreter"),
+    ],
+)
+def test_what_runs_the_kernels(monkeypatch, gpu, compiler, release, numba, verdict, says):
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on["gpu"])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(setup.shutil, "which", lambda name: on["compiler"])
-    monkeypatch.setattr(setup, "installed_version", lambda name: on["vllm"])
-    assert "compiles them for sm_90" in setup.kernels().found
-    on["compiler"] = None
-    assert setup.kernels().verdict == "wrong" and "C compiler" in setup.kernels().found
-    on["gpu"] = False
-    assert setup.kernels().verdict == "wrong" and "no GPU answers" in setup.kernels().found
-    on["vllm"] = "0.32.0+cpu"
-    assert "compiles loops" in setup.kernels().found
-    monkeypatch.setattr("vllm_specblock.triton_kernels.optional_numba.AVAILABLE", False)
-    assert setup.kernels().verdict == "note" and "interpreter" in setup.kernels().found
+    for name, value in (GPU | {"is_available": gpu}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(setup.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(setup, "installed_version", lambda name: release)
+    monkeypatch.setattr("vllm_specblock.triton_kernels.optional_numba.AVAILABLE", numba)
+    found = setup.kernels()
+    assert found.verdict == verdict and says in found.found

@@ -64,6 +64,12 @@ class DraftPolicy:
         """Reset everything learned."""
         for calibration in self.calibrations:
             calibration.forget()
+        self.forget_texts()
+
+    def forget_texts(self) -> None:
+        """Forget all finished requests."""
+        for drafter in self.drafters:
+            drafter.forget()
 
     def begin(self, req_idx: int) -> None:
         """Reset what was learned in slot `req_idx`."""

@@ -58,6 +58,7 @@ class TreeModelState(DefaultModelState):
 
     def remove_request(self, req_id: str) -> None:
         super().remove_request(req_id)
+        self.speculator.end_request(req_id)
         self.speculator.recorder.end(req_id)
 
     def initialize_kv_cache(

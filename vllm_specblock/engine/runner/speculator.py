@@ -30,7 +30,7 @@ from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.draft_models import load_drafters
 from vllm_specblock.engine.metrics.counters import DrafterCounters
 from vllm_specblock.engine.metrics.exporter import make_sink
-from vllm_specblock.engine.request_drafts import looks_back, wants_drafts
+from vllm_specblock.engine.request_drafts import looks_back, shares, wants_drafts
 from vllm_specblock.engine.runner import graphs
 from vllm_specblock.engine.runner.caches import EngineCaches, Slots
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy, SkippingMergedDrafters
@@ -38,6 +38,7 @@ from vllm_specblock.engine.runner.model_state import TreeModelState
 from vllm_specblock.engine.runner.skipped_steps import SkippedSteps, States
 from vllm_specblock.engine.runner.step_batch import StepBatch, missed_rows
 from vllm_specblock.engine.runner.tree_states import TreeStates
+from vllm_specblock.engine.scheduler import FORGET
 from vllm_specblock.engine.step_observer import StepObserver, adaptation
 from vllm_specblock.engine.target_model import check_target_model
 from vllm_specblock.feedback.controller import Controller
@@ -83,8 +84,10 @@ class TreeSpeculator(DraftModelSpeculator):
         self.enable_adaptive_verification = self.resolved.adaptive
         self.use_acceptance_estimator = False  # vLLM's, for chains
         self.temperature = torch.zeros(self.num_slots, device=device)
-        # By request slot: verifies the best path of its tree only; declines drafts; T > 0.
-        self.chains, self.undrafted, self.samples = np.zeros((3, self.num_slots), dtype=bool)
+        # By request slot: verifies the best path of its tree only; declines drafts; T > 0; its
+        # answer may serve others.
+        flags = np.zeros((4, self.num_slots), dtype=bool)
+        self.chains, self.undrafted, self.samples, self.shares = flags
         self.undrafted_there = torch.zeros(self.num_slots, dtype=torch.bool, device=device)
         self.all_chains = False  # a custom logits processor may read the output
 
@@ -179,6 +182,19 @@ class TreeSpeculator(DraftModelSpeculator):
         if self.skipped.backlog is not None:
             self.skipped.backlog.forget(req_idx)
         self.chains[req_idx] = self.all_chains or looks_back(params)
+        self.shares[req_idx] = params is not None and shares(params)
+
+    def end_request(self, req_id: str) -> None:
+        """Show the drafters the answer of a request that ended, unless it declines that."""
+        states = self.req_states
+        if req_id == FORGET:
+            self.draft_policy.forget_texts()
+        req_idx = states.req_id_to_index.get(req_id)
+        if req_idx is not None and self.shares[req_idx]:
+            texts, length = states.all_token_ids.gpu, states.total_len.gpu[req_idx]
+            first = int(states.prompt_len.np[req_idx])  # a host array
+            for drafter in self.draft_policy.drafters:
+                drafter.finish(texts[req_idx], first, length)
 
     # ---- once per step ----
 
