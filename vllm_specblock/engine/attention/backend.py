@@ -127,17 +127,8 @@ class TreeAttentionBackend(AttentionBackend):
     def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
         return TreeAttentionMetadataBuilder
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        return True  # text-only requests have no such prefix
+    # Text-only requests have no multimodal prefix.
+    supports_sliding_window = supports_sink = supports_mm_prefix = classmethod(lambda cls: True)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
