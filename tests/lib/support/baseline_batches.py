@@ -79,41 +79,9 @@ def lesson_of(batch: Batch) -> TrainBatch:
     return TrainBatch(batch, target_outputs, embed, 0, 0)
 
 
-def cycle_lesson() -> TrainBatch:
-    """A text that goes round five tokens, and a target that knows it: features and law follow
-    from the token."""
-    named = vocabulary()[2]
-    ring = [named[n] for n in (3, 0, 8, 5, 11)]
-    starts = torch.arange(4)[:, None]
-    batch = Batch.of(torch.tensor(ring)[(torch.arange(24) + starts) % 5])
-    draw = torch.Generator().manual_seed(7)
-    table = torch.randn(VOCAB, 4 * HIDDEN, generator=draw)[batch.tokens]
-    target_probs = torch.full((*batch.tokens.shape, DRAFT_VOCAB), 0.01)
-    follows = dict(zip(ring, [*ring[1:], ring[0]]))
-    for window, row in enumerate(batch.tokens.tolist()):
-        for column, token in enumerate(row):
-            target_probs[window, column, named.index(follows[token])] = 0.87
-    return TrainBatch(
-        batch, TargetOutputs(*table.split([3 * HIDDEN, HIDDEN], -1), target_probs), embed, 0, 0
-    )
-
-
 def embed(tokens: Tensor) -> Tensor:
     """The target's embeddings [..., HIDDEN] of target ids [...]."""
     return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2))[tokens]
-
-
-def train(learner: torch.nn.Module, updates: int = 30, rate: float = 1e-2) -> tuple[float, float]:
-    """α₁ on `cycle_lesson` before and after."""
-    train_batch, optimizer = cycle_lesson(), torch.optim.Adam(learner.parameters(), rate)
-    accuracy = []
-    for _ in range(updates + 1):
-        outcome = learner(train_batch)
-        accuracy.append(float(outcome.hits[0, 0] / outcome.seen[0, 0]))
-        optimizer.zero_grad()
-        outcome.loss.backward()
-        optimizer.step()
-    return accuracy[0], accuracy[-1]
 
 
 def script_to(train_batch: TrainBatch, root: int) -> EvalSequence:
