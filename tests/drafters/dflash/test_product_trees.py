@@ -10,6 +10,8 @@ from support.trees import best_paths, texts
 
 from vllm_specblock.drafters.dflash.drafter import ProductTrees
 
+from ..test_growth import assert_valid
+
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 30), st.integers(0, 10**6))
@@ -32,8 +34,7 @@ def test_product_trees_are_the_best_of_best_paths(depth, width, budget, seed):
         assert len(found) == len(best)
         for path, total in found.items():
             assert total == pytest.approx(named[path], rel=1e-5)
-        assert (tree.parent[request, len(best) :] == -1).all()
-        assert tree.logprob[request, len(best) :].isneginf().all()
+    assert_valid(tree, 50, depth)
 
 
 def test_a_tie_goes_to_the_lower_depth():

@@ -49,7 +49,7 @@ def short_run(folder: Path, **changes) -> TrainConfig:
         "save_every": 3,
         "log_every": 2,
     }
-    return parse(**options | changes)
+    return parse(TrainConfig, **options | changes)
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, updates: int) -> None:

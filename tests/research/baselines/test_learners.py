@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from baselines.eagle3 import Eagle3
 from baselines.falcon import Falcon
 from baselines.mask_blocks import DFlash, JetSpec
 from baselines.medusa import Medusa
@@ -25,6 +26,7 @@ from support.baseline_batches import (
     vocabulary,
 )
 from support.dflash import plain_logits
+from support.eagle3 import PlainEagle3
 from support.trees import texts
 
 from vllm_specblock.train.data.batch import Batch
@@ -46,6 +48,16 @@ def medusa_rows(drafter, train_batch, where: Where, fed) -> list[torch.Tensor]:
             x = x + z / (1 + torch.exp(-z))
         out.append((drafter.lm_head.weight @ x).log_softmax(-1))
     return out
+
+
+def eagle3_rows(drafter, train_batch, where: Where, fed: list[int]) -> list[torch.Tensor]:
+    """Each state from the whole path before it."""
+    window, begin, column = where
+    hidden = train_batch.target_outputs.hidden[window, begin:]
+    text = train_batch.batch.tokens[window, begin:]
+    plain = PlainEagle3(drafter, embed, hidden, text, column - begin + 1)
+    states = (plain.state(fed[:step]) for step in range(drafter.steps))
+    return [drafter.logits(state).log_softmax(-1) for state in states]
 
 
 def parallelspec_rows(drafter, train_batch, where: Where, fed) -> list[torch.Tensor]:
@@ -122,13 +134,14 @@ class Kind:
 MASKS = {"masks": 3, "mask_token_id": MASK, "budget": 15}
 FALLING = [0.8, 0.64, 0.512, 0.4096]
 LONG = {"forwards": FORWARDS, "lstm_layers": 2, "budget": 25}
-FOUR = {"positions": 4, "budget": 15}
+FOUR = {"block_size": 4, "budget": 15}
 KINDS = {
     "medusa": Kind(Medusa, {"num_heads": 4, "num_layers": 2, "budget": 15}, medusa_rows, FALLING),
+    "eagle3": Kind(Eagle3, {}, eagle3_rows, [0.8**step for step in range(7)]),
     "parallelspec": Kind(ParallelSpec, FOUR, parallelspec_rows, [1.0] * 4),
     **{
         f"falcon, {k}": Kind(
-            Falcon, LONG | {"block": k}, falcon_rows, [1.0] * k * FORWARDS, FORWARDS
+            Falcon, LONG | {"block_size": k}, falcon_rows, [1.0] * k * FORWARDS, FORWARDS
         )
         for k in (2, 4)
     },
@@ -136,6 +149,7 @@ KINDS = {
     "jetspec": Kind(JetSpec, MASKS, mask_rows, [1.0] * 3, head=HEAD),
 }
 FALCON = [name for name in KINDS if name.startswith("falcon")]
+ONE_FORWARD = [name for name in KINDS if name not in (*FALCON, "eagle3")]
 
 
 @pytest.fixture(params=KINDS)
@@ -173,7 +187,7 @@ def test_loss_is_that_of_every_row_alone(kind, drafter, train_batch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in FALCON])
+@pytest.mark.parametrize("name", ONE_FORWARD)
 def test_drafts_what_it_was_trained_to(name, train_batch):
     kind = KINDS[name]
     drafter = kind.learner()
