@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from support.train_batches import packed
-from support.trees import texts
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
@@ -97,10 +96,14 @@ Rows = Callable[[int, int, int], Sequence[Tensor]]
 position of that row."""
 
 
-def naive_outcome(
-    rows: Rows, train_batch: TrainBatch, weights: Sequence[float]
-) -> tuple[float, list[float], list[float], list[float]]:
-    """(loss, nats, hits, seen), one document, row and position at a time."""
+def assert_outcome(
+    outcome: LossOutput,
+    rows: Rows,
+    train_batch: TrainBatch,
+    weights: Sequence[float],
+    blocks: int,
+) -> None:
+    """The loss and tally are those of one document, row and position at a time, in `blocks`."""
     named = vocabulary()[2]
     batch, count = train_batch.batch, len(weights)
     losses: list[list[float]] = [[] for _ in weights]
@@ -122,38 +125,12 @@ def naive_outcome(
                 right = named[int(logprob.argmax())] == tokens[place]
                 hits[k] += right
     means = [sum(each) / len(each) if each else 0.0 for each in losses]
-    return sum(w * m for w, m in zip(weights, means)) / sum(weights), ce_loss, hits, seen
-
-
-def assert_outcome(
-    outcome: LossOutput,
-    rows: Rows,
-    train_batch: TrainBatch,
-    weights: Sequence[float],
-    blocks: int,
-) -> None:
-    """The loss and tally are those of `naive_outcome`, split into so many blocks."""
-    loss, ce_loss, hits, seen = naive_outcome(rows, train_batch, weights)
-    assert outcome.loss.item() == pytest.approx(loss, rel=1e-4)
+    mean = sum(w * m for w, m in zip(weights, means)) / sum(weights)
+    assert outcome.loss.item() == pytest.approx(mean, rel=1e-4)
     assert outcome.seen.flatten().tolist() == seen and seen[0] > 12
     assert outcome.hits.flatten().tolist() == hits
-    assert outcome.seen.shape == outcome.hits.shape == (blocks, len(weights) // blocks)
+    assert outcome.seen.shape == outcome.hits.shape == (blocks, count // blocks)
     assert outcome.ce_loss.flatten().tolist() == pytest.approx(ce_loss, rel=1e-4)
-
-
-def assert_drafts(learner, train_batch: TrainBatch, positions: Callable, close: float) -> None:
-    """Trees of 15 nodes score their paths as `positions(root)` does, [Vd] of each position; one
-    pass over the whole text drafts the same."""
-    named = vocabulary()[2]
-    whole = learner.draft_along(script_to(train_batch, 8))
-    for root in (1, 4, 8):
-        logprobs = positions(root)
-        found = texts(learner.draft_along(script_to(train_batch, root))(root), 0)
-        assert len(found) == 15
-        for path, score in found.items():
-            total = sum(logprobs[k][named.index(token)].item() for k, token in enumerate(path))
-            assert score == pytest.approx(total, abs=1e-4)
-        assert texts(whole(root), 0) == pytest.approx(found, abs=close)
 
 
 def rows_of(batch: Batch) -> list[tuple[int, int, int, int]]:
