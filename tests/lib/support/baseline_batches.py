@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -56,15 +55,11 @@ def two_windows(vocab: int) -> Batch:
     return packed(torch.randint(vocab, (2, 12)), loss_mask, [[7, 4], [12]])
 
 
-LENGTHS = [[9, 7], [3, 1, 6], [15, 3]]
-"""Of the documents in the windows of `packed_lesson`."""
-
-
 def packed_lesson() -> TrainBatch:
     """Three windows of 18 columns with random tokens, of which most count, features and laws."""
     torch.manual_seed(0)
     tokens, loss_mask = torch.randint(VOCAB, (3, 18)), torch.rand(3, 18) < 0.85
-    return lesson_of(packed(tokens, loss_mask, LENGTHS))
+    return lesson_of(packed(tokens, loss_mask, [[9, 7], [3, 1, 6], [15, 3]]))
 
 
 def lesson_of(batch: Batch) -> TrainBatch:
@@ -108,9 +103,10 @@ def assert_outcome(
     batch, count = train_batch.batch, len(weights)
     losses: list[list[float]] = [[] for _ in weights]
     ce_loss, hits, seen = ([0.0] * count for _ in range(3))
-    for window, begin, end, column in rows_of(batch):
+    for window, root in (batch.loss_mask & (batch.position > 0)).nonzero().tolist():
         tokens, loss_mask = batch.tokens[window].tolist(), batch.loss_mask[window].tolist()
-        right = True
+        begin, column, right = root - int(batch.position[window, root]), root - 1, True
+        end = begin + int((batch.document[window] == batch.document[window, root]).sum())
         for k, logprob in enumerate(rows(window, begin, column)):
             place = column + 2 + k
             if place >= end or not loss_mask[place] or tokens[place] not in named:
@@ -131,17 +127,6 @@ def assert_outcome(
     assert outcome.hits.flatten().tolist() == hits
     assert outcome.seen.shape == outcome.hits.shape == (blocks, count // blocks)
     assert outcome.ce_loss.flatten().tolist() == pytest.approx(ce_loss, rel=1e-4)
-
-
-def rows_of(batch: Batch) -> list[tuple[int, int, int, int]]:
-    """(window, begin and end of the document, column) of `packed_lesson`'s rows that count."""
-    return [
-        (window, begin, begin + length, root - 1)
-        for window, lengths in enumerate(LENGTHS)
-        for begin, length in zip(itertools.accumulate(lengths, initial=0), lengths)
-        for root in range(begin + 1, begin + length)
-        if batch.loss_mask[window, root]
-    ]
 
 
 def plain_trunk(trunk: torch.nn.Module, inputs: Tensor, position: Tensor, mask: Tensor) -> Tensor:
