@@ -35,7 +35,6 @@ def example():
 @pytest.fixture(scope="module")
 def model():
     model = tiny_target(
-        0,
         vocab_size=len(TOKENS),
         hidden_size=64,
         num_hidden_layers=2,

@@ -75,10 +75,8 @@ def served_of(seed: int) -> SpecBlockModel:
 
 def digest(drafter: SpecBlockModel) -> str:
     """Of every tensor that serves, bit for bit."""
-    found = sha256()
-    for _, value in sorted(values(drafter).items()):
-        found.update(value.numpy())
-    return found.hexdigest()[:8]
+    found = torch.cat([value for _, value in sorted(values(drafter).items())])
+    return sha256(found.numpy()).hexdigest()[:8]
 
 
 def digest_of(seed: int) -> str:
