@@ -8,18 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trees import nodes, path_to, prefix, to_tree
+from support.trees import nodes, path_to, prefix, to_tree, walk
 from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
 
-from vllm_specblock.verify.accept_path import DrawnRows, accept_path, accept_path_rows
+from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 
 quick = settings(deadline=None, max_examples=120)
-
-
-def run(tree, live, sampled, max_depth):
-    """`accept_path` on a DraftTree."""
-    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
-    return accept_path(tree.token, tree.parent, depth, tree.ancestors, live, sampled, max_depth)
 
 
 @st.composite
@@ -38,7 +32,7 @@ def check_longest_path(batch, slots, sampled, scheduled, max_depth=None):
     tree = to_tree(batch, slots)
     live = torch.arange(slots) < torch.tensor(scheduled)[:, None]
     max_depth = int(tree.depth.max()) if max_depth is None else max_depth
-    accepted_paths = run(tree, live, sampled, max_depth)
+    output, accepted_nodes, paths = walk(tree, live, sampled, max_depth)
     for request, plain in enumerate(batch):
         z = sampled[request].tolist()
         reached = [
@@ -49,11 +43,10 @@ def check_longest_path(batch, slots, sampled, scheduled, max_depth=None):
         ]
         best = max(reached, key=lambda path: (len(path), -path[-1]))
         accepted = len(best) - 1
-        assert accepted_paths.accepted[request] == accepted
-        assert accepted_paths.path[request].tolist() == best + [0] * (max_depth - accepted)
-        assert accepted_paths.output[request].tolist() == [z[node] for node in best] + [0] * (
-            max_depth - accepted
-        )
+        beyond = [0] * (max_depth - accepted)
+        assert accepted_nodes[request] == accepted
+        assert paths[request].tolist() == best + beyond
+        assert output[request].tolist() == [z[node] for node in best] + beyond
 
 
 @quick
@@ -83,8 +76,8 @@ def test_longest_matching_path_over_several_words(size, vocab):
 
 def test_no_nodes_at_all():
     tree = prefix(to_tree([[]], 1), 0)
-    accepted_paths = run(tree, torch.ones(1, 0, dtype=torch.bool), torch.tensor([[4]]), 0)
-    assert accepted_paths.accepted.tolist() == [0] and accepted_paths.output.tolist() == [[4]]
+    output, accepted, _ = walk(tree, torch.ones(1, 0, dtype=torch.bool), torch.tensor([[4]]), 0)
+    assert accepted.tolist() == [0] and output.tolist() == [[4]]
 
 
 def test_rows_of_a_batch():

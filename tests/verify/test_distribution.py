@@ -10,9 +10,9 @@ from collections import Counter
 
 import pytest
 import torch
-from support.trees import path_to, to_tree
+from support.trees import path_to, to_tree, walk
 
-from vllm_specblock.verify.accept_path import accept_path
+from vllm_specblock.tree import DraftTree
 
 TREES = {
     "tree": [(0, 1), (0, 2), (1, 0), (1, 3), (2, 1), (3, 2), (0, 4)],
@@ -60,14 +60,11 @@ def walked(plain, target_probs: torch.Tensor) -> Counter:
     texts = [text(plain, node) for node in range(len(plain) + 1)]
     # The noise is keyed by the position: nodes of equal text draw the same token.
     sampled = sampled[:, [texts.index(own) for own in texts]]
-    tree = to_tree([plain], len(plain))
-    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
-    fields = tree.token, tree.parent, depth, tree.ancestors, torch.ones(1, len(plain)).bool()
-    every = (x.expand(RUNS, *x.shape[1:]) for x in fields)
-    accepted_paths = accept_path(*every, sampled, int(depth.max()))
+    one = to_tree([plain], len(plain))
+    tree = DraftTree(*(getattr(one, name)[[0] * RUNS] for name in DraftTree.TENSORS))
+    outputs, accepted, _ = walk(tree, tree.parent >= 0, sampled, int(tree.depth.max()))
     return Counter(
-        tuple(output[: count + 1])
-        for output, count in zip(accepted_paths.output.tolist(), accepted_paths.accepted.tolist())
+        tuple(output[: count + 1]) for output, count in zip(outputs.tolist(), accepted.tolist())
     )
 
 
