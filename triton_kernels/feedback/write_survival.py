@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..optional_triton import jit, next_power_of_2, tl
+from ..tree.select_tree import _larger
 
 
 class Later(NamedTuple):
@@ -62,11 +63,6 @@ def write_survival_triton(
 
 
 @jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@jit
 def _smaller(a, b):
     return tl.minimum(a, b)
 
@@ -97,7 +93,7 @@ def _survival(rates, logprob, BINS_PER_NAT: tl.constexpr, BINS: tl.constexpr):
     return tl.where((logprob > float("-inf")) & (logprob < float("inf")), likely, 0.0)
 
 
-# A step's requests may be a part of a larger table.
+# A step's requests may be a part of a _larger table.
 @jit(do_not_specialize=["req_idx_ptr", "temperature_ptr"])
 def _write_survival_kernel(
     req_idx_ptr,  # [R]
