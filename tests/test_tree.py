@@ -13,7 +13,6 @@ from support.trees import ancestor_sets, nodes, path_to, to_tree
 from vllm_specblock.tree import (
     MAX_NODES,
     DraftTree,
-    climb,
     pack_bits,
     unpack_bits,
     words_for,
@@ -66,32 +65,6 @@ def test_a_known_depth_changes_nothing(plain):
     known = DraftTree.from_nodes(tree.token, tree.parent, tree.logprob, tree.size, longest)
     for name in DraftTree.TENSORS:
         assert torch.equal(getattr(known, name), getattr(tree, name)), name
-
-
-@quick
-@given(nodes(), nodes())
-def test_disjoint_subtrees_do_not_see_each_other(first, second):
-    """Merged-tree paper, §4.2: φ(i) = n₁ + i gives a mask of two blocks below the root."""
-    n1, n2 = len(first), len(second)
-    moved = [(up + n1 if up else 0, token) for up, token in second]
-    mask = to_tree([first + moved], max(1, n1 + n2)).ancestor_mask()[0]
-    for own, block in ((first, slice(1, n1 + 1)), (second, slice(n1 + 1, n1 + n2 + 1))):
-        alone = to_tree([own], max(1, len(own))).ancestor_mask()[0, 1:, 1:]
-        assert torch.equal(mask[block, block], alone[: len(own), : len(own)])
-    assert mask[:, 0].all()
-    assert not mask[1 : n1 + 1, n1 + 1 : n1 + n2 + 1].any()
-    assert not mask[n1 + 1 : n1 + n2 + 1, 1 : n1 + 1].any()
-
-
-@pytest.mark.parametrize("count", [1, 62, 63, 64, 127, 128, 191, 192, MAX_NODES])
-def test_words_at_their_edges(count):
-    """A chain sets every bit, the sign bits among them."""
-    chain = torch.arange(count, dtype=torch.int32)[None]
-    words, depth = climb(chain)
-    assert words.shape == (1, count + 1, words_for(count))
-    assert depth[0].tolist() == [*range(1, count + 1)]
-    for node in (0, 1, count // 2, count):
-        assert bits_of(words[0, node]) == set(range(node + 1))
 
 
 @quick

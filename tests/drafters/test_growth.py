@@ -17,9 +17,7 @@ from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
-from vllm_specblock.triton_kernels.tree.select_tree import Candidates
 
-from vllm_specblock.candidates import select
 from vllm_specblock.drafters.eagle3.drafter import level_shape
 from vllm_specblock.drafters.options import Eagle3Config
 from vllm_specblock.drafters.specblock.growth import Expansion, expansion
@@ -110,21 +108,6 @@ def test_equal_to_plain_python(make, block_size, blocks, starts, branching, voca
             assert list(found.items()) == list(plain.items())
         assert found == pytest.approx(plain, abs=1e-4)
     assert_valid(tree, vocab, shape.max_depth)
-
-
-@pytest.mark.parametrize("scores", [0.0, 1e-6], ids=["certain", "rounded above certain"])
-def test_certain_tokens_keep_parents_first(scores):
-    """Log-probabilities of 0: without care, parent and child would tie."""
-    shape = TreeShape(4, 2, 3, (1, 1, 1, 1), 16)
-    growth = empty(shape)
-    top = torch.full((1, 1, 4, 1), scores)
-    bucket = torch.zeros(1, 1, 4, dtype=torch.int64)
-    starts = growth.attach(None, top, torch.tensor([[[[5], [6], [7], [8]]]]), bucket)
-    follow = torch.tensor([1, 2, 3, 4]).view(1, 1, 4, 1).expand(1, 3, 4, 1)
-    tree = growth.attach(starts, top.expand(1, 3, 4, 1), follow, bucket.expand(1, 3, 4))
-    assert (tree.parent[0] < torch.arange(1, 17)).all()
-    assert (tree.logprob[0] == 0).all()
-    assert max(len(text) for text in texts(tree, 0)) == 8
 
 
 def test_starts_that_have_no_room_are_left_out():
@@ -267,19 +250,7 @@ STRANGE = torch.tensor([NAN, -NAN, INF, -INF, 3e38, -3e38, 1.0, 0.0])
 compiled = pytest.mark.skipif(not AVAILABLE, reason="compiled loops need Numba")
 
 
-class PlainExpansion(Expansion):
-    """Differs in that torch also selects where a compiled loop could."""
-
-    def select(self) -> DraftTree:
-        fields = (field[:, : self.count] for field in self.fields)
-        token, path_hash, key, parent = fields
-        score = self.score[:, : self.count]
-        depth = self.shape.max_depth
-        given = Candidates(token, parent, score, key, path_hash)
-        return select.reference(given, self.shape.budget, depth)[0]
-
-
-KINDS = [PlainExpansion, Expansion, pytest.param(CompiledGrowing, marks=compiled)]
+KINDS = [Expansion, pytest.param(CompiledGrowing, marks=compiled)]
 
 
 def strange_block(draw, share, shape, vocab, *rows):

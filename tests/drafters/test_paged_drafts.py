@@ -290,14 +290,6 @@ def test_no_more_slots_are_borrowed_than_are_spared():
     assert flat.nonzero().flatten().tolist() == list(range(10 + 3 * 2))
 
 
-@torch.no_grad()
-def test_no_row_has_more_children_than_the_draft_vocabulary():
-    drafter = make("eagle3", changes={"draft_vocab_size": 4}, depth=2, top_k=10)
-    states, text = made_up(1)
-    drafter.advance(rows_of([(0, 9)], TABLES[:1], states, text, PAGE))
-    assert int(drafter.draft().size[0]) == 4 + 4 * 4
-
-
 @pytest.mark.parametrize("same", [False, True])
 def test_a_checkpoints_own_embedding_is_kept_unless_it_is_the_targets(same):
     model = small_eagle3(own_embedding=True)
@@ -316,21 +308,3 @@ def test_a_checkpoints_own_embedding_is_kept_unless_it_is_the_targets(same):
 )
 def test_no_path_is_deeper_than_slots_nodes_and_options_allow(kind, nodes, lookahead, depth, found):
     assert of_masks(kind, nodes, lookahead, depth=depth).max_depth == found
-
-
-@torch.no_grad()
-def test_no_mask_of_a_causal_block_sees_a_later_one():
-    """Those that are left out change nothing before them; DFlash's are read by all of a block."""
-    states, text = made_up(1)
-
-    def drafted(kind: str, depth: int) -> dict[tuple[int, ...], float]:
-        drafter = make(kind, depth=depth, calibrate_drafts=False)
-        drafter.advance(rows_of([(0, 19)], TABLES[:1], states, text, PAGE))
-        return texts(drafter.draft(), 0)
-
-    for kind, same in (("jetspec", True), ("dflash", False)):
-        deep, shallow = drafted(kind, 4), drafted(kind, 2)
-        above = {path: score for path, score in deep.items() if len(path) <= 2}
-        assert len(above) > 3 and max(map(len, deep)) > 2
-        found = {path: shallow.get(path) for path in above}
-        assert (found == pytest.approx(above, abs=1e-4)) is same

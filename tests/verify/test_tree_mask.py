@@ -11,7 +11,7 @@ PARENT = [[0, 0, 1], [0, 1, 2]]  # slot 0: two children, and one's child; slot 1
 DEPTH = [[0, 1, 1, 2], [0, 1, 2, 3]]
 
 
-def seen():
+def test_a_prompt_is_causal_and_a_tree_sees_its_paths():
     """A chunk of a prompt in slot 1, two nodes of a tree in slot 0, two padding rows."""
     rows = BatchRows(
         position=torch.tensor([4, 5, 6, 30, 31, 32, 7, 8]),
@@ -27,18 +27,9 @@ def seen():
     tree_mask.mask_words[:8] = -1  # of a former, larger batch
     ancestors, _ = climb(torch.tensor(PARENT, dtype=torch.int32))
     tree_mask.fill(rows, torch.tensor(DEPTH), ancestors)
-    return tree_mask
-
-
-def test_a_prompt_is_causal_and_a_tree_sees_its_paths():
-    tree_mask = seen()
     # The last row of a prompt is a root: it sees itself in the window.
     assert tree_mask.prefix_len.tolist() == [5, 6, 6, 30, 30, 30, 8, 9, 0, 0]
     assert tree_mask.mask_words[:, 0].tolist() == [0, 0, 1, 1, 0b011, 0b101, 0, 0, 0, 0]
     assert tree_mask.tree_start.tolist() == [6, 30, 0]
-
-
-def test_positions_go_by_depth():
-    tree_mask = seen()
     assert tree_mask.position.tolist() == [4, 5, 6, 30, 31, 31, 7, 8, 0, 0]
     assert tree_mask.node_position.tolist()[:4] == [6, 30, 31, 31]

@@ -93,7 +93,7 @@ def _survival(rates, logprob, BINS_PER_NAT: tl.constexpr, BINS: tl.constexpr):
     return tl.where((logprob > float("-inf")) & (logprob < float("inf")), likely, 0.0)
 
 
-# A step's requests may be a part of a _larger table.
+# A step's requests may be a part of a larger table.
 @jit(do_not_specialize=["req_idx_ptr", "temperature_ptr"])
 def _write_survival_kernel(
     req_idx_ptr,  # [R]
