@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from ..optional_triton import jit, next_power_of_2, tl
-from ..tree.select_tree import _larger
 
 
 class Later(NamedTuple):
@@ -60,6 +59,11 @@ def write_survival_triton(
             BINS=len(believed),
             num_warps=4,
         )
+
+
+@jit
+def _larger(a, b):
+    return tl.maximum(a, b)
 
 
 @jit
