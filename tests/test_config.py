@@ -1,25 +1,11 @@
-"""Wrong options: one sentence each, naming the key, what was given and what is accepted."""
+"""Whose key is whose, and wrong options by what is accepted; versions of vLLM."""
 
 from __future__ import annotations
 
 import pytest
 
-from vllm_specblock.config import (
-    CombineConfig,
-    OptionError,
-    parse_combine,
-    parse_drafter,
-    split_keys,
-)
-from vllm_specblock.drafters.options import Eagle3Config, NGramConfig, SpecBlockConfig
+from vllm_specblock.config import OptionError, parse_drafter, split_keys
 from vllm_specblock.versions import is_supported, supported_sentence
-
-
-def test_defaults():
-    assert parse_drafter({}, "specblock") == SpecBlockConfig()
-    assert parse_drafter({}, "eagle3") == Eagle3Config()
-    assert parse_drafter({}, "ngram") == NGramConfig()
-    assert parse_combine({}) == CombineConfig()
 
 
 def test_whose_key_is_whose():
@@ -53,7 +39,6 @@ def test_whose_key_is_whose():
     ],
 )
 def test_a_wrong_option_is_named_with_what_is_accepted(kind, given, says):
-    """In one sentence: see test_malformed_inputs.py."""
     with pytest.raises(OptionError) as error:
         parse_drafter(given, kind)
     assert all(part in str(error.value) for part in says), error.value
