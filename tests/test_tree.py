@@ -43,10 +43,15 @@ def test_ancestors_and_depths(batch, spare):
             assert tree.depth[request, node - 1] == len(path_to(plain, node)) - 1
 
 
-@pytest.mark.parametrize("size", [63, 64, 127, 128, 200, MAX_NODES])
-def test_ancestors_of_large_trees(size):
+@pytest.mark.parametrize("size", [62, 63, 64, 127, 128, 200, MAX_NODES])
+@pytest.mark.parametrize("chain", [False, True])
+def test_ancestors_of_large_trees(size, chain):
+    """A chain sets every bit, the sign bits among them."""
     draw = torch.Generator().manual_seed(size)
-    plain = [(int(torch.randint(0, up + 1, (), generator=draw)), 0) for up in range(size)]
+    plain = [
+        (up if chain else int(torch.randint(0, up + 1, (), generator=draw)), 0)
+        for up in range(size)
+    ]
     tree = to_tree([plain], size)
     assert tree.ancestors.shape == (1, size + 1, words_for(size))
     for node, expected in enumerate(ancestor_sets(plain, size)):
@@ -65,6 +70,21 @@ def test_a_known_depth_changes_nothing(plain):
     known = DraftTree.from_nodes(tree.token, tree.parent, tree.logprob, tree.size, longest)
     for name in DraftTree.TENSORS:
         assert torch.equal(getattr(known, name), getattr(tree, name)), name
+
+
+@quick
+@given(nodes(), nodes())
+def test_disjoint_subtrees_do_not_see_each_other(first, second):
+    """Merged-tree paper, §4.2: φ(i) = n₁ + i gives a mask of two blocks below the root."""
+    n1, n2 = len(first), len(second)
+    moved = [(up + n1 if up else 0, token) for up, token in second]
+    mask = to_tree([first + moved], max(1, n1 + n2)).ancestor_mask()[0]
+    for own, block in ((first, slice(1, n1 + 1)), (second, slice(n1 + 1, n1 + n2 + 1))):
+        alone = to_tree([own], max(1, len(own))).ancestor_mask()[0, 1:, 1:]
+        assert torch.equal(mask[block, block], alone[: len(own), : len(own)])
+    assert mask[:, 0].all()
+    assert not mask[1 : n1 + 1, n1 + 1 : n1 + n2 + 1].any()
+    assert not mask[n1 + 1 : n1 + n2 + 1, 1 : n1 + 1].any()
 
 
 @quick

@@ -212,7 +212,8 @@ def lookup(rng: random.Random, draw: torch.Generator) -> Case:
     table = torch.randint(VOCAB, (slots, width), generator=draw, dtype=torch.int32)
     position = torch.tensor([rng.randrange(-1, width - 1) for _ in range(requests)])
     index = torch.randperm(slots, generator=draw)[:requests]
-    drafter.texts = Texts(table, index, position, torch.arange(requests))
+    earlier = torch.randint(-1, VOCAB, (rng.randrange(400),), generator=draw, dtype=torch.int32)
+    drafter.texts = Texts(table, index, position, torch.arange(requests), earlier)
     return Case(requests, lambda: tensors_of(drafter.draft()), atol=1 / 1024)
 
 

@@ -8,10 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trees import nodes, path_to, prefix, to_tree, walk
-from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
-
-from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
+from support.trees import nodes, path_to, to_tree, walk
 
 quick = settings(deadline=None, max_examples=120)
 
@@ -72,30 +69,3 @@ def test_longest_matching_path_over_several_words(size, vocab):
     ]
     sampled = torch.randint(0, vocab, (3, size + 1), generator=draw)
     check_longest_path(batch, size, sampled, [size, size // 2, size])
-
-
-def test_no_nodes_at_all():
-    tree = prefix(to_tree([[]], 1), 0)
-    output, accepted, _ = walk(tree, torch.ones(1, 0, dtype=torch.bool), torch.tensor([[4]]), 0)
-    assert accepted.tolist() == [0] and output.tolist() == [[4]]
-
-
-def test_rows_of_a_batch():
-    """Chains of three nodes: one cut to a node, one with a placeholder that nothing matches."""
-    plain = [(0, 5), (1, 5), (2, 5)]
-    tree = to_tree([plain] * 5, 3)
-    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
-    rows = DrawnRows(
-        token=torch.tensor([9, 5, 9, 5, -1, 5, 9, 5, 5, 5], dtype=torch.int32),
-        drawn=torch.tensor([5, 5, 5, -1, 5, 5, 5, 5, 5, 8]),
-        first_row=torch.tensor([0, 2, 6, 10], dtype=torch.int32),
-        req_idx=torch.tensor([3, 0, 1]),
-    )
-    path, accepted = torch.full((5, 4), -7), torch.full((5,), -7, dtype=torch.int32)
-    trees = KeptTrees(tree.parent, depth, None, tree.ancestors, None, accepted, path)
-    output, num_sampled = accept_path_rows(rows, trees)
-    assert num_sampled.tolist() == [2, 2, 4]
-    assert output.tolist() == [[5, 5, 0, 0], [5, -1, 0, 0], [5, 5, 5, 8]]
-    unused = [-7] * 4
-    assert path.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3], unused, [0, 1, 0, 0], unused]
-    assert accepted.tolist() == [1, 3, -7, 1, -7]

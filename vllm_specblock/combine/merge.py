@@ -13,6 +13,7 @@ from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.op import op
 from vllm_specblock.triton_kernels.tree.candidate_keys import PATH_FACTOR
 from vllm_specblock.triton_kernels.tree.merge_trees import merge_trees_triton
+from vllm_specblock.triton_kernels.tree.select_tree import TreeTensors
 
 How = Literal["disjoint", "trie"]
 
@@ -20,7 +21,13 @@ How = Literal["disjoint", "trie"]
 def _merge_triton(
     first: DraftTree, second: DraftTree, how: How, num_nodes: int, max_depth: int
 ) -> tuple[DraftTree, torch.Tensor]:
-    made, origin, agreed = merge_trees_triton(first, second, how == "trie", num_nodes, max_depth)
+    return merged(*merge_trees_triton(first, second, how == "trie", num_nodes, max_depth))
+
+
+def merged(
+    made: TreeTensors, origin: torch.Tensor, agreed: torch.Tensor
+) -> tuple[DraftTree, torch.Tensor]:
+    """Return the result of `merge` from a launcher's."""
     return replace(tree_of(made), origin=origin), agreed
 
 
