@@ -38,7 +38,7 @@ from transformers import AutoTokenizer
 
 from vllm_specblock.bench.config import BenchConfig, BenchError, MethodSpec
 from vllm_specblock.bench.methods import RUNNER
-from vllm_specblock.bench.questions import read_sets, units
+from vllm_specblock.bench.questions import read_sets
 from vllm_specblock.bench.results import plain_of
 from vllm_specblock.bench.run import Bench, measure, prepare
 from vllm_specblock.bench.summary import MEAN, Figures, summarise
@@ -101,14 +101,13 @@ def figures_of(bench: Bench, first_steps: int, waves: int) -> dict[str, list[Fig
     """Figures of the first steps and of those after, by phase."""
     config, names = bench.config, [*bench.methods]
     pass_steps = len(bench.sets) * config.max_new_tokens * waves
-    order = [unit.key for unit in units(config, bench.sets)]
-    passes = {key: place // len(bench.sets) for place, key in enumerate(order)}
+    passes = {key: place // len(bench.sets) for place, key in enumerate(bench.store.units)}
     found = {}
     for phase in (FIRST, LATER):
         those = [
             record
             for record in bench.store.records
-            if (passes[record.unit] * pass_steps < first_steps) == (phase == FIRST)
+            if (passes[record.unit.key] * pass_steps < first_steps) == (phase == FIRST)
         ]
         given = those, names, [*bench.sets], config.temperature, PLAIN, plain_of(bench)
         found[phase] = summarise(*given)

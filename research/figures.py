@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ from vllm_specblock.cli.draft_tree import (
     legend_line,
     prompt_tensor,
     save_svg,
-    steps_of_prompt,
+    steps_of_text,
     terminal_tree,
 )
 from vllm_specblock.cli.options import Chat, Device, NewTokens, Precision, PromptTokens, TreeNodes
@@ -268,10 +269,10 @@ def figures(
             bar = tqdm(sequences, f"{set_name}, {name}", total=len(texts), unit="text")
             measured[name][set_name] = measure(each, bar, depth)
     drafters = {name: DrafterFigures(of_sets) for name, of_sets in measured.items()}
-    # Each step commits at least one token.
-    cases = {
-        name: steps_of_prompt(model, each, ids, tokens, tokens) for name, each in loaded.items()
-    }
+    cases = {}
+    for name, each in loaded.items():  # each step commits at least one token; the last one is whole
+        (text,) = continue_prompts(model, [ids], tokens + each.depth + 1)
+        cases[name] = list(islice(steps_of_text(model, each, text, len(ids)), tokens))
     if not all(cases.values()):
         raise TrainError(
             "The target's answer to --case ends before anything is drafted: give another prompt."

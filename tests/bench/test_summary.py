@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_specblock.bench.config import BenchError
+from vllm_specblock.bench.questions import Question, Unit
 from vllm_specblock.bench.store import Answer, Record
 from vllm_specblock.bench.summary import MEAN, fastest, summarise
 
@@ -17,7 +18,7 @@ def record(name, number, plain, ours, unit=0, temperature=0.0, other=None):
     answers = {"plain": plain, "ours": ours}
     if other is not None:
         answers["plain-v2"] = other
-    return Record(f"{name} {number} {unit}", number, temperature, name, answers)
+    return Record(Unit(number, temperature, name, (Question(str(unit), ()),)), answers)
 
 
 def figures(records, sets=("a",), plain_of=None, methods=("plain", "ours")):
@@ -39,14 +40,14 @@ def test_one_set_one_round():
     assert ours.throughput == pytest.approx(34 / 14) and ours.tokens == 34
     # Without the first token of each answer: 9, 19 and 3 tokens in 4, 6 and 2 steps.
     assert ours.tau == pytest.approx(31 / 12)
-    # 70 ms in 12 steps, of 14 s.
-    assert ours.draft_ms == pytest.approx(70 / 12) and ours.draft_share == pytest.approx(0.005)
+    # 70 ms in 12 steps.
+    assert ours.draft_ms == pytest.approx(70 / 12)
     assert (ours.different, ours.outputs) == (1, 3)
-    assert ours.speedup_spread is None
+    assert ours.speedup_rounds == [2.0]
     plain = figures(records)["plain", "a"]
     assert (plain.speedup, plain.speedup_cpu, plain.tau) == (1.0, 1.0, 1.0)
     assert plain.throughput == pytest.approx(22 / 26)
-    assert plain.draft_ms is plain.draft_share is plain.different is None
+    assert plain.draft_ms is plain.different is None
 
 
 def test_the_mean_over_sets():
@@ -60,7 +61,7 @@ def test_the_mean_over_sets():
     a, b, mean = (found["ours", name] for name in ("a", "b", MEAN))
     assert (a.speedup, b.speedup, mean.speedup) == (3.0, 3.5, 3.25)
     # Round 0: 2 and 4 times; round 1: 4 and 3 times.
-    assert mean.speedup_spread == (3.0, 3.5)
+    assert mean.speedup_rounds == [3.0, 3.5]
     assert (a.tau, b.tau, mean.tau) == (2.0, 4.0, 3.0)
     assert (a.throughput, b.throughput, mean.throughput) == (1.0, 0.5, 0.75)
     assert (a.draft_ms, b.draft_ms, mean.draft_ms) == (2.0, 4.0, 3.0)
@@ -68,7 +69,7 @@ def test_the_mean_over_sets():
 
 
 def test_only_engines_that_took_turns_are_compared():
-    apart = Record("a 0 1", 0, 0.0, "a", {"ours": answer(1, 100.0)})
+    apart = Record(Unit(0, 0.0, "a", (Question("1", ()),)), {"ours": answer(1, 100.0)})
     records = [record("a", 0, answer(1, 3.0), answer(1, 1.0)), apart]
     ours = figures(records)["ours", "a"]
     assert ours.speedup == 3.0 and ours.outputs == 2 and ours.different == 0

@@ -21,7 +21,7 @@ LLAMA = ROOT / "tests/fixtures/llama"
 WORDS = {"TARGET": TARGET, "DRAFTER": DRAFTER, "LLAMA": LLAMA}
 WORDS["EAGLE3"] = ROOT / "examples/two_heads/eagle3"
 WORDS["PAIR"] = f"{DRAFTER} --target {TARGET}"
-WORDS["BENCH"] = f"bench --target {TARGET} --set q.jsonl --raw --out out"
+WORDS["BENCH"] = f"bench --target {TARGET} --set q=q.jsonl --raw --out out"
 WORDS["FEATURES"] = f"features --target {TARGET} --data tokens.safetensors --out out"
 
 MISTAKES = {
@@ -31,26 +31,24 @@ MISTAKES = {
     "convert LLAMA --out LLAMA": "into itself",
     "convert LLAMA --out file/in/it": "file",
     "convert LLAMA --out out --target w200": "vocab_size is 160, but that of",
-    "convert LLAMA --out out --layer-ids 2,4,6": "without --target",
     "inspect no/such/drafter": "There is no directory",
     "inspect EAGLE3 --prompt a": "names no target",
     "inspect PAIR --prompt ''": "The prompt is empty",
     "inspect PAIR --svg a.svg": "give one with --prompt",
-    "inspect PAIR --prompt a --svg .": "is a folder: name a file in it",
     "inspect PAIR --prompt a --device cuda:7": "The device cuda:7 cannot be used",
     "eval DRAFTER --target other --data q.jsonl": "vocab_size is 2048, but that",
     "eval PAIR --data none": "There are no prompts at",
     "eval PAIR --data empty.jsonl": "None of the lines",
-    "eval PAIR --data q.jsonl --json .": "is a folder: name a file in it",
     "eval PAIR --data q.jsonl --device cuda:7": "The device cuda:7 cannot be used",
     "eval . --data q.jsonl": "There is no ",
+    "eval DRAFTER --data q.jsonl": "is for examples/tiny_pair/target, which is no folder here",
     "features --target no/target --data q.jsonl --length 9 --out out": "no/target",
     "FEATURES --length 2048": "a --length of 2047 at the most",
     "FEATURES --length 48 --layer-ids 1,2,7": "from 0 to 6",
     f"features --target {TARGET} --data none --out out --length 48": "no training data",
     "bench --set q.jsonl": "The option target is missing.",
     "bench --target T": "The option set is missing.",
-    "bench --target T --set S": "There is no set of questions S.",
+    "bench --target T --set S": "The set S is neither NAME=FILE nor a folder",
     "BENCH --drafter D": "drafter must be NAME=FOLDER",
     "BENCH --temperature -1": "Option temperature.0: ",
     'BENCH --define \'{"a": {"spec": {}}}\'': "There is no option define.a.spec",
@@ -63,7 +61,9 @@ MISTAKES = {
     "chat DRAFTER": "tiny_pair/drafter has no tokenizer.",
 }
 USAGE = {
-    "init --target w160 --out out --layer-ids 2,x": "is not 3 integers",
+    "inspect PAIR --prompt a --svg .": "is a directory",
+    "eval PAIR --data q.jsonl --json .": "is a directory",
+    "FEATURES --length 48 --layer-ids 2,x": "is not 3 integers",
     "chat TARGET --model DRAFTER --speculative-config {}": "drop one",
     f"data --target {TARGET} --input q.jsonl --out out --engine [1]": "not a JSON object",
     "train --target T --bacth 3": "--batch",

@@ -25,18 +25,6 @@ def specblock(*arguments: str | Path):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_init_writes_what_its_options_say(target, tmp_path):
-    sizes = "--block-size", 3, "--layers", 1, "--draft-vocab-size", 32, "--layer-ids", "1,3,8"
-    given = *sizes, "--target-name", "org/target", "--qk-norm"
-    result = specblock("init", "--target", target, "--out", tmp_path / "out", *given)
-    assert result.exit_code == 0, result.output
-    config = checkpoint.load(tmp_path / "out").config
-    assert (config.block_size, config.num_hidden_layers, config.draft_vocab_size) == (3, 1, 32)
-    assert config.target.layer_ids == (1, 3, 8)
-    assert config.target.name == "org/target"
-    assert config.qk_norm
-
-
 @pytest.mark.parametrize("named", [None, (1, 4, 8)])
 def test_convert_with_a_target_fills_in_what_is_not_published(target, tmp_path, named):
     """Layers that the checkpoint names win over the target's default."""
@@ -45,12 +33,11 @@ def test_convert_with_a_target_fills_in_what_is_not_published(target, tmp_path, 
         raw = json.loads((llama / "config.json").read_text())
         raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(named)}
         (llama / "config.json").write_text(json.dumps(raw))
-    given = "--target", target, "--target-name", "org/target"
-    result = specblock("convert", llama, "--out", tmp_path / "ours", *given)
+    result = specblock("convert", llama, "--out", tmp_path / "ours", "--target", target)
     assert result.exit_code == 0, result.output
     config = checkpoint.read_config(tmp_path / "ours")
     assert config.target.layer_ids == (named or (2, 4, 6))
-    assert config.target.name == "org/target"
+    assert config.target.name == str(target)
     result = specblock("convert", tmp_path / "ours", "--out", tmp_path / "b", "--to", "published")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "b/vocab_mapping.pt").exists()

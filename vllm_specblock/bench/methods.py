@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -58,8 +57,7 @@ BUILT_IN: dict[str, MethodSpec] = {
 def resolve(config: BenchConfig) -> dict[str, MethodSpec]:
     """Return the chosen methods by name, plain vLLM first, without bases and "{NAME}".
 
-    Raises:
-        BenchError: an unknown method or base, a missing drafter, or no plain vLLM.
+    Raises BenchError: an unknown method or base, a missing drafter, or no plain vLLM.
     """
     found = {name: _resolve(name, config) for name in config.method}
     if all(method.speculative for method in found.values()):
@@ -92,9 +90,7 @@ def _resolve(name: str, config: BenchConfig) -> MethodSpec:
 
 def _known(name: str, methods: Mapping[str, MethodSpec]) -> MethodSpec:
     if name not in methods:
-        near = difflib.get_close_matches(name, methods, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(methods)}."
-        raise BenchError(f"There is no method {name}; {hint}")
+        raise BenchError(f"There is no method {name}; there are {', '.join(methods)}.")
     return methods[name]
 
 
@@ -116,18 +112,6 @@ def _put_folders(text: str, name: str, drafters: dict[str, Path]) -> str:
         return json.dumps(str(folder))
 
     return _FOLDER.sub(folder_of, text)
-
-
-def identity(value: Any) -> Any:
-    """Return a method's arguments as JSON types, with digests in place of checkpoints' folders."""
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: f"weights {weights(Path(each))}"
-        if key == "model" and Path(each).is_dir()
-        else identity(each)
-        for key, each in value.items()
-    }
 
 
 def weights(folder: Path) -> str:

@@ -19,20 +19,18 @@ _NONE = "–"
 def write_results(bench: Bench) -> tuple[str, list[Path]]:
     """Write all files; return the page of `table.md`, and the paths.
 
-    Raises:
-        BenchError: nothing was answered.
+    Raises BenchError if nothing was answered.
     """
     figures, base = figures_of(bench)
-    config, head = bench.config, bench.store.head
-    parts = [f"# {head['settings']['target']['name']}: speed-up over plain vLLM"]
+    out, head = bench.config.out, bench.store.head
+    parts = [f"# {head['settings']['target']}: speed-up over plain vLLM"]
     for temperature in dict.fromkeys(each.temperature for each in figures):
         those = [each for each in figures if each.temperature == temperature]
         parts += [f"## T = {temperature:g}", main_table(those, base)]
     parts += caption(bench, base)
     text = "\n\n".join(parts) + "\n"
-    whole = {"fastest_plain": base, "rounds": config.rounds, "failures": bench.failures}
+    whole = {"fastest_plain": base, "rounds": bench.config.rounds, "failures": bench.failures}
     whole |= {"figures": [asdict(each) for each in figures], **head}
-    out = config.out
     write_text(out / RESULTS, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
     write_text(out / TABLE, text)
     return text, [out / RESULTS, out / TABLE]
@@ -40,10 +38,9 @@ def write_results(bench: Bench) -> tuple[str, list[Path]]:
 
 def figures_of(bench: Bench) -> tuple[list[Figures], str]:
     """Return the figures of the chosen methods and sets, and the fastest plain vLLM's name."""
-    config = bench.config
-    records = [each for each in bench.store.records if each.round < config.rounds]
+    records = bench.store.records
     base = fastest(records, bench.plain)
-    asked = [*bench.methods], [*bench.sets], config.temperature
+    asked = [*bench.methods], [*bench.sets], bench.config.temperature
     return summarise(records, *asked, base, plain_of(bench)), base
 
 
@@ -64,10 +61,9 @@ def main_table(figures: Sequence[Figures], base: str) -> str:
     for method in dict.fromkeys(each.method for each in figures):
         own = {each.set: each for each in figures if each.method == method}
         cells = [cell for name in sets for cell in _cells(own.get(name))]
-        known = [each for each in own.values() if each.set != MEAN]
-        different = [each.different for each in known if each.different is not None]
-        outputs = sum(each.outputs for each in known)
-        differ = f"{sum(different)} of {outputs}" if different else _NONE
+        known = [each for each in own.values() if each.set != MEAN and each.different is not None]
+        different = sum(each.different or 0 for each in known)
+        differ = f"{different} of {sum(each.outputs for each in known)}" if known else _NONE
         name = f"{method} (fastest plain)" if method == base else method
         rows.append([name, *cells, differ])
     return markdown_table(rows)
@@ -78,11 +74,9 @@ def _cells(each: Figures | None) -> list[str]:
     if each is None:
         return [_NONE] * 4
     speed = _NONE if each.speedup is None else f"{each.speedup:.2f}"
-    if each.speedup_spread is not None:
-        speed += " ({:.2f}–{:.2f})".format(*each.speedup_spread)
-    drafting = _NONE
-    if each.draft_ms is not None and each.draft_share is not None:
-        drafting = f"{each.draft_ms:.2f} ({each.draft_share:.0%})"
+    if len(each.speedup_rounds) > 1:
+        speed += f" ({min(each.speedup_rounds):.2f}–{max(each.speedup_rounds):.2f})"
+    drafting = _NONE if each.draft_ms is None else f"{each.draft_ms:.2f}"
     return [speed, f"{each.throughput:.1f}", f"{each.tau:.2f}", drafting]
 
 
@@ -109,8 +103,7 @@ def caption(bench: Bench, base: str) -> list[str]:
         f"{', '.join(bench.plain)} (median over questions; in brackets the lowest and highest "
         "round's). Engines run side by side and take turns. Φ: tokens/s. τ: tokens emitted per "
         "decode step of a question. T_D: milliseconds of the drafters' forwards per step without "
-        "prompts, and their share of all time. Outputs are compared with plain vLLM's of the same "
-        "model runner.",
+        "prompts. Outputs are compared with plain vLLM's of the same model runner.",
         f"Measured on {'; '.join(measured)}.",
         *bench.failures.values(),
     ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from vllm_specblock.bench.config import BenchConfig, BenchError, MethodSpec
-from vllm_specblock.bench.methods import digest, identity, resolve
+from vllm_specblock.bench.methods import digest, resolve, weights
 from vllm_specblock.bench.process import (
     COMMAND,
     EngineFailed,
@@ -34,6 +35,7 @@ from vllm_specblock.engine.offline.answering import DRAFTING
 from vllm_specblock.train.data.chat_tokens import ChatTokens
 from vllm_specblock.train.target.features import load_tokenizer
 from vllm_specblock.train.target.target_info import describe_target
+from vllm_specblock.train.target.target_rows import fingerprint
 
 
 @dataclass
@@ -66,15 +68,12 @@ class Bench:
 
 def describe_machine() -> dict[str, Any]:
     """Return the processor, the cores and threads of this process, and the GPU (None: none)."""
-    gpu, processor, affinity = None, platform.machine(), getattr(os, "sched_getaffinity", None)
+    gpu, affinity, linux = None, getattr(os, "sched_getaffinity", None), Path("/proc/cpuinfo")
     if torch.cuda.is_available():
         gpu = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        processor = next(names, processor)
+    named = linux.exists() and re.search(r"model name\s*:\s*(.+)", linux.read_text())
     return {
-        "cpu": processor,
+        "cpu": named[1] if named else platform.machine(),
         "cores": len(affinity(0)) if affinity else os.cpu_count(),
         "gpu": gpu,
         "threads": os.environ.get("OMP_NUM_THREADS"),
@@ -84,8 +83,7 @@ def describe_machine() -> dict[str, Any]:
 def prepare(config: BenchConfig) -> Bench:
     """Check all inputs before the first engine starts.
 
-    Raises:
-        BenchError, CheckpointError, TrainError: one sentence names the wrong input.
+    Raises BenchError, CheckpointError or TrainError, each with one sentence on the wrong input.
     """
     methods, sets = resolve(config), read_sets(config)
     vocab_size, tokenizer = describe_target(config.target).vocab_size, load_tokenizer(config.target)
@@ -99,33 +97,26 @@ def prepare(config: BenchConfig) -> Bench:
             f"{common['max_model_len']}: lower --max-new-tokens or drop long questions."
         )
     settings = config.must_match() | {
-        "target": {
-            "name": config.target.resolve().name,
-            "config": digest([(config.target / "config.json").read_bytes()]),
-            "bytes": str(sum(p.stat().st_size for p in config.target.glob("*.safetensors"))),
-        },
+        "target": config.target.resolve().name,
+        "target_files": fingerprint(config.target),
         "machine": describe_machine(),
     }
     for name, method in methods.items():
-        settings[f"method {name}"] = identity(method.model_dump(exclude={"base"}))
+        settings[f"method {name}"] = method.model_dump(exclude={"base"})
+    for name, folder in config.drafter.items():
+        settings[f"drafter {name}"] = weights(folder)
     for name, questions in sets.items():
         settings[f"set {name}"] = digest(json.dumps([q.id, q.turns]).encode() for q in questions)
-    store = Store(config.out, settings)
+    store = Store(config.out, units(config, sets), settings)
     return Bench(config, methods, sets, reader, common | config.engine, store)
 
 
 def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
-    """Run the engines on all missing units.
-
-    Raises:
-        EngineFailed: plain vLLM gave no answer to compare with.
-    """
+    """Run the engines on all missing units; raises EngineFailed if plain vLLM gives no answer."""
     plain, store = bench.plain, bench.store
     compared = [name for name in bench.methods if name not in plain] or plain
     # Methods that have answered are skipped; plain vLLM answers again beside the others.
-    wanted = {
-        unit: store.missing(unit, compared, plain) for unit in units(bench.config, bench.sets)
-    }
+    wanted = {unit: store.missing(unit, compared, plain) for unit in store.units.values()}
     todo = [unit for unit, names in wanted.items() if names]
     needed = {name for unit in todo for name in (*plain, *wanted[unit])}
     engines: dict[str, EngineProcess] = {}

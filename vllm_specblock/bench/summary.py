@@ -14,8 +14,6 @@ from vllm_specblock.engine.metrics.acceptance import acceptance_length
 MEAN = "mean"
 """In place of a set's name: the mean over all sets."""
 
-Spread = tuple[float, float] | None
-
 
 @dataclass(frozen=True)
 class Figures:
@@ -23,13 +21,11 @@ class Figures:
 
     Attributes:
         speedup: Spd: speed over the fastest plain vLLM by wall time, median over units.
-        speedup_spread: lowest and highest round's median. None with one round, and for the fastest
-            plain vLLM, which is 1.
+        speedup_rounds: the same of each round; none for the fastest plain vLLM, which is 1.
         speedup_cpu: the same by CPU seconds.
         throughput: Φ, tokens/s of wall time.
         tau: τ, tokens emitted per decode step: `engine/metrics/acceptance.py`.
         draft_ms: T_D, milliseconds of the drafters' forwards per step without prompts.
-        draft_share: the same time as a share of all wall time.
         tokens: generated, in all units.
         outputs: answers; different: answers unlike plain vLLM's with the same model runner.
     """
@@ -38,12 +34,11 @@ class Figures:
     set: str
     temperature: float
     speedup: float | None
-    speedup_spread: Spread
+    speedup_rounds: list[float]
     speedup_cpu: float | None
     throughput: float
     tau: float
     draft_ms: float | None
-    draft_share: float | None
     tokens: int
     outputs: int
     different: int | None
@@ -52,8 +47,7 @@ class Figures:
 def fastest(records: Sequence[Record], plain: Sequence[str]) -> str:
     """Return the plain vLLM with the least wall time per token (median ratio of turns).
 
-    Raises:
-        BenchError: nothing was answered.
+    Raises BenchError if nothing was answered.
     """
     if not any(plain[0] in record.answers for record in records):
         raise BenchError("There is no answer of plain vLLM to compare with.")
@@ -77,20 +71,20 @@ def summarise(
     """
     found: list[Figures] = []
     for temperature in temperatures:
-        here = [record for record in records if record.temperature == temperature]
+        here = [record for record in records if record.unit.temperature == temperature]
         for method in methods:
             ours = [record for record in here if method in record.answers]
-            of_sets = [[record for record in ours if record.set == name] for name in sets]
+            of_sets = [[record for record in ours if record.unit.set == name] for name in sets]
             cells = [_figures(of, method, base, plain_of.get(method)) for of in of_sets if of]
             found += cells
             if len(cells) == len(sets):
-                found.append(_mean(cells, here, base))
+                found.append(_mean(cells))
     return found
 
 
 def _figures(records: Sequence[Record], method: str, base: str, plain: str | None) -> Figures:
     """Return the figures of one set and temperature; the method has answered all records."""
-    answers, name = [record.answers[method] for record in records], records[0].set
+    answers, unit = [record.answers[method] for record in records], records[0].unit
     tokens, outputs, steps, wall, draft_ns, draft_steps = (
         sum(getattr(answer, field) for answer in answers)
         for field in ("tokens", "outputs", "steps", "wall", "draft_ns", "draft_steps")
@@ -102,29 +96,30 @@ def _figures(records: Sequence[Record], method: str, base: str, plain: str | Non
         for ours, theirs in zip(record.answers[method].ids, record.answers[plain].ids, strict=True)
         for one, other in zip(ours, theirs, strict=True)
     ]
+    numbers = sorted({record.unit.round for record in records}) if method != base else []
+    of_rounds = ([each for each in records if each.unit.round == number] for number in numbers)
+    rounds = [_speedup(each, method, base) for each in of_rounds]
     return Figures(
         method=method,
-        set=name,
-        temperature=records[0].temperature,
+        set=unit.set,
+        temperature=unit.temperature,
         speedup=_speedup(records, method, base),
-        speedup_spread=_spread(records, method, base, [name]),
+        speedup_rounds=[each for each in rounds if each is not None],
         speedup_cpu=_speedup(records, method, base, "cpu"),
         throughput=tokens / wall,
         tau=acceptance_length(tokens, outputs, steps),
         draft_ms=draft_ns / draft_steps * 1e-6 if draft_steps else None,
-        draft_share=draft_ns * 1e-9 / wall if draft_steps else None,
         tokens=tokens,
         outputs=outputs,
         different=sum(compared) if compared else None,
     )
 
 
-def _mean(cells: Sequence[Figures], records: Sequence[Record], base: str) -> Figures:
-    """Return the mean over the sets; the spread is that of the rounds' own means."""
-    method, sets = cells[0].method, [cell.set for cell in cells]
-    spread = _spread(records, method, base, sets)
-    joined: dict[str, Any] = {"set": MEAN, "speedup_spread": spread}
-    means = ("speedup", "speedup_cpu", "throughput", "tau", "draft_ms", "draft_share")
+def _mean(cells: Sequence[Figures]) -> Figures:
+    """Return the mean over the sets."""
+    rounds = [fmean(of_sets) for of_sets in zip(*(cell.speedup_rounds for cell in cells))]
+    joined: dict[str, Any] = {"set": MEAN, "speedup_rounds": rounds}
+    means = ("speedup", "speedup_cpu", "throughput", "tau", "draft_ms")
     for name in (*means, "tokens", "outputs", "different"):
         values = [getattr(cell, name) for cell in cells]
         join = fmean if name in means else sum
@@ -146,17 +141,6 @@ def _speedup(
         if {base, method} <= record.answers.keys()
     ]
     return median(ratios) if ratios else None
-
-
-def _spread(records: Sequence[Record], method: str, base: str, sets: Sequence[str]) -> Spread:
-    """Return the lowest and highest round's speed-up, a mean over sets; None with one round."""
-    means = []
-    for number in {record.round for record in records}:
-        of_sets = [[r for r in records if (r.round, r.set) == (number, name)] for name in sets]
-        speeds = [_speedup(each, method, base) for each in of_sets]
-        if None not in speeds:
-            means.append(fmean(speed for speed in speeds if speed is not None))
-    return (min(means), max(means)) if len(means) > 1 and method != base else None
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:

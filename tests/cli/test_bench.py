@@ -1,4 +1,4 @@
-"""`specblock bench` as users call it: options, recipe, errors, Ctrl-C."""
+"""`specblock bench` as users call it: a recipe, Ctrl-C, the same command again."""
 
 from __future__ import annotations
 
@@ -10,47 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 from support import fake_engine
-from typer.testing import CliRunner
 
-from vllm_specblock.bench import results, run
-from vllm_specblock.cli.main import app
+from vllm_specblock.bench import results
 
 TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
-FIRST = ("--target", "T", "--set", "S")
-
-
-@pytest.fixture
-def called(monkeypatch):
-    """The options that each call comes to; nothing is run."""
-    calls = []
-
-    def prepare(config):
-        calls.append(config)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "prepare", prepare)
-    return calls
-
-
-def bench(*arguments: str | Path):
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
-
-
-def test_options_of_every_kind(called):
-    several = "--set", "b=U", "--method", "plain", "--method", "wide"
-    drafters = "--drafter", "specblock=D", "--drafter", "eagle3=E"
-    objects = "--define", '{"wide": {"base": "specblock"}}'
-    objects += "--template-options", '{"enable_thinking": false}'
-    numbers = "--temperature", "0", "--temperature", "0.7", "--nodes", "12"
-    bench(*FIRST, *several, *drafters, *objects, *numbers, "--raw")
-    (config,) = called
-    assert config.set == ("S", "b=U") and config.method == ("plain", "wide")
-    assert config.drafter == {"specblock": Path("D"), "eagle3": Path("E")}
-    assert config.define["wide"].base == "specblock" and config.temperature == (0.0, 0.7)
-    assert config.template_options == {"enable_thinking": False}
-    assert (config.raw, config.nodes) == (True, 12)
 
 
 def test_ctrl_c_ends_the_engines_and_the_same_command_goes_on(tmp_path):
@@ -64,7 +28,7 @@ def test_ctrl_c_ends_the_engines_and_the_same_command_goes_on(tmp_path):
         json.dumps(
             {
                 "target": str(TARGET),
-                "set": [str(questions)],
+                "set": [f"q={questions}"],
                 "raw": True,
                 "rounds": 1,
                 "method": ["plain", "slow"],
