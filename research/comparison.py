@@ -24,7 +24,7 @@ from pydantic import Field
 from transformers import AutoConfig
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
-from vllm_specblock.bench.summary import markdown_table
+from vllm_specblock.bench.results import markdown_table
 from vllm_specblock.cli.options import options_of
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.options import SpecBlockConfig

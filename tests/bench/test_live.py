@@ -42,7 +42,7 @@ def start(tmp_path):
 
     def go(each: int) -> EngineProcess:
         command, log = [sys.executable, "-c", CHILD], tmp_path / f"{len(started)}.log"
-        started.append(EngineProcess("e", {"each": each}, {}, log, command, wait=False))
+        started.append(EngineProcess("e", {"each": each}, {}, log, command))
         return started[-1]
 
     yield go

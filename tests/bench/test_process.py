@@ -31,6 +31,7 @@ def make(tmp_path, journal):
         arguments = {"speculative_config": speculative}
         engine = EngineProcess("it", arguments, env, tmp_path / "it.log", command)
         made.append(engine)
+        engine.wait()
         return engine
 
     yield one
@@ -79,6 +80,7 @@ def test_it_goes_when_its_maker_is_killed(tmp_path, journal, busy):
         engine = EngineProcess(
             "it", {{"speculative_config": {{"sleep": 600}}}}, {{}}, Path("it.log"), {FAKE!r}
         )
+        engine.wait()
         print(engine.process.pid, engine.guard.pid, flush=True)
         if {busy}:
             engine.ask({JOB!r})

@@ -1,4 +1,4 @@
-"""`specblock bench` as users call it: a recipe, Ctrl-C, the same command again."""
+"""`specblock bench` as users call it: Ctrl-C, and the same command again."""
 
 from __future__ import annotations
 
@@ -22,28 +22,14 @@ def test_ctrl_c_ends_the_engines_and_the_same_command_goes_on(tmp_path):
     questions = tmp_path / "q.jsonl"
     lines = [{"id": f"q{number}", "turns": [f"say {number}"]} for number in range(4)]
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe = tmp_path / "r.yaml"
-    slow = {"method": "specblock", "sleep": 0.5}
-    recipe.write_text(
-        json.dumps(
-            {
-                "target": str(TARGET),
-                "set": [f"q={questions}"],
-                "raw": True,
-                "rounds": 1,
-                "method": ["plain", "slow"],
-                "define": {"slow": {"speculative": slow}},
-                "temperature": [0],
-                "max_new_tokens": 2,
-                "out": str(tmp_path / "out"),
-            }
-        )
-    )
+    slow = {"slow": {"speculative": {"method": "specblock", "sleep": 0.5}}}
+    given = f"bench --target {TARGET} --set q={questions} --out {tmp_path / 'out'} --raw --rounds 1"
+    how = "--method=plain", "--method=slow", f"--define={json.dumps(slow)}", "--max-new-tokens=2"
     code = (
         "import vllm_specblock.bench.run as run; from vllm_specblock.cli.main import app\n"
         f"run.Bench.__init__.__defaults__ = (({sys.executable!r}, {fake_engine.__file__!r}), "
         "*run.Bench.__init__.__defaults__[1:])\n"
-        f"app(['bench', {str(recipe)!r}])"
+        f"app({[*given.split(), *how, '--temperature=0']!r})"
     )
     journal, store = tmp_path / "journal", tmp_path / "out/units.jsonl"
     command = [sys.executable, "-c", code]

@@ -67,13 +67,6 @@ def test_the_tree_of_the_last_step(engines):
     assert "> import io" in result.stdout
 
 
-def test_a_server_that_is_not_there_is_one_sentence():
-    result = run("http://127.0.0.1:1", said="why?\n")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("Error: The server at http://127.0.0.1:1 gave no answer")
-    assert result.stderr.count("\n") == 1
-
-
 class Handler(BaseHTTPRequestHandler):
     asked: ClassVar[list[dict]] = []
 

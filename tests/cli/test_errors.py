@@ -48,17 +48,16 @@ MISTAKES = {
     f"features --target {TARGET} --data none --out out --length 48": "no training data",
     "bench --set q.jsonl": "The option target is missing.",
     "bench --target T": "The option set is missing.",
-    "bench --target T --set S": "The set S is neither NAME=FILE nor a folder",
     "BENCH --drafter D": "drafter must be NAME=FOLDER",
     "BENCH --temperature -1": "Option temperature.0: ",
     'BENCH --define \'{"a": {"spec": {}}}\'': "There is no option define.a.spec",
-    "BENCH --method ngram": "plain vLLM, which is not among the methods",
     "BENCH --max-new-tokens 99999": "The longest chat may take 100032 tokens",
     "BENCH --max-model-len 64": "but there is room for 64: lower --max-new-tokens",
     "train bacth.yaml": "There is no option bacth; did you mean batch?",
     "train lr.yaml": "Option lr: ",
     "train broken.yaml": "is not YAML",
     "chat DRAFTER": "tiny_pair/drafter has no tokenizer.",
+    "chat http://127.0.0.1:1": "The server at http://127.0.0.1:1 gave no answer",
 }
 USAGE = {
     "inspect PAIR --prompt a --svg .": "is a directory",

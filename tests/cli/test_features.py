@@ -37,17 +37,10 @@ def arguments(data: Path, out: Path) -> list[str]:
         "kv_cache_memory_bytes": 50 << 20,
         "enforce_eager": True,
     }
-    options = {
-        "target": TARGET,
-        "data": data,
-        "out": out,
-        "length": LENGTH,
-        "layer-ids": ",".join(map(str, LAYERS)),
-        "dtype": "float32",
-        "shard-tokens": 100,
-        "engine": json.dumps(engine),
-    }
-    return ["features", *(f"--{name}={value}" for name, value in options.items())]
+    given = f"--target={TARGET} --data={data} --out={out} --length={LENGTH} --dtype=float32"
+    layers = ",".join(map(str, LAYERS))
+    more = f"--layer-ids={layers}", "--shard-tokens=100", f"--engine={json.dumps(engine)}"
+    return ["features", *given.split(), *more]
 
 
 @pytest.mark.engine

@@ -128,7 +128,7 @@ def start_engines(
     }
     for name, speculative in methods.items():
         given = arguments | {"speculative_config": speculative}
-        engines.append(EngineProcess(name, given, env, folder / f"{name}.log", wait=False))
+        engines.append(EngineProcess(name, given, env, folder / f"{name}.log"))
     for engine in reversed(engines):  # wrong options of drafts come before plain vLLM is ready
         engine.wait()
 

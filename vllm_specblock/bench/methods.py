@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,16 +111,3 @@ def _put_folders(text: str, name: str, drafters: dict[str, Path]) -> str:
         return json.dumps(str(folder))
 
     return _FOLDER.sub(folder_of, text)
-
-
-def weights(folder: Path) -> str:
-    """Return a digest of a checkpoint's weights."""
-    return digest(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
-
-
-def digest(parts: Iterable[bytes]) -> str:
-    """Return 12 digits of the SHA-256 of all parts together."""
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(part)
-    return whole.hexdigest()[:12]

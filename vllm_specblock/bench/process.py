@@ -88,12 +88,12 @@ class EngineFailed(BenchError):
 class EngineProcess(GuardedProcess):
     """An engine that is stopped between its answers, by `engine/offline/answering.py`'s protocol.
 
-    Methods that wait for it raise EngineFailed if it did not start, exited, or could not answer.
+    Call `wait` before the first job. Methods that wait for it raise EngineFailed if it did not
+    start, exited, or could not answer.
 
     Args:
         arguments: of vLLM's `LLM`.
         env: added to `ENV`.
-        wait: wait until it can answer. Else call `wait()` after starting other engines.
 
     Attributes:
         facts: what the engine reports when it is ready.
@@ -106,23 +106,15 @@ class EngineProcess(GuardedProcess):
         env: Mapping[str, str | None],
         log: Path,
         command: Sequence[str] = COMMAND,
-        *,
-        wait: bool = True,
     ) -> None:
         self.name = name
         pipe = subprocess.PIPE
         super().__init__(command, log, {**ENV, **env}, stdin=pipe, stdout=pipe, text=True)
         self.send(arguments)
-        if wait:
-            self.wait()
 
     def wait(self) -> None:
         """Wait until it can answer, then stop it."""
-        try:
-            self.facts = self.receive()
-        except BaseException:
-            end_all([self])
-            raise
+        self.facts = self.receive()
         self.pause()
 
     def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:

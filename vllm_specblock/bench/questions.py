@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
@@ -72,11 +71,6 @@ def spread(questions: list[Question], count: int | None) -> list[Question]:
     if count is None or count >= len(questions):
         return questions
     return [questions[index * len(questions) // count] for index in range(count)]
-
-
-def seed_of(name: str, question: Question, turn: int, seed: int) -> int:
-    """Return the seed of one answer: the same for all methods and rounds."""
-    return (zlib.crc32(f"{name}/{question.id}/{turn}".encode()) + seed) % 2**31
 
 
 @dataclass(frozen=True)

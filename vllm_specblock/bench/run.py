@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from vllm_specblock.bench.config import BenchConfig, BenchError, MethodSpec
-from vllm_specblock.bench.methods import digest, resolve, weights
+from vllm_specblock.bench.methods import resolve
 from vllm_specblock.bench.process import (
     COMMAND,
     EngineFailed,
@@ -28,7 +30,7 @@ from vllm_specblock.bench.process import (
     job_of,
     shared_arguments,
 )
-from vllm_specblock.bench.questions import Reader, Sets, Unit, read_sets, seed_of, units
+from vllm_specblock.bench.questions import Reader, Sets, Unit, read_sets, units
 from vllm_specblock.bench.store import Answer, Store
 from vllm_specblock.engine.metrics.acceptance import STEPS
 from vllm_specblock.engine.offline.answering import DRAFTING
@@ -104,11 +106,19 @@ def prepare(config: BenchConfig) -> Bench:
     for name, method in methods.items():
         settings[f"method {name}"] = method.model_dump(exclude={"base"})
     for name, folder in config.drafter.items():
-        settings[f"drafter {name}"] = weights(folder)
+        weights = sorted(folder.glob("*.safetensors"))
+        settings[f"drafter {name}"] = _digest(path.read_bytes() for path in weights)
     for name, questions in sets.items():
-        settings[f"set {name}"] = digest(json.dumps([q.id, q.turns]).encode() for q in questions)
+        settings[f"set {name}"] = _digest(json.dumps([q.id, q.turns]).encode() for q in questions)
     store = Store(config.out, units(config, sets), settings)
     return Bench(config, methods, sets, reader, common | config.engine, store)
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(part)
+    return whole.hexdigest()[:12]
 
 
 def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
@@ -136,19 +146,19 @@ def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
     left: list[int] = []
     names = [name for name in bench.methods if name in needed]
     try:
-        with tqdm(names, "engines", unit="engine", disable=not todo) as bar:
-            for name in bar:
-                bar.set_postfix_str(name)
-                left.append(psutil.virtual_memory().available)
-                most = max((a - b for a, b in pairwise(left)), default=0)
-                if left[-1] < most:  # one more engine would make the machine swap
-                    raise BenchError(
-                        f"{len(engines)} engines are alive, {left[-1] / 2**30:.1f} GiB of memory "
-                        f"are left, and one takes up to {most / 2**30:.1f}: give fewer --method; "
-                        "later calls may add others."
-                    )
-                with left_out_if_it_fails(name):
-                    engines[name] = _start(bench, name, todo[0])
+        for name in (bar := tqdm(names, "engines", unit="engine", disable=not todo)):
+            bar.set_postfix_str(name)
+            left.append(psutil.virtual_memory().available)
+            most = max((a - b for a, b in pairwise(left)), default=0)
+            if left[-1] < most:  # one more engine would make the machine swap
+                raise BenchError(
+                    f"{len(engines)} engines are alive, {left[-1] / 2**30:.1f} GiB of memory are "
+                    f"left, and one takes up to {most / 2**30:.1f}: give fewer --method; later "
+                    "calls may add others."
+                )
+            with left_out_if_it_fails(name):
+                engines[name] = _start(bench, name)
+                _warm_up(bench, engines[name], todo[0])
         for number, unit in enumerate(tqdm(todo, "answers", unit="turn", disable=not todo)):
             if engines.keys().isdisjoint(wanted[unit]):
                 continue
@@ -163,22 +173,20 @@ def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
         end_all(engines.values())
 
 
-def _start(bench: Bench, name: str, unit: Unit) -> EngineProcess:
-    """Start an engine and warm it up."""
-    config, method, logs = bench.config, bench.methods[name], bench.config.out / "logs"
+def _start(bench: Bench, name: str) -> EngineProcess:
+    method, logs = bench.methods[name], bench.config.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     arguments = bench.common | method.engine | {"speculative_config": method.speculative or None}
-    engine = EngineProcess(name, arguments, method.env, logs / f"{name}.log", bench.command)
-    try:
-        bench.store.note_engine(name, engine.facts)
-        prompts = [bench.reader.prompt(each, []) for each in unit.questions]
-        most = min(bench.warm_up_tokens, config.max_new_tokens)
-        for temperature in config.temperature:
-            engine.ask(job_of(prompts, most, temperature, ignore_eos=config.ignore_eos))
-    except BaseException:
-        end_all([engine])
-        raise
-    return engine
+    return EngineProcess(name, arguments, method.env, logs / f"{name}.log", bench.command)
+
+
+def _warm_up(bench: Bench, engine: EngineProcess, unit: Unit) -> None:
+    engine.wait()
+    bench.store.note_engine(engine.name, engine.facts)
+    prompts = [bench.reader.prompt(each, []) for each in unit.questions]
+    most = min(bench.warm_up_tokens, bench.config.max_new_tokens)
+    for temperature in bench.config.temperature:
+        engine.ask(job_of(prompts, most, temperature, ignore_eos=bench.config.ignore_eos))
 
 
 def _answer(bench: Bench, engine: EngineProcess, unit: Unit) -> Answer:
@@ -187,7 +195,9 @@ def _answer(bench: Bench, engine: EngineProcess, unit: Unit) -> Answer:
     ids: list[list[list[int]]] = [[] for _ in unit.questions]
     for turn in range(unit.turns):
         prompts = [bench.reader.prompt(*each) for each in zip(unit.questions, ids)]
-        seeds = [seed_of(unit.set, q, turn, config.seed) for q in unit.questions]
+        # The same for all methods and rounds.
+        names = (f"{unit.set}/{question.id}/{turn}".encode() for question in unit.questions)
+        seeds = [(zlib.crc32(name) + config.seed) % 2**31 for name in names]
         job = job_of(prompts, config.max_new_tokens, unit.temperature, seeds, config.ignore_eos)
         answer = engine.ask(job)
         for before, new in zip(ids, answer["ids"]):

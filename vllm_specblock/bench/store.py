@@ -61,15 +61,10 @@ class Record:
 
 
 class Store:
-    """All records of a run.
+    """All records of a run; those of other units stay in the folder, which is created or resumed.
 
-    Args:
-        folder: created, or resumed.
-        units: of this run; records of others stay in the folder.
-        settings: shared by all results, but for those of `_GROWING`; JSON types only.
-
-    Raises:
-        BenchError: the folder's results are damaged, or of other settings, code or dependencies.
+    All results share `settings` (JSON types only), but for those of `_GROWING`. Raises BenchError
+    if the results are damaged, or of other settings, code or dependencies.
     """
 
     def __init__(self, folder: Path, units: Iterable[Unit], settings: Mapping[str, Any]) -> None:

@@ -29,15 +29,20 @@ def chat(
     come from a pipe, one a line.
     """
     given = chosen_drafter(model, speculative_config)
+    import httpx
+    import openai
     from rich.console import Console
 
     from vllm_specblock.bench.process import end_all
     from vllm_specblock.cli.chat_sources import EngineSource, ServerSource, talk
+    from vllm_specblock.train.config import TrainError
 
     console = Console(highlight=False)
     if target.startswith(("http://", "https://")):
-        talk(console, ServerSource(target.rstrip("/"), max_tokens, temperature))
-        return
+        try:
+            return talk(console, ServerSource(target.rstrip("/"), max_tokens, temperature))
+        except (openai.OpenAIError, httpx.HTTPError) as error:
+            raise TrainError(f"The server at {target} gave no answer: {error}") from None
     speculative = {"method": "specblock"} | (given or {"kind": "ngram"})
     source = EngineSource(target, speculative, max_tokens, temperature)
     console.print("Starting vLLM; the first time it compiles the model.", style="dim")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,33 +117,23 @@ class ServerSource:
     def __init__(self, address: str, max_tokens: int, temperature: float) -> None:
         self.address = address
         self.client = openai.OpenAI(base_url=f"{address}/v1", api_key="-")
-        with self.errors():
-            self.model = self.client.models.list().data[0].id
+        self.model = self.client.models.list().data[0].id
         self.sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-
-    @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Turn errors of the server and of the way to it into a TrainError."""
-        try:
-            yield
-        except (openai.OpenAIError, httpx.HTTPError) as error:
-            raise TrainError(f"The server at {self.address} gave no answer: {error}") from None
 
     def ask(self, messages: Messages, answers: list[Answer]) -> None:
         create: Any = self.client.chat.completions.create
         asked = {"model": self.model, "messages": messages, "seed": 0, **self.sampling}
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
         for answer, own in zip(answers, ({"vllm_xargs": {"specblock_draft": False}}, {})):
-            with self.errors():
-                stream = create(extra_body={"return_token_ids": True, **own}, **asked)
-                began = time.perf_counter()
-                for chunk in stream:
-                    for choice in chunk.choices:
-                        answer.hear(getattr(choice, "token_ids", None) or [])
-                    answer.seconds = time.perf_counter() - began
-                    metrics = (getattr(chunk, "metrics", None) or {}).get("speculative_decoding")
-                    if metrics:
-                        answer.reported_tau = metrics["mean_acceptance_length"]
+            stream = create(extra_body={"return_token_ids": True, **own}, **asked)
+            began = time.perf_counter()
+            for chunk in stream:
+                for choice in chunk.choices:
+                    answer.hear(getattr(choice, "token_ids", None) or [])
+                answer.seconds = time.perf_counter() - began
+                metrics = (getattr(chunk, "metrics", None) or {}).get("speculative_decoding")
+                if metrics:
+                    answer.reported_tau = metrics["mean_acceptance_length"]
 
     def tree(self, console: Console, answer: Answer) -> None:
         raise TrainError("A server does not report its trees: give the target and --model.")

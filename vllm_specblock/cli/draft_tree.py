@@ -34,8 +34,7 @@ def forward_colour(forward: int) -> str:
 def terminal_tree(step: Step, tokenizer: PreTrainedTokenizerBase, name: str) -> Tree:
     """Return every node of a step's tree, best siblings first; accepted ones are marked ✓.
 
-    `name` is what a drafter forward adds, "block" or "level": each line has its first letter and
-    the forward's number, for terminals without colours.
+    `name` is what a drafter forward adds, "block" or "level".
     """
 
     def quoted(token: int) -> str:
@@ -82,8 +81,7 @@ def save_svg(path: Path, title: str, *parts: RenderableType, width: int | None =
 def prompt_tensor(text: str, tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> torch.Tensor:
     """Return the prompt's ids, [T] int64; chat None: through the chat template where there is one.
 
-    Raises:
-        TrainError: the prompt is empty, or `chat` without a chat template.
+    Raises TrainError if the prompt is empty, or `chat` is true without a chat template.
     """
     chat = bool(tokenizer.chat_template) if chat is None else chat
     ids = prompt_ids(text, tokenizer, chat) if text else []

@@ -128,7 +128,7 @@ def evaluate(
 
 def print_tables(whole: dict[str, Any]) -> None:
     """Print τ, α and the rank head at each temperature; `whole` is what --json writes."""
-    from vllm_specblock.bench.summary import markdown_table
+    from vllm_specblock.bench.results import markdown_table
 
     def show(title: str, head: list[str], rows: list[list[str]]) -> None:
         typer.echo(f"\n{title}\n\n{markdown_table([head, *rows])}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from vllm_specblock.bench.config import BenchError
 from vllm_specblock.bench.questions import Question, Unit
+from vllm_specblock.bench.results import MEAN, fastest, summarise
 from vllm_specblock.bench.store import Answer, Record
-from vllm_specblock.bench.summary import MEAN, fastest, summarise
 
 
 def answer(tokens, wall, cpu=1.0, steps=0, draft_ns=0, draft_steps=0):
@@ -21,9 +23,17 @@ def record(name, number, plain, ours, unit=0, temperature=0.0, other=None):
     return Record(Unit(number, temperature, name, (Question(str(unit), ()),)), answers)
 
 
-def figures(records, sets=("a",), plain_of=None, methods=("plain", "ours")):
-    found = summarise(records, methods, sets, [0.0], "plain", plain_of or {"ours": "plain"})
-    return {(each.method, each.set): each for each in found}
+def figures(records, sets=("a",)):
+    """The figures by method and set of a benchmark whose engines compute alike."""
+    alike = {"runner": "V2", "dtype": "float32"}
+    bench = SimpleNamespace(
+        methods=["plain", "ours"],
+        plain=["plain"],
+        sets=sets,
+        config=SimpleNamespace(temperature=[0.0]),
+        store=SimpleNamespace(head={"engines": {"plain": alike, "ours": alike}}),
+    )
+    return {(each.method, each.set): each for each in summarise(bench, records, "plain")}
 
 
 def test_one_set_one_round():
