@@ -8,7 +8,7 @@ import pytest
 
 from vllm_specblock.bench.config import BenchError
 from vllm_specblock.bench.questions import Question, Unit
-from vllm_specblock.bench.results import MEAN, fastest, summarise
+from vllm_specblock.bench.results import MEAN, figures_of, summarise
 from vllm_specblock.bench.store import Answer, Record
 
 
@@ -23,17 +23,23 @@ def record(name, number, plain, ours, unit=0, temperature=0.0, other=None):
     return Record(Unit(number, temperature, name, (Question(str(unit), ()),)), answers)
 
 
-def figures(records, sets=("a",)):
-    """The figures by method and set of a benchmark whose engines compute alike."""
+def benchmark(records, sets=("a",), plain=("plain",)):
+    """A benchmark whose engines compute alike."""
     alike = {"runner": "V2", "dtype": "float32"}
-    bench = SimpleNamespace(
-        methods=["plain", "ours"],
-        plain=["plain"],
+    return SimpleNamespace(
+        methods=[*plain, "ours"],
+        plain=plain,
         sets=sets,
         config=SimpleNamespace(temperature=[0.0]),
-        store=SimpleNamespace(head={"engines": {"plain": alike, "ours": alike}}),
+        store=SimpleNamespace(
+            records=records, head={"engines": dict.fromkeys([*plain, "ours"], alike)}
+        ),
     )
-    return {(each.method, each.set): each for each in summarise(bench, records, "plain")}
+
+
+def figures(records, sets=("a",)):
+    found = summarise(benchmark(records, sets), records, "plain")
+    return {(each.method, each.set): each for each in found}
 
 
 def test_one_set_one_round():
@@ -93,7 +99,8 @@ def test_the_fastest_plain_is_so_by_the_median():
         record("a", 0, answer(1, one), answer(1, 1.0), place, other=answer(1, two))
         for place, (one, two) in enumerate(zip(v1, v2))
     ]
-    assert fastest(records, ["plain", "plain-v2"]) == "plain-v2"
-    assert fastest(records, ["plain"]) == "plain"
+    found, base = figures_of(benchmark(records, plain=("plain", "plain-v2")))
+    assert base == "plain-v2" and found[0].speedup == 0.9
+    assert figures_of(benchmark(records))[1] == "plain"
     with pytest.raises(BenchError, match="no answer of plain vLLM"):
-        fastest([], ["plain"])
+        figures_of(benchmark([]))

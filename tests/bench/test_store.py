@@ -44,12 +44,15 @@ def test_a_run_resumes_and_drops_a_line_that_a_kill_cut_off(folder):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({}, "other revision: give another"),
         ({"dtype": "bfloat16", "temperature": (1.0,)}, "other dtype, temperature: give another"),
         ({"method a": 2}, "other method a: give another --out, or delete the folder"),
         ({"more": 1}, "other more:"),
     ],
 )
-def test_other_settings_are_refused(folder, changes, says):
+def test_other_settings_and_other_code_are_refused(folder, changes, says, monkeypatch):
+    if not changes:
+        monkeypatch.setattr(module, "revision", lambda *_, **__: "f" * 40)
     before = (folder / "run.json").read_text()
     with pytest.raises(BenchError, match=says):
         Store(folder, UNITS, SETTINGS | changes)
@@ -71,10 +74,4 @@ def test_methods_and_sets_may_be_added(folder):
 def test_a_damaged_file_is_one_sentence(folder, name, content):
     (folder / name).write_text(content + "\n", encoding="latin-1")
     with pytest.raises(BenchError, match=f"{folder} are damaged: give another --out."):
-        Store(folder, UNITS, SETTINGS)
-
-
-def test_other_code_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(module, "revision", lambda *_, **__: "f" * 40)
-    with pytest.raises(BenchError, match="other revision"):
         Store(folder, UNITS, SETTINGS)

@@ -50,6 +50,13 @@ def test_the_tree_and_what_the_target_accepts(drafter, letter, forwards, tmp_pat
     assert drawn.count("✓") == len(accepted) + 1 and "bonus token" in drawn  # and the legend's
 
 
+def test_config_tensors_size_and_coverage():
+    result = inspect(EXAMPLES.parent / "tests/fixtures/qwen")
+    assert '"block_size": 4' in result.stdout and "parameters: 39,040" in result.stdout
+    assert re.search(r"\nshift_proj\.0\.weight +float32 +\[32, 64\]\n", result.stdout)
+    assert "64 of 128 target tokens (50.0%)" in result.stdout
+
+
 def test_a_prompt_goes_through_the_chat_template():
     arguments = ["--target", TARGET, "--prompt", "Sum?"]
     assert "# user: Sum?" in inspect(SPECBLOCK, *arguments, "--nodes", 4).stdout

@@ -40,12 +40,11 @@ class GuardedProcess:
         self, command: Sequence[str], log: Path, env: Mapping[str, str | None], **pipes: Any
     ) -> None:
         self.log = log
-        environment = {**os.environ, **env}
         with log.open("w") as output:
             self.process: subprocess.Popen[Any] = subprocess.Popen(
                 command,
                 stderr=output,
-                env={key: value for key, value in environment.items() if value is not None},
+                env={k: v for k, v in {**os.environ, **env}.items() if v is not None},
                 start_new_session=True,  # its own group, which Ctrl-C does not reach
                 **{"stdout": output, **pipes},
             )

@@ -36,7 +36,9 @@ def read_sets(config: BenchConfig) -> Sets:
         for own, file in files.items():
             if own in found:
                 raise BenchError(f"Two sets are called {own}: give one as --set OTHER={file}.")
-            found[own] = spread(read_questions(file), config.questions)
+            questions = read_questions(file)
+            count = min(config.questions or len(questions), len(questions))
+            found[own] = [questions[i * len(questions) // count] for i in range(count)]
     return found
 
 
@@ -64,13 +66,6 @@ def read_questions(path: Path) -> list[Question]:
     if len({question.id for question in found}) < len(found):
         raise BenchError(f"Two questions of {path} have one id.")
     return found
-
-
-def spread(questions: list[Question], count: int | None) -> list[Question]:
-    """Return `count` questions, evenly spread; None: all."""
-    if count is None or count >= len(questions):
-        return questions
-    return [questions[index * len(questions) // count] for index in range(count)]
 
 
 @dataclass(frozen=True)

@@ -74,20 +74,16 @@ def write_results(bench: Bench) -> tuple[str, list[Path]]:
 
 
 def figures_of(bench: Bench) -> tuple[list[Figures], str]:
-    """Return the figures of the chosen methods and sets, and the fastest plain vLLM's name."""
-    base = fastest(bench.store.records, bench.plain)
-    return summarise(bench, bench.store.records, base), base
-
-
-def fastest(records: Sequence[Record], plain: Sequence[str]) -> str:
-    """Return the plain vLLM with the least wall time per token (median ratio of turns).
+    """Return the figures of the chosen methods and sets, and the fastest plain vLLM's name.
 
     Raises BenchError if nothing was answered.
     """
-    if not any(plain[0] in record.answers for record in records):
+    records, first = bench.store.records, bench.plain[0]
+    if not any(first in record.answers for record in records):
         raise BenchError("There is no answer of plain vLLM to compare with.")
-    speeds = {name: _speedup(records, name, plain[0]) or 0.0 for name in plain}
-    return max(speeds, key=lambda name: speeds[name])
+    speeds = {name: _speedup(records, name, first) or 0.0 for name in bench.plain}
+    base = max(speeds, key=lambda name: speeds[name])
+    return summarise(bench, records, base), base
 
 
 def summarise(bench: Bench, records: Sequence[Record], base: str) -> list[Figures]:
@@ -216,9 +212,7 @@ def caption(bench: Bench, base: str) -> list[str]:
     measured = [
         machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores",
         f"batch {config.batch}",
-        f"at most {config.max_new_tokens} new tokens",
         "questions: " + ", ".join(f"{name} {len(asked)}" for name, asked in bench.sets.items()),
-        f"rounds: {config.rounds}",
         "engines: " + "; ".join(f"{', '.join(names)} ({way})" for way, names in ways.items()),
         ", ".join(f"{name} {version}" for name, version in settings["versions"].items()),
         f"revision {settings['revision']}",

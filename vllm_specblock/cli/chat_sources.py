@@ -118,12 +118,12 @@ class ServerSource:
         self.address = address
         self.client = openai.OpenAI(base_url=f"{address}/v1", api_key="-")
         self.model = self.client.models.list().data[0].id
-        self.sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+        self.request: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+        self.request |= {"model": self.model, "seed": 0, "stream": True}
 
     def ask(self, messages: Messages, answers: list[Answer]) -> None:
         create: Any = self.client.chat.completions.create
-        asked = {"model": self.model, "messages": messages, "seed": 0, **self.sampling}
-        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        asked = {"messages": messages, "stream_options": {"include_usage": True}, **self.request}
         for answer, own in zip(answers, ({"vllm_xargs": {"specblock_draft": False}}, {})):
             stream = create(extra_body={"return_token_ids": True, **own}, **asked)
             began = time.perf_counter()
