@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import matplotlib
+import torch
 import typer
 from paper_measure import DrafterFigures, measure
 from rich.panel import Panel
@@ -24,7 +25,6 @@ from tqdm import tqdm
 from vllm_specblock.cli.draft_tree import (
     forward_colour,
     legend_line,
-    prompt_tensor,
     save_svg,
     steps_of_text,
     terminal_tree,
@@ -33,7 +33,7 @@ from vllm_specblock.cli.options import Chat, Device, NewTokens, Precision, Promp
 from vllm_specblock.config import DEFAULT_NODES, OptionError
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.train.config import TrainError
-from vllm_specblock.train.data.prompts import read_prompts
+from vllm_specblock.train.data.prompts import prompt_ids, read_prompts
 from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.distributed import usable_device
 from vllm_specblock.train.eval.evaluate import sequences_for
@@ -251,7 +251,9 @@ def figures(
         for name, path in sets.items()
     }
     prompt = PROMPT if case is None else case
-    ids = prompt_tensor(prompt, tokenizer, chat)
+    if not prompt:
+        raise TrainError("The prompt is empty: there is nothing to draft after.")
+    ids = torch.tensor(prompt_ids(prompt, tokenizer, chat))
     out.mkdir(parents=True, exist_ok=True)
 
     model = load_target(target, precision, where)

@@ -63,7 +63,7 @@ def test_a_method_of_ones_own_changes_a_built_in_one(make_config):
     [
         ({"method": ("ngram",)}, "plain vLLM, which is not among the methods"),
         ({"method": ("plain", "xyz")}, "There is no method xyz; there are plain, .*falcon"),
-        ({"method": ("plain", "eagle3")}, "eagle3 needs a drafter: give --drafter eagle3=FOLDER"),
+        ({"method": ("plain", "eagle3")}, "The method eagle3 needs --drafter eagle3=FOLDER"),
         (
             {"method": ("plain", "eagle3"), "drafter": {"eagle3": "nowhere"}},
             "The drafter eagle3=nowhere is no folder",

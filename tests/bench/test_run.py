@@ -38,16 +38,17 @@ def test_engines_take_turns_chat_by_chat(make_bench, journal):
     pids = [job["pid"] for job in warm]  # plain, plain-v2, ours, other
     assert len({*pids}) == 4
     found = list(bench.store.units.values())
-    assert [(unit.set, unit.questions[0].id, unit.turns) for unit in found] == [
+    turns_of = [len(unit.questions[0].turns) for unit in found]
+    assert [(u.set, u.questions[0].id, turns) for u, turns in zip(found, turns_of)] == [
         *(("chats", "a", 2), ("single", "q0", 1), ("chats", "b", 2), ("single", "q1", 1)),
         *(("single", f"q{number}", 1) for number in (2, 3, 4)),
     ]
-    for number, unit in enumerate(found):
-        turn, done = done[: 4 * unit.turns], done[4 * unit.turns :]
+    for number, turns in enumerate(turns_of):
+        turn, done = done[: 4 * turns], done[4 * turns :]
         start = number % 4
         order = pids[start:] + pids[:start]
-        assert [job["pid"] for job in turn] == [pid for pid in order for _ in range(unit.turns)]
-        first = turn[:: unit.turns]
+        assert [job["pid"] for job in turn] == [pid for pid in order for _ in range(turns)]
+        first = turn[::turns]
         assert len({json.dumps([job["prompts"], job["seeds"]]) for job in first}) == 1
     assert not done and len(bench.store.records) == 7
 

@@ -73,5 +73,5 @@ def test_methods_and_sets_may_be_added(folder):
 @pytest.mark.parametrize("name", ["run.json", "units.jsonl"])
 def test_a_damaged_file_is_one_sentence(folder, name, content):
     (folder / name).write_text(content + "\n", encoding="latin-1")
-    with pytest.raises(BenchError, match=f"{folder} are damaged: give another --out."):
+    with pytest.raises(BenchError, match=f"{folder} has damaged results: give another --out."):
         Store(folder, UNITS, SETTINGS)

@@ -103,9 +103,7 @@ def _put_folders(text: str, name: str, drafters: dict[str, Path]) -> str:
     def folder_of(found: re.Match[str]) -> str:
         folder = drafters.get(found[1])
         if folder is None:
-            raise BenchError(
-                f"The method {name} needs a drafter: give --drafter {found[1]}=FOLDER."
-            )
+            raise BenchError(f"The method {name} needs --drafter {found[1]}=FOLDER.")
         if not folder.is_dir():
             raise BenchError(f"The drafter {found[1]}={folder} is no folder.")
         return json.dumps(str(folder))

@@ -186,12 +186,9 @@ def end_all(processes: Iterable[GuardedProcess]) -> None:
 
 
 def cache_bytes(config: Any, length: int, batch: int, dtype_bytes: int, spare: int = 64) -> int:
-    """Return the KV cache for all requests, and a quarter more for drafters and draft slots.
+    """Return the KV cache of requests of `length` tokens, with a quarter for drafters and drafts.
 
-    Args:
-        config: the target's transformers config.
-        length: maximum tokens of a request.
-        spare: additional blocks.
+    `config` is the target's, of transformers; `spare` are further blocks.
     """
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     blocks = batch * (-(-length // BLOCK) + 2) + spare

@@ -70,7 +70,7 @@ def read_questions(path: Path) -> list[Question]:
 
 @dataclass(frozen=True)
 class Unit:
-    """All turns of a batch of questions: each engine answers them before the next unit."""
+    """All turns, as many in each, of a batch of questions: what an engine answers in its turn."""
 
     round: int
     temperature: float
@@ -82,11 +82,6 @@ class Unit:
         """Name in the store."""
         ids = ",".join(question.id for question in self.questions)
         return f"round {self.round}, T = {self.temperature:g}, {self.set}/{ids}"
-
-    @property
-    def turns(self) -> int:
-        """Number of turns, the same in all questions."""
-        return len(self.questions[0].turns)
 
 
 def units(config: BenchConfig, sets: Sets) -> Iterator[Unit]:

@@ -193,7 +193,7 @@ def _answer(bench: Bench, engine: EngineProcess, unit: Unit) -> Answer:
     """Return an engine's answers to a unit, as the store keeps them."""
     config, found = bench.config, Counter[str]()
     ids: list[list[list[int]]] = [[] for _ in unit.questions]
-    for turn in range(unit.turns):
+    for turn in range(len(unit.questions[0].turns)):
         prompts = [bench.reader.prompt(*each) for each in zip(unit.questions, ids)]
         # The same for all methods and rounds.
         names = (f"{unit.set}/{question.id}/{turn}".encode() for question in unit.questions)

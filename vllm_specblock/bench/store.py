@@ -93,9 +93,7 @@ class Store:
             now, then = self.head["settings"], {**known["settings"]}
             self._read_units()
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise BenchError(
-                f"The results in {self.folder} are damaged: give another --out."
-            ) from None
+            raise BenchError(f"{self.folder} has damaged results: give another --out.") from None
         other = {key for key in now.keys() & then.keys() if now[key] != then[key]}
         other |= {key for key in now.keys() ^ then.keys() if not key.startswith(_GROWING)}
         if other:

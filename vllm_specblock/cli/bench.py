@@ -37,8 +37,7 @@ def bench(config: BenchConfig) -> None:
         typer.echo(f"Stopped. The answers are in {config.out}; the same command goes on.", err=True)
         raise typer.Exit(130) from None
     table, files = write_results(prepared)
-    typer.echo(table)
-    typer.echo(f"Written: {', '.join(map(str, files))}.")
+    typer.echo(f"{table}\nWritten: {', '.join(map(str, files))}.")
     if prepared.failures:
         typer.echo(" ".join(["Error:", *prepared.failures.values()]), err=True)
         raise typer.Exit(1)

@@ -14,8 +14,6 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 from rich.tree import Tree
 
-from vllm_specblock.train.config import TrainError
-from vllm_specblock.train.data.prompts import prompt_ids
 from vllm_specblock.train.eval.evaluate import sequences_for
 from vllm_specblock.train.eval.loaded import LoadedDrafter
 from vllm_specblock.train.eval.steps import Step, steps_along
@@ -76,18 +74,6 @@ def save_svg(path: Path, title: str, *parts: RenderableType, width: int | None =
     console.print(*parts, sep="\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     console.save_svg(str(path), title=title, theme=DEFAULT_TERMINAL_THEME)
-
-
-def prompt_tensor(text: str, tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> torch.Tensor:
-    """Return the prompt's ids, [T] int64; chat None: through the chat template where there is one.
-
-    Raises TrainError if the prompt is empty, or `chat` is true without a chat template.
-    """
-    chat = bool(tokenizer.chat_template) if chat is None else chat
-    ids = prompt_ids(text, tokenizer, chat) if text else []
-    if not ids:
-        raise TrainError("The prompt is empty: there is nothing to draft after.")
-    return torch.tensor(ids, dtype=torch.int64)
 
 
 def steps_of_text(

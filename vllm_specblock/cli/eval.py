@@ -53,8 +53,7 @@ def evaluate(
     device: Device = "cpu",
     precision: Precision = "fp32",
     json_file: Annotated[
-        Path | None,
-        typer.Option("--json", dir_okay=False, help="File to write all figures to."),
+        Path | None, typer.Option("--json", dir_okay=False, help="File for all figures.")
     ] = None,
 ) -> None:
     """Draft along the target's own texts, and print τ and α.

@@ -18,9 +18,7 @@ def inspect(
     target: TargetDir = None,
     chat: Chat = None,
     nodes: TreeNodes = None,
-    svg: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Draw the tree into this file too.")
-    ] = None,
+    svg: Annotated[Path | None, typer.Option(dir_okay=False, help="SVG of the tree.")] = None,
     device: Device = "cpu",
     precision: Precision = "fp32",
 ) -> None:
@@ -36,19 +34,23 @@ def inspect(
             raise OptionError("--svg draws the tree after a prompt: give one with --prompt.")
         return _show_files(directory)
 
+    import torch
     from rich.console import Console
 
     from vllm_specblock.cli import draft_tree
-    from vllm_specblock.train.config import TrainError
+    from vllm_specblock.train.data.prompts import prompt_ids
     from vllm_specblock.train.distributed import usable_device
     from vllm_specblock.train.eval.loaded import load_drafter, pair
     from vllm_specblock.train.target.answers import continue_prompts
     from vllm_specblock.train.target.features import load_target, load_tokenizer
 
+    if not prompt:
+        raise OptionError("The prompt is empty: there is nothing to draft after.")
     where = usable_device(device)
     pairing = pair(directory, target)
     tokenizer = load_tokenizer(pairing.target)
-    ids = draft_tree.prompt_tensor(prompt, tokenizer, chat)
+    chat = bool(tokenizer.chat_template) if chat is None else chat
+    ids = torch.tensor(prompt_ids(prompt, tokenizer, chat))
     model = load_target(pairing.target, precision, where)
     nodes = nodes or default_nodes(on_cpu=where.type == "cpu")
     drafter = load_drafter(pairing, model.dtype, where, nodes)
@@ -56,7 +58,7 @@ def inspect(
     (text,) = continue_prompts(model, [ids], drafter.depth + 2)
     step = next(draft_tree.steps_of_text(model, drafter, text, len(ids)), None)
     if step is None:
-        raise TrainError("The target's answer ends before anything is drafted.")
+        raise OptionError("The target's answer ends before anything is drafted.")
     console = Console(highlight=False)
     console.print(tokenizer.decode([*ids.tolist(), step.token[0]]), markup=False)
     drawing = draft_tree.drawing(step, tokenizer, drafter.forward_name)

@@ -21,9 +21,7 @@ def three_layers(text: str) -> tuple[int, ...]:
     """Parse "2,16,29"."""
     parts = text.split(",")
     if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
-        raise typer.BadParameter(
-            f"{text!r} is not 3 integers with commas between them, such as 2,16,29."
-        )
+        raise typer.BadParameter(f"{text!r} is not 3 integers, such as 2,16,29.")
     return tuple(map(int, parts))
 
 
@@ -79,16 +77,15 @@ UpdateRate = Annotated[
 _RECIPE = Annotated[
     Path | None, typer.Argument(help="YAML file of options; those on the command line win.")
 ]
-Command = Callable[..., None]
 
 
-def options_of(model: type[BaseModel]) -> Callable[[Command], Command]:
+def options_of(model: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command so that it takes a recipe and `model`'s fields as options.
 
     The command's first parameter gets the parsed `model`.
     """
 
-    def decorate(command: Command) -> Command:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         fields = [_option(name, field) for name, field in model.model_fields.items()]
 
