@@ -169,41 +169,38 @@ def conclude(
     if not different or dtype == "float32":
         return not different
     console.print("Where they part, logits by transformers in float32:")
-    near = True
-    for where, steps in explain(target, different):
+    ties = True
+    for where, tie in explain(target, different):
         console.print(f"  {where}", markup=False, soft_wrap=True)
-        near = near and steps <= 1
-    return near
+        ties = ties and tie
+    return ties
 
 
 def explain(
     target: Path, answers: Sequence[tuple[list[int], list[int], list[int]]]
-) -> Iterator[tuple[str, float]]:
-    """Yield where two answers to a prompt part, and by how many steps of bfloat16 the logits do.
+) -> Iterator[tuple[str, bool]]:
+    """Yield where two answers to a prompt part, and whether that is a tie in bfloat16.
 
-    Two ways to compute logits in bfloat16 differ in the last bits. The float32 logits of
-    transformers tell such a tie from a mistake. Where one answer ends, the steps are infinite.
+    A tie: in float32 both logits are below the best one by at most three standard deviations of
+    the error that bfloat16 makes in a difference of two logits there.
     """
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    tokenizer, dtypes = AutoTokenizer.from_pretrained(target), (torch.float32, torch.bfloat16)
+    models = [AutoModelForCausalLM.from_pretrained(target, dtype=each).eval() for each in dtypes]
     for prompt, one, other in answers:
         position = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), None)
         if position is None:
-            yield "one answer ends where the other continues", math.inf
+            yield "one answer ends where the other continues", False
             continue
-        pair = [one[position], other[position]]
+        text, pair = torch.tensor([prompt + one[:position]]), [one[position], other[position]]
         with torch.inference_mode():
-            logits = model(torch.tensor([prompt + one[:position]])).logits[0, -1, pair].tolist()
-        steps = abs(logits[0] - logits[1]) / bfloat16_step(max(map(abs, logits)))
+            exact, rounded = (model(text).logits[0, -1].float() for model in models)
+        error = math.sqrt(2) * float((rounded - exact).std())
+        logits = exact[pair].tolist()
+        below = float(exact.max()) - min(logits)
         texts = zip(tokenizer.batch_decode([[token] for token in pair]), logits)
-        best = ", ".join(f"{text!r} {logit:.4f}" for text, logit in texts)
-        yield f"token {position}: {best}: {steps:.2f} of bfloat16's step apart", steps
-
-
-def bfloat16_step(value: float) -> float:
-    """Return the distance of neighbouring bfloat16 numbers (8 significant bits) at `value`."""
-    return 2.0 ** (math.frexp(value)[1] - 8)
+        best = ", ".join(f"{text!r} {logit:.3f}" for text, logit in texts)
+        yield f"token {position}: {best}; bfloat16's error is {error:.3f}", below <= 3 * error
 
 
 if __name__ == "__main__":

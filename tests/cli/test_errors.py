@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -31,6 +32,7 @@ MISTAKES = {
     "inspect EAGLE3 --prompt a": "names no target",
     "inspect PAIR --prompt ''": "The prompt is empty",
     "inspect PAIR --svg a.svg": "give one with --prompt",
+    "eval DRAFTER --target other --data q.jsonl": "vocab_size is 2048, but that",
     "eval PAIR --data none": "There are no prompts at",
     "eval PAIR --data empty.jsonl": "None of the lines",
     "eval PAIR --data q.jsonl --device cuda:7": "The device cuda:7 cannot be used",
@@ -67,6 +69,9 @@ def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     write_target(folder / "w160")
     write_target(folder / "w200", vocab_size=200)
+    (folder / "other").mkdir()
+    config = json.loads((TARGET / "config.json").read_text()) | {"vocab_size": 999}
+    (folder / "other/config.json").write_text(json.dumps(config))
     (folder / "q.jsonl").write_text('{"id": "a", "turns": ["one"], "prompt": "one"}\n')
     (folder / "empty.jsonl").write_text("\n")
     (folder / "file").touch()

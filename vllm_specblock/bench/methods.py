@@ -35,13 +35,17 @@ BUILT_IN: dict[str, MethodSpec] = {
     **{
         name: _tree(model=f"{{{name}}}")
         for name in (
-            *("sps", "medusa", "parallelspec", "falcon"),
+            *("medusa", "parallelspec", "falcon"),
             *("eagle3", "dflash", "jetspec", "specblock"),
         )
     },
     # vLLM's own drafting and rejection sampling: one path.
     "eagle3-chain": MethodSpec(
         speculative={"method": "eagle3", "model": "{eagle3}", "num_speculative_tokens": 3}, env=_V2
+    ),
+    "sps": MethodSpec(
+        speculative={"method": "draft_model", "model": "{sps}", "num_speculative_tokens": 5},
+        env=_V2,
     ),
     "route": _two(_EAGLE, draft_policy="route"),
     "route-ngram": _two(_LOOKUP, draft_policy="route"),
