@@ -95,11 +95,6 @@ class BenchConfig(BaseModel):
             raise ValueError("drafter must be NAME=FOLDER, such as specblock=DIR")
         return dict(each.split("=", 1) for each in given)
 
-    @field_validator("temperature")
-    @classmethod
-    def _each_once(cls, given: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(dict.fromkeys(given))
-
     def must_match(self) -> dict[str, Any]:
         """Return the options that all results of one folder share.
 

@@ -34,10 +34,7 @@ BUILT_IN: dict[str, MethodSpec] = {
     "ngram": _tree(kind="ngram"),
     **{
         name: _tree(model=f"{{{name}}}")
-        for name in (
-            *("medusa", "parallelspec", "falcon"),
-            *("eagle3", "dflash", "jetspec", "specblock"),
-        )
+        for name in ("medusa", "parallelspec", "falcon", "eagle3", "dflash", "jetspec", "specblock")
     },
     # vLLM's own drafting and rejection sampling: one path.
     "eagle3-chain": MethodSpec(

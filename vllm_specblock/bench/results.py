@@ -93,7 +93,7 @@ def summarise(bench: Bench, records: Sequence[Record], base: str) -> list[Figure
     """
     found: list[Figures] = []
     plain_of = _plain_of(bench)
-    for temperature in bench.config.temperature:
+    for temperature in dict.fromkeys(bench.config.temperature):
         here = [record for record in records if record.unit.temperature == temperature]
         for method in bench.methods:
             ours = [record for record in here if method in record.answers]
