@@ -48,21 +48,19 @@ def engines(monkeypatch):
 
 
 def test_prompts_from_a_pipe_become_one_chat(engines):
-    result = run(TARGET, "--model", DRAFTER, said="import re\n\n/help\nimport io\n/new\nx = 1\n")
+    said = "import re\n\n/help\n/tree\nimport io\n/new\nx = 1\n"
+    result = run(TARGET, "--model", DRAFTER, said=said)
     assert result.exit_code == 0, result.output
     methods, first, second, new = engines
     assert methods == {"vLLM": None, "drafts": {"method": "specblock", "model": str(DRAFTER)}}
     assert len(second) > len(first) and len(new) < len(second)
     assert result.stdout.count("import os\nimport sys") == 3 and chats.HELP in result.stdout
     assert "tokens/s, τ" in result.stdout
-
-
-def test_the_tree_of_the_last_step(engines):
-    said = "import re\n/tree\n"
-    result = run(TARGET, "--model", DRAFTER, said=said)
-    assert result.exit_code == 0, result.output
     assert "  root" in result.stdout and "✓ accepted" in result.stdout
-    result = run(TARGET, said=f"{said}import io\n")  # the chat goes on after a refusal
+
+
+def test_a_chat_goes_on_where_there_is_no_tree(engines):
+    result = run(TARGET, said="import re\n/tree\nimport io\n")
     assert "/tree shows the tree of a drafter with weights: give --model." in result.stdout
     assert "> import io" in result.stdout
 
