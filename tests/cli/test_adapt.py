@@ -61,7 +61,6 @@ def test_versions_are_learned_listed_and_chosen(pair, recorded):
 
 
 def test_wrong_folders_versions_and_policies_are_one_sentence(pair, recorded, tmp_path):
-    out = tmp_path / "out"
     for result, message in (
         (train(pair, tmp_path / "none"), "There is no folder"),
         (train(pair, recorded, "--policy", "osd"), "no policy 'osd'"),
@@ -72,7 +71,7 @@ def test_wrong_folders_versions_and_policies_are_one_sentence(pair, recorded, tm
     ):
         assert result.exit_code == 1
         assert message in result.stderr and "Traceback" not in result.stderr
-    for command in ("use", out, "delivered"), ("list", out):
+    for command in ("use", "no/folder", "delivered"), ("list", "no/folder"):
         result = call(*command)
-        assert result.exit_code == 2 and "does not exist" in result.stderr
+        assert result.exit_code == 2 and "'no/folder' does not exist" in result.stderr
     assert len(list(recorded.glob("request-*"))) == 24
