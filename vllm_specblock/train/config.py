@@ -218,11 +218,7 @@ def parse(model: type[_Model], /, **options: Any) -> _Model:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The options in a YAML file.
-
-    Raises:
-        TrainError: the file is missing, or no mapping of options to values.
-    """
+    """Return the options in a YAML file; raises `TrainError` if it is missing, or no mapping."""
     import yaml
 
     try:

@@ -131,12 +131,9 @@ Look = Callable[[slice, Tensor], None]
 def head_loss(
     normed: Tensor, head: Tensor, target_probs: Tensor, target_row: Tensor, look: Look
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the draft logits normed [n, H] · head [Vd, H] (of one dtype) against rows
-    target_row [n] int64 of target_probs [P, Vd] fp32, which sum to 1.
-
-    Returns:
-        its sum [] fp32, and each row's [n] fp32, without a gradient.
-    """
+    """Return the cross-entropy of draft logits normed [n, H] · head [Vd, H] (of one dtype) against
+    rows target_row [n] int64 of target_probs [P, Vd] fp32, which sum to 1: its sum [] fp32, and
+    each row's [n] fp32, without a gradient."""
     apply: Any = _HeadLoss.apply  # untyped in torch
     return apply(normed, head, target_probs, target_row, look, torch.is_grad_enabled())
 
