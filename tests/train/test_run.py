@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -31,26 +32,8 @@ CPU = torch.device("cpu")
 LENGTH = 24
 
 
-@pytest.fixture
-def uneven(tmp_path):
-    """Sequences of many lengths, some longer than a window, with a prompt before and between."""
-    draw = torch.Generator().manual_seed(5)
-    pattern = torch.randint(VOCAB, (12,), generator=draw)
-    texts = []
-    for size in (24, 9, 15, 31, 7, 24, 12, 11, 20, 50, 24, 24):
-        place = torch.arange(size)
-        loss_mask = (place >= size % 4) & ((place < 10) | (place > 12))
-        texts.append(Text(pattern.repeat(5)[size % 12 :][:size], loss_mask))
-    shards.write_shard(tmp_path / "uneven.safetensors", texts)
-    return tmp_path / "uneven.safetensors"
-
-
-def learner_of(run):
-    return run.train_state.learner
-
-
 def drafter_of(run):
-    return learner_of(run).drafter
+    return run.train_state.learner.drafter
 
 
 class TestResume:
@@ -150,10 +133,10 @@ class TestLearning:
 
         monkeypatch.setattr(SpecBlockLearner, "forward", broken)
         run.update()
-        learned = {name: value.clone() for name, value in learner_of(run).state_dict().items()}
+        learned = copy.deepcopy(run.train_state.learner.state_dict())
         for _ in range(19):
             run.update()
-        assert run.train_state.lost == 19 and equal(learner_of(run).state_dict(), learned)
+        assert run.train_state.lost == 19 and equal(run.train_state.learner.state_dict(), learned)
         with pytest.raises(TrainError, match="gradient has not been finite for 20 updates"):
             run.update()
         assert run.step == 20
@@ -240,7 +223,7 @@ def gradients(config, monkeypatch, learned: Trainer) -> dict[str, torch.Tensor]:
     with monkeypatch.context() as patch:
         patch.setattr(TrainState, "step", step)
         run = build(config, CPU)
-        learner_of(run).load_state_dict(learner_of(learned).state_dict())
+        run.train_state.learner.load_state_dict(learned.train_state.learner.state_dict())
         run.step = learned.step
         run.update()
     return found
@@ -363,10 +346,10 @@ def test_a_run_that_cannot_start_is_one_sentence(options, tmp_path, monkeypatch,
     assert "\n" not in str(error.value)
 
 
-def test_stored_features_teach_what_the_target_does(options, folder, uneven, tmp_path):
-    """Packed windows and held-out texts included."""
-    shared = {"data": uneven, "hold_out": 2, "eval_every": 3}
-    sequences = [text.tokens for text in shards.read_shard(uneven)]
+def test_stored_features_teach_what_the_target_does(options, folder, tmp_path):
+    """Held-out texts included."""
+    shared = {"hold_out": 2, "eval_every": 3}
+    sequences = [text.tokens for text in shards.read_shard(folder / "d.safetensors")]
     teacher = build(options(**shared), CPU).teacher
 
     def extract(texts):
