@@ -272,15 +272,11 @@ class TestMicroBatches:
 
 
 class TestHeldOut:
-    @pytest.fixture
-    def changed(self, folder, tmp_path):
-        """The data with other sequences at its end."""
+    def test_held_out_texts_teach_nothing(self, options, folder, tmp_path):
         texts = [text.tokens for text in shards.read_shard(folder / "d.safetensors")]
         texts[-3:] = [torch.randint(VOCAB, (LENGTH,)) for _ in range(3)]
-        save_tokens(tmp_path / "changed.safetensors", texts)
-        return tmp_path / "changed.safetensors"
-
-    def test_held_out_texts_teach_nothing(self, options, changed, tmp_path):
+        changed = tmp_path / "changed.safetensors"
+        save_tokens(changed, texts)
         one = train(options(hold_out=3, eval_every=3), progress=False)
         other = train(options(hold_out=3, data=changed, out=tmp_path / "other"), progress=False)
         assert equal(weights(one), weights(other))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -80,17 +79,12 @@ def test_random_arrivals(seed, late):
     assert [number for _, number in first.taken] == [number for _, number in second.taken]
 
 
-def current(pair: Pair, out: Path) -> None:
-    """A version of seed 1 that a person chose."""
-    versions = pair.versions(out)
+def test_a_folder(tmp_path):
+    (tmp_path / "pair").mkdir()
+    versions = Pair.make(tmp_path / "pair").versions(tmp_path / "requests/versions")
     versions.lock()
     versions.use(versions.write(small_drafter(1, vocab=VOCAB), {"parent": None}))
     versions.unlock()
-
-
-def test_a_folder(tmp_path):
-    (tmp_path / "pair").mkdir()
-    current(Pair.make(tmp_path / "pair"), tmp_path / "requests/versions")
     first, second = on_both_ranks(linked, tmp_path)
     assert first.seen == second.seen and first.seen[0] == digest_of(1)
     assert first.seen[-1] == digest_of(3), "the delivered drafter was chosen meanwhile"
