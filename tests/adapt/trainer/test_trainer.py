@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lib.policies import Fixed
 from support.adapting import Pair, staged, wait
 from support.processes import alive
 
@@ -57,22 +56,18 @@ def keeping(pair, out):
     link.close()
 
 
+def config_of(pair: Pair, **more) -> TrainerConfig:
+    return TrainerConfig(str(pair.drafter), str(pair.target), "always", "all", lr=3e-3, **more)
+
+
 class Both:
     """An engine's end, and a trainer in the same process."""
 
     def __init__(self, pair: Pair, engine: FolderLink, **more):
         self.pair, self.engine = pair, engine
         engine.versions.lock()
-        given = {"policy": "always", "actions": "all", "lr": 3e-3, **more}
-        fixed = given["policy"] == "fixed"
-        if fixed:
-            given["policy"] = "gain"  # which depends on the clock
-        self.trainer = Trainer(
-            TrainerConfig(str(pair.drafter), str(pair.target), link=str(engine.folder), **given),
-            FolderSource(engine.folder),
-        )
-        if fixed:
-            self.trainer.adaptation.policy = Fixed(LARGEST[given["actions"]])
+        config = replace(config_of(pair), link=str(engine.folder), **more)
+        self.trainer = Trainer(config, FolderSource(engine.folder))
 
     def serve(self, requests: range) -> list:
         """Finish requests one by one, and take what is offered. Returns what was taken."""
@@ -138,11 +133,11 @@ def test_rows_of_another_target_are_dropped(pair, engine):
 
 
 def test_a_later_trainer_goes_on_from_what_serves_and_chooses_nothing_anew(pair, keeping, out):
-    both = Both(pair, keeping, policy="fixed", out=str(out))
+    both = Both(pair, keeping, out=str(out))
     taken = both.serve(range(30))
     both.trainer.close()
     stamp = keeping.versions.stamp()
-    after = Both(pair, keeping, policy="fixed", out=str(out))
+    after = Both(pair, keeping, out=str(out))
     assert holds(after.trainer.adaptation.pool.current.tensors, taken[-1])
     after.trainer.step()
     assert staged(keeping) is None and keeping.versions.stamp() == stamp  # it serves already
@@ -182,10 +177,6 @@ def test_versions_are_kept_and_a_person_may_choose(pair, keeping, out):
     after = Both(pair, keeping, out=str(out)).trainer.adaptation
     assert after.pool.current is after.training is after.pool.origin
     assert holds(dict(after.updater.drafter.named_parameters()), after.pool.origin)
-
-
-def config_of(pair: Pair, **more) -> TrainerConfig:
-    return TrainerConfig(str(pair.drafter), str(pair.target), "always", "all", lr=3e-3, **more)
 
 
 @pytest.fixture
