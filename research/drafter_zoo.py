@@ -104,14 +104,14 @@ def _small_model(run_context: RunContext, wanted: int) -> SmallModel:
     for heads in range(widest, 0, -1):
         build = partial(
             SmallModel.for_target,
-            *(config, run_context.d2t, run_context.t2d, run_context.seed),
+            *(config, run_context.t2d, run_context.seed),
             hidden_size=heads * head_dim,
             num_hidden_layers=max(2, config.num_hidden_layers // 2),
             num_attention_heads=heads,
             num_key_value_heads=heads,
         )
         found = _matched(wanted, lambda width, build=build: build(intermediate_size=width))
-        if found.config.intermediate_size >= heads * head_dim:
+        if found.llama.config.intermediate_size >= heads * head_dim:
             break
     return found
 

@@ -13,7 +13,7 @@ from vllm_specblock.config import DEFAULT_NODES, parse_drafter
 from vllm_specblock.drafters.common.config import CheckpointError, default_layer_ids
 from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
 from vllm_specblock.drafters.detect import kind_of
-from vllm_specblock.drafters.eagle3.checkpoint import FILES as eagle3_files
+from vllm_specblock.drafters.eagle3.model import FILES as eagle3_files
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock import checkpoint as specblock_files
 from vllm_specblock.drafters.specblock.config import TargetInfo
