@@ -21,7 +21,6 @@ import drafter_zoo
 import torch
 import typer
 from pydantic import Field
-from transformers import AutoConfig
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.bench.summary import markdown_table
@@ -37,11 +36,9 @@ from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
 from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import Learner, TrainBatch
 from vllm_specblock.train.loop import Trainer
-from vllm_specblock.train.run import RunContext, folded_head, make_teacher, prepare, sequences_of
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
-from vllm_specblock.train.target import target_rows
+from vllm_specblock.train.run import make_teacher, prepare, sequences_of
+from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target.features import load_target, load_tokenizer
-from vllm_specblock.train.untrained import most_frequent
 
 _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
 _SHORTEST = 12
@@ -89,8 +86,8 @@ def compare(
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
     with ranks(config.device) as device:
         run_context = prepare(config, device, _SHORTEST)
-        common = footing(config, run_context)
-        teacher = make_teacher(config, run_context, common.t2d, device)
+        footing = drafter_zoo.Footing(config, run_context)
+        teacher = make_teacher(config, run_context, footing.t2d, device)
         sequences = sequences_of(run_context, teacher, device)
         trainers = {}
         for name in config.names:
@@ -99,7 +96,7 @@ def compare(
                 changes["minutes"] = (deadline - time.monotonic()) / 60
             trainer = trainers[name] = Trainer(
                 config.model_copy(update=changes),
-                drafter_zoo.make(name, common).to(device).train(),
+                drafter_zoo.make(name, footing).to(device).train(),
                 teacher,
                 run_context.windows,
                 sequences,
@@ -113,27 +110,7 @@ def compare(
         if world()[0] == 0:
             if "Falcon" in trainers:
                 calibrate(trainers["Falcon"])
-            judge(config, trainers, common.layer_ids, device, deadline)
-
-
-def footing(config: Comparison, run_context: RunContext) -> drafter_zoo.RunContext:
-    """Return the target and the sizes that all drafters share."""
-    size = min(config.draft_vocab_size, run_context.target.vocab_size)
-    d2t, t2d = most_frequent(run_context.counts, size)
-    return drafter_zoo.RunContext(
-        config.target,
-        AutoConfig.from_pretrained(config.target),
-        d2t,
-        t2d,
-        run_context.counts,
-        target_rows.head_rows(config.target, t2d.nonzero()[:, 0]).float(),
-        folded_head(config.target, t2d),
-        run_context.target.layer_ids,
-        Recipe(config.num_blocks, config.rank_from, loss_floor=config.loss_floor),
-        config.nodes,
-        config.seed,
-        {"intermediate_size": config.intermediate_size} if config.intermediate_size else {},
-    )
+            judge(config, trainers, footing.layer_ids, device, deadline)
 
 
 @torch.no_grad()

@@ -51,8 +51,6 @@ Cases = dict[str, list[Step]]
 
 PROMPT = "Write a Python function to compute the Fibonacci sequence."
 """The paper's own (appendix E)."""
-DRAFTERS = ("#222222", "#c1121f", "#2a6f4e", "#7b4fb0")
-"""Lines of drafter 1, 2, …: none of the colours of drafter forwards."""
 COLUMNS = 64
 """Letters of a line of a shaded answer."""
 
@@ -95,51 +93,36 @@ def committed_tokens(steps: Sequence[Step]) -> list[tuple[int, Origin]]:
     return found
 
 
-def plot_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
-    """Draw figure 5a: α_k along the main path; thick lines are means over the sets."""
-    figure, axes = pyplot.subplots(figsize=(6.4, 4))
-    for index, (name, found) in enumerate(drafters.items()):
-        each_set = [figures.main_path.alpha for figures in found.sets.values()]
-        _lines(axes, found.alpha, each_set, DRAFTERS[index % len(DRAFTERS)], name)
-    axes.set_ylabel("acceptance rate α$_k$")
-    axes.set_xlabel("k, position on the main path")
-    axes.set_title("first choice accepted, given that all before it were", fontsize=10)
-    _save(figure, path)
+Lines = dict[str, list[Rates]]
+"""Rates by position of each line: their mean, then those of each set."""
 
 
-def plot_block_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
-    """Draw figure 5b for drafters of blocks: α_{m,j}, position j of block m after m − 1 blocks that
-    were right."""
-    figure, every = pyplot.subplots(
-        1, len(drafters), sharey=True, squeeze=False, figsize=(4.2 * len(drafters), 3.6)
-    )
-    for axes, (name, found) in zip(every[0], drafters.items()):
-        chains = [figures.chain.alpha_mj for figures in found.sets.values() if figures.chain]
-        for m, block in enumerate(found.alpha_mj or [], start=1):
-            each_set = [chain[m - 1] for chain in chains]
-            _lines(axes, block, each_set, forward_colour(m), f"block {m}")
-            axes.set_xticks(range(1, len(block) + 1))
-        axes.set_title(name, fontsize=10)
-        axes.set_xlabel("j, position in the block")
-    every[0][0].set_ylabel("acceptance rate α$_{m,j}$")
-    _save(figure, path)
+def block_lines(found: DrafterFigures) -> Lines:
+    """Return a line per block of figure 5b; none without blocks."""
+    chains = [each.chain.alpha_mj for each in found.sets.values() if each.chain]
+    return {
+        f"block {m + 1}": [block, *(chain[m] for chain in chains)]
+        for m, block in enumerate(found.alpha_mj or [])
+    }
 
 
-def _save(figure: Any, path: Path) -> None:
+def plot(panels: dict[str, Lines], position: str, rate: str, path: Path) -> None:
+    """Draw rates by position, 0 to 1: thick lines are means over the sets."""
+    size = 2.2 + 4.2 * len(panels), 4
+    figure, every = pyplot.subplots(1, len(panels), sharey=True, squeeze=False, figsize=size)
+    for axes, (title, lines) in zip(every[0], panels.items()):
+        for number, (name, (mean, *each_set)) in enumerate(lines.items(), start=1):
+            thick = {"linewidth": 2.2, "marker": "o", "label": name}
+            thin = {"linewidth": 0.6, "alpha": 0.4}
+            for rates, how in [(mean, thick), *((each, thin) for each in each_set)]:
+                known = {k: each for k, each in enumerate(rates, start=1) if each is not None}
+                axes.plot([*known], [*known.values()], color=forward_colour(number), **how)
+        axes.set(title=title, xlabel=position, ylim=(0, 1.02))
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    every[0][0].set_ylabel(f"acceptance rate {rate}")
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
-
-
-def _lines(axes: Any, mean: Rates, each_set: list[Rates], colour: str, name: str) -> None:
-    """Draw rates by position, 0 to 1: one thick line, and thin ones."""
-    thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.4}
-    thick: dict[str, Any] = {"linewidth": 2.2, "marker": "o", "label": name}
-    for values, how in [*((each, thin) for each in each_set), (mean, thick)]:
-        there = [(k, value) for k, value in enumerate(values, start=1) if value is not None]
-        axes.plot([k for k, _ in there], [value for _, value in there], color=colour, **how)
-    axes.set_ylim(0, 1.02)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
 
 
 def save_text(cases: Cases, tokenizer: Any, count: int, path: Path) -> None:
@@ -277,10 +260,15 @@ def figures(
             "The target's answer to --case ends before anything is drafted: give another prompt."
         )
 
-    plot_alpha(drafters, out / "fig5a_alpha.png")
-    blocks = {name: each for name, each in drafters.items() if each.alpha_mj is not None}
+    lines = {
+        name: [found.alpha, *(each.main_path.alpha for each in found.sets.values())]
+        for name, found in drafters.items()
+    }
+    title, path = "first choice accepted, given all before it", out / "fig5a_alpha.png"
+    plot({title: lines}, "k, position on the main path", "α$_k$", path)
+    blocks = {name: lines for name, each in drafters.items() if (lines := block_lines(each))}
     if blocks:
-        plot_block_alpha(blocks, out / "fig5b_alpha_blocks.png")
+        plot(blocks, "j, position in the block", "α$_{m,j}$", out / "fig5b_alpha_blocks.png")
     save_text(cases, tokenizer, tokens, out / "fig6_text.svg")
     names = {name: each.forward_name for name, each in loaded.items()}
     save_trees(cases, names, tokenizer, out / "fig7_trees.svg")
