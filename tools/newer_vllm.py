@@ -15,7 +15,8 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from contract import folder_of
@@ -36,23 +37,20 @@ sys.exit(next(iter(entry_points(group="console_scripts", name="{name}"))).load()
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Make the environment anew; print its interpreter."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("release", help="of vLLM, e.g. 0.33.0")
     release = parser.parse_args(arguments).release
-    print(make(release, MADE / f"{PACKAGE}-{release}"))
-
-
-def make(release: str, folder: Path) -> Path:
-    """Make the environment anew; returns its interpreter."""
-    build = installed_version(PACKAGE)
+    folder = MADE / f"{PACKAGE}-{release}"
     base = installed()
-    if base is None or build is None or "+cpu" not in build:
+    build = version(PACKAGE) if base else "none"
+    if base is None or "+cpu" not in build:
         raise SystemExit(
             f"The compiled parts come from an installed CPU build of vLLM, and here is {build}: "
             "call the Python of an environment that `make setup` made on a CPU."
         )
     sources = folder_of(release)
-    also = [name for name in ALSO if installed_version(name) is None]
+    also = [name for name in ALSO if find_spec(name) is None]
     venv.create(folder, with_pip=False, clear=True, symlinks=True)
     where = {"base": str(folder), "platbase": str(folder)}
     site = Path(sysconfig.get_path("purelib", "venv", where))
@@ -84,14 +82,7 @@ def make(release: str, folder: Path) -> Path:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["?"])[-1]
         raise SystemExit(f"{folder} was made, but vLLM {release} does not import there: {last}")
-    return python
-
-
-def installed_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    print(python)
 
 
 if __name__ == "__main__":

