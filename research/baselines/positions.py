@@ -33,6 +33,12 @@ from vllm_specblock.train.learner import (
 )
 from vllm_specblock.train.losses import head_loss
 
+LAYER_KEYS = {
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
+    *("intermediate_size", "num_hidden_layers", "vocab_size", "rope_theta", "rope_scaling"),
+}
+"""Keys of any published drafter's config.json."""
+
 
 def served(
     kind: type[NetworkDrafter],
