@@ -29,7 +29,7 @@ test-fast: setup
 		--ignore $(COMPILED) -m "not engine" $(COVERAGE)
 
 # What the plugin leans on in vLLM, held against the installed one, or against the sources of any
-# other: make contract VLLM=0.33.0. Nothing of it is installed or run.
+# other: make contract VLLM=0.33.0. Nothing of it is run.
 contract: setup
 	$(VENV)/bin/python tools/contract.py $(VLLM)
 

@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     python = Path(sysconfig.get_path("scripts", "venv", where)) / "python"
     # Its own .pth files count there as well, such as that of a package installed with `-e`.
     (site / "base.pth").write_text(f"import site; site.addsitedir({str(base.parent)!r})\n")
-    shutil.copytree(sources, site / PACKAGE)
+    shutil.copytree(sources, site / PACKAGE, ignore=shutil.ignore_patterns("*.so"))
     for part in sorted(base.rglob("*.so")):
         link = site / PACKAGE / part.relative_to(base)
         link.parent.mkdir(parents=True, exist_ok=True)
