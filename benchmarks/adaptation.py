@@ -182,7 +182,7 @@ def attacks(
     head = ["policy", "τ of clean, of frozen's", *(p for p in phases if p.startswith("clean"))]
     rows = [[*head, "windows of loss in a row", "records", "refused versions"]]
     for name, each in served.items():
-        kept = attack.kept(each.served, frozen.served)
+        kept = attack.kept(each.requests, frozen.requests)
         shares = [f"{100 * share:.1f} %" for share in (kept.share, *kept.by_phase.values())]
         rows.append([name, *shares, str(kept.longest), json.dumps(each.books), str(each.refused)])
     print(markdown_table(rows))
