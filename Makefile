@@ -37,7 +37,7 @@ contract: setup
 # interrupted, and writes docs/support.md.
 targets: setup
 	$(VENV)/bin/python tests/targets/sweep.py
-	$(VENV)/bin/python tools/support_matrix.py
+	$(VENV)/bin/python tools/pages.py
 
 # The CUDA build on an emulated GPU, on demand: an environment of its own (9 GB, some 25 minutes),
 # then 20 minutes on two cores. `make test` runs a kernel there once the environment exists.
