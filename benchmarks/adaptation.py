@@ -102,8 +102,8 @@ def streams(
     nodes: Annotated[int, typer.Option(min=1, max=256, help="Of every tree.")] = 60,
     step_seconds: Annotated[float, typer.Option(help="Of a step.")] = 0.025,
     update_seconds: Annotated[
-        str, typer.Option(metavar="HEADS,FULL", help="0,0: on a second device.")
-    ] = "0.1,0.2",
+        tuple[float, float], typer.Option(help="Of heads and of all; 0 0: on a second device.")
+    ] = (0.1, 0.2),
     out: Annotated[Path, typer.Option(help="Folder.")] = ROOT / "runs/adaptation",
 ) -> None:
     """Replay streams of requests, each with every policy, and print one table over all seeds.
@@ -118,7 +118,7 @@ def streams(
         for name in known("stream", stream, STREAMS)
         for seed in range(seeds)
     }
-    cost = CostModel(step_seconds, _two(update_seconds))
+    cost = CostModel(step_seconds, update_seconds)
     pair, needed = Pair(drafter, target), texts_needed(list(planned.values()), len(files))
     prompts = [pair.prompts(path, count) if count else [] for path, count in zip(files, needed)]
     texts = [pair.answered(each, new_tokens) for each in prompts]
@@ -238,16 +238,6 @@ def check_prompts(path: Path, found: list[Any], wanted: int) -> list[Any]:
             "or more prompts."
         )
     return found
-
-
-def _two(text: str) -> tuple[float, float]:
-    try:
-        heads, full = map(float, text.split(","))
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is not two numbers of seconds with a comma between them, such as 0.1,0.2."
-        ) from None
-    return heads, full
 
 
 if __name__ == "__main__":
