@@ -30,6 +30,10 @@ LEARNERS: dict[str, dict[str, Any] | None] = {
 }
 """`adapt` of each engine."""
 
+WINDOW, BATCH, NODES = 16, 4, 12
+"""Requests of a turn, and at a time; nodes of a tree."""
+LONGEST = 512
+"""Tokens of a prompt; longer ones are left out."""
 PARTS = 4
 """Parts of each other domain in the table."""
 COUNTER = "vllm:specblock_adapt_"
@@ -44,29 +48,22 @@ class Serving:
 
     Attributes:
         home: requests of the drafter's own domain; away: domains after it, and requests of each.
-        window: requests of a turn; batch: at a time.
-        lr: of learners; None: the default.
         pause: seconds after a learner's turn in which its trainer runs.
     """
 
     home: int
     away: tuple[tuple[str, int], ...]
-    window: int
-    batch: int
-    nodes: int
     new_tokens: int
     dtype: str
-    lr: float | None = None
-    pause: float = 0.0
+    pause: float
 
     def arguments(self, drafter: Path, target: Path, learner: str) -> dict[str, Any]:
         """Of vLLM's `LLM`."""
-        speculative = alone(specblock(drafter, num_blocks=1), self.nodes)
-        if (adapt := LEARNERS[learner]) is not None:
-            rate = {} if self.lr is None else {"lr": self.lr}
-            speculative["adapt"] = adapt | rate
-        shared = shared_arguments(target, self.dtype, 1024, self.batch)
         # Drafting is never paused: such steps are not recorded.
+        speculative = alone(specblock(drafter, num_blocks=1), NODES)
+        if (adapt := LEARNERS[learner]) is not None:
+            speculative["adapt"] = adapt
+        shared = shared_arguments(target, self.dtype, 1024, BATCH)
         return shared | {"speculative_config": speculative}
 
 
@@ -89,9 +86,9 @@ def serve(
         for name in learners:
             arguments = serving.arguments(drafter, target, name)
             engines.append(EngineProcess(name, arguments, ENV, out / f"{name}.log"))
-        firsts = range(0, len(prompts), serving.window)
+        firsts = range(0, len(prompts), WINDOW)
         for turn, first in enumerate(tqdm(firsts, "windows", unit="window")):
-            part = list(prompts[first : first + serving.window])
+            part = list(prompts[first : first + WINDOW])
             for engine in rotated(engines, turn):
                 seeds = range(first, first + len(part))
                 answer = engine.ask(job_of(part, serving.new_tokens, 0.0, seeds))
@@ -113,10 +110,10 @@ def serve(
 
 def parts(serving: Serving) -> dict[str, slice]:
     """Return the windows of home, without the first if it has more, and of the others' parts."""
-    end = serving.home // serving.window
+    end = serving.home // WINDOW
     found = {"home": slice(min(1, end - 1), end)}
     for name, requests in serving.away:
-        begin, end = end, end + requests // serving.window
+        begin, end = end, end + requests // WINDOW
         edges = [begin + (end - begin) * part // PARTS for part in range(PARTS + 1)]
         found |= {f"{name} {n + 1}/{PARTS}": slice(*edges[n : n + 2]) for n in range(PARTS)}
     return found
