@@ -211,8 +211,8 @@ def figures(
     and figures.json with every number.
     """
     where = usable_device(device)
-    folders = _by_name("--drafter", drafter, "specblock=DIR")
-    sets = _by_name("--set", data, "humaneval=PATH")
+    folders = _by_name("--drafter", drafter)
+    sets = _by_name("--set", data)
     pairs = {}
     for name, folder in folders.items():
         pairs[name] = pair(folder, target)
@@ -294,16 +294,11 @@ def figures(
     typer.echo(f"The figures and their numbers are in {out}.")
 
 
-def _by_name(option: str, given: list[str], example: str) -> dict[str, Path]:
-    """Parse "NAME=PATH", each name once."""
-    found: dict[str, Path] = {}
-    for text in given:
-        name, _, path = text.partition("=")
-        if not (name and path):
-            raise OptionError(f"{option} {text!r} has no name before its path, as {example} has.")
-        if name in found:
-            raise OptionError(f"{option} {name} was given twice: call one by another name.")
-        found[name] = Path(path)
+def _by_name(option: str, given: list[str]) -> dict[str, Path]:
+    """Parse "NAME=PATH"."""
+    found = {name: Path(path) for name, _, path in (text.partition("=") for text in given)}
+    if len(found) < len(given) or not all("=" in text for text in given):
+        raise OptionError(f"{option} is NAME=PATH, and each name is given once: {given}.")
     return found
 
 
