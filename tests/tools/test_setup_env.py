@@ -11,32 +11,23 @@ SCRIPT = Path(__file__).resolve().parents[2] / "tools/setup_env.py"
 WHEELS = "https://download.pytorch.org/whl/cpu"
 
 
-class Machine:
-    """Remembers every call of pip; `fails` does not work."""
-
-    def __init__(self):
-        self.commands: list[str] = []
-        self.fails = "nothing"
-
-    def pip(self, python, *arguments):
-        self.commands.append(" ".join(arguments).replace(str(SCRIPT.parents[1]), "."))
-        return self.commands[-1] != self.fails
-
-
 @pytest.fixture
 def setup(monkeypatch, tmp_path):
+    """The module, with pip's arguments in `commands`; the one that is `fails` does not work."""
     module = load_script(SCRIPT)
-    machine = Machine()
-    monkeypatch.setattr(module, "_pip", machine.pip)
+    module.commands, module.fails, module.folder = [], None, tmp_path
+
+    def pip(python, *arguments):
+        module.commands.append(" ".join(arguments).replace(str(SCRIPT.parents[1]), "."))
+        return module.commands[-1] != module.fails
+
+    monkeypatch.setattr(module, "_pip", pip)
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
     monkeypatch.setattr(module.platform, "system", lambda: "Linux")
     monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(module.venv, "create", lambda folder, with_pip: None)
     monkeypatch.setattr(module, "_imports", lambda python: None)
     monkeypatch.setattr(module, "_name_the_distribution", lambda python: None)
-    module.machine, module.monkeypatch = machine, monkeypatch
-    module.folder = tmp_path / "v"
-    module.folder.mkdir()
     return module
 
 
@@ -50,20 +41,20 @@ REST = [
 
 def test_a_cpu_in_steps(setup):
     setup.set_up(setup.folder)
-    assert setup.machine.commands == [TORCH, *REST]
+    assert setup.commands == [TORCH, *REST]
     # The second call finds it ready, and a change of what is wanted does not.
     setup.set_up(setup.folder)
-    assert len(setup.machine.commands) == 4
-    setup.monkeypatch.setattr(setup, "_fingerprint", lambda: "another")
+    assert len(setup.commands) == 4
+    setup._fingerprint = lambda: "another"
     setup.set_up(setup.folder)
-    assert len(setup.machine.commands) == 8
+    assert len(setup.commands) == 8
 
 
 def test_where_no_index_is_set_up_pytorchs_own_is_asked(setup):
-    setup.machine.fails = TORCH
+    setup.fails = TORCH
     setup.set_up(setup.folder)
     by_itself = f"{TORCH} --extra-index-url {WHEELS}"
-    assert setup.machine.commands == [TORCH, by_itself, *REST]
+    assert setup.commands == [TORCH, by_itself, *REST]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +66,7 @@ def test_where_no_index_is_set_up_pytorchs_own_is_asked(setup):
 )
 def test_what_fails_is_one_sentence(setup, wrong, says):
     for name, stand_in in wrong.items():
-        setup.monkeypatch.setattr(setup, name, stand_in)
+        setattr(setup, name, stand_in)
     with pytest.raises(SystemExit, match=says) as caught:
         setup.set_up(setup.folder)
     assert "\n" not in str(caught.value)
@@ -91,7 +82,7 @@ def test_what_fails_is_one_sentence(setup, wrong, says):
     ],
 )
 def test_a_gpu_or_an_option_gets_the_cuda_build(setup, gpu, cuda, wanted):
-    setup.monkeypatch.setattr(setup, "_has_gpu", lambda: gpu)
+    setup._has_gpu = lambda: gpu
     setup.set_up(setup.folder, cuda)
     # `==` would also take the build for CPUs, 2.13.0+cpu, of a machine that keeps its wheel.
-    assert setup.machine.commands == [f"install --quiet {wanted}", REST[-1]]
+    assert setup.commands == [f"install --quiet {wanted}", REST[-1]]
