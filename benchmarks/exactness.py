@@ -41,6 +41,7 @@ import torch
 import typer
 from lib import pair, ranks
 from lib.in_process import runner_of
+from lib.options import known
 from lib.results_store import ROOT
 from lib.spec_configs import NGRAM, POLICIES, alone, eagle3, specblock, together
 from lib.weight_swaps import Swaps, make_versions
@@ -215,25 +216,22 @@ def main(
     list_all: Annotated[bool, typer.Option("--list", help="Only name the combinations.")] = False,
 ) -> None:
     """Compare one combination, or all of them."""
-    known = combinations(str(drafter), str(second), str(eagle), nodes)
+    choices = combinations(str(drafter), str(second), str(eagle), nodes)
     if swaps:
-        known = {name: keys for name, keys in known.items() if keys["kind"] == "specblock"}
+        choices = {name: keys for name, keys in choices.items() if keys["kind"] == "specblock"}
     if num_ranks > 1:
-        known = of_ranks(known["SpecBlock"])
+        choices = of_ranks(choices["SpecBlock"])
     if list_all:
-        print("\n".join(known))
+        print("\n".join(choices))
         return
     if combination != "all":
-        if combination not in known:
-            raise SystemExit(
-                f"--combination {combination!r} is not known; there are: {'; '.join(known)}."
-            )
+        known("combination", [combination], choices)
         # vLLM has no adaptive verification without graphs, save on a CPU.
-        adaptive = known[combination].get("enable_adaptive_verification", False)
+        adaptive = choices[combination].get("enable_adaptive_verification", False)
         graphs = graphs or (adaptive and torch.cuda.is_available())
         other = second if swaps else None
         compared, seconds, done = compare(
-            known[combination], tokens, graphs, target, questions, other, num_ranks
+            choices[combination], tokens, graphs, target, questions, other, num_ranks
         )
         how = ["float32", "batch 8"]
         how += ["CUDA graphs"] if graphs else []
@@ -248,10 +246,10 @@ def main(
         return
     command = [sys.executable, __file__, *sys.argv[1:]]
     failed = [
-        name for name in known if subprocess.run([*command, f"--combination={name}"]).returncode
+        name for name in choices if subprocess.run([*command, f"--combination={name}"]).returncode
     ]
     print(
-        f"{len(known) - len(failed)} of {len(known)} combinations are exact"
+        f"{len(choices) - len(failed)} of {len(choices)} combinations are exact"
         + "".join(f"\nnot exact, or failed: {name}" for name in failed)
     )
     raise typer.Exit(bool(failed))
