@@ -131,10 +131,11 @@ def compare(
         texts = chat_texts(questions, plain.get_tokenizer())
     swaps = start_swaps(tree, speculative, other) if other else None
     policy = speculative.get("adapt", {}).get("policy")
-    drafts = ranks.Ranks(tree, policy) if num_ranks > 1 else None
+    if num_ranks > 1:
+        tree.collective_rpc("record_drafts")
     compared, batch, began = 0, 0, time.monotonic()
     with tqdm(total=tokens, unit="token") as bar:
-        while compared < tokens or (drafts and batch < MOST_BATCHES and drafts.lacking()):
+        while compared < tokens or (batch < MOST_BATCHES and ranks.lacking(tree, policy)):
             prompts = [texts[(8 * batch + i) % len(texts)] for i in range(8)]
             params = [
                 SamplingParams(
@@ -157,8 +158,8 @@ def compare(
             batch += 1
     if swaps is not None:
         swaps.require(swaps=100, accepted=compared // 100)
-    if drafts is not None:
-        drafts.require(compared)
+    if num_ranks > 1:
+        ranks.require(tree, policy, compared)
     return compared, time.monotonic() - began, swaps
 
 

@@ -171,22 +171,22 @@ def profile(arguments: dict[str, Any], steps: int) -> list[dict[str, Any]]:
 
 
 def main(
-    target: Annotated[Path, typer.Option(help="Folder of the target.")] = pair.TARGET,
-    drafter: Annotated[Path, typer.Option(help="Folder of its drafter.")] = pair.DRAFTER,
     nodes: Annotated[int, typer.Option(help="Of every tree.")] = 24,
     batch: Annotated[int, typer.Option(help="Requests at a time.")] = 8,
     steps: Annotated[int, typer.Option(help="Steps to profile.")] = 50,
-    speculative: Annotated[str, typer.Option(help="More of speculative_config, as JSON.")] = "{}",
     engine: Annotated[str, typer.Option(help="More arguments of LLM, as JSON.")] = "{}",
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
 ) -> None:
     """Profile decode steps and print what the device waits for."""
     import torch
 
-    drafts = {"method": "specblock", "model": str(drafter), "num_speculative_tokens": nodes}
     arguments = {
-        "model": str(target),
-        "speculative_config": drafts | json.loads(speculative),
+        "model": str(pair.TARGET),
+        "speculative_config": {
+            "method": "specblock",
+            "model": str(pair.DRAFTER),
+            "num_speculative_tokens": nodes,
+        },
         "max_model_len": 1024,
         "max_num_seqs": batch,
         "enable_prefix_caching": False,

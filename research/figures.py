@@ -8,7 +8,6 @@ Drafters run along the target's own answers as in serving; no engine is needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,15 +54,8 @@ COLUMNS = 64
 """Letters of a line of a shaded answer."""
 
 
-class Origin(StrEnum):
-    """Origin of a committed token."""
-
-    PREFILL = "prefill"  # the target's first token, before anything was drafted
-    ACCEPTED = "accepted"
-    BONUS = "bonus"
-
-
-COLOURS = {Origin.PREFILL: "#e9ecef", Origin.ACCEPTED: "#a8dda8", Origin.BONUS: "#f4a6a6"}
+COLOURS = {"prefill": "#e9ecef", "accepted": "#a8dda8", "bonus": "#f4a6a6"}
+"""By origin of a committed token; prefill: the target's first one, before anything is drafted."""
 
 
 def case_json(steps: Sequence[Step], tokenizer: Any, count: int) -> dict[str, Any]:
@@ -71,7 +63,7 @@ def case_json(steps: Sequence[Step], tokenizer: Any, count: int) -> dict[str, An
     first, tokens = steps[0], committed_tokens(steps)[:count]
     return {
         "tokens": [
-            {"text": tokenizer.decode([token]), "origin": str(origin)} for token, origin in tokens
+            {"text": tokenizer.decode([token]), "origin": origin} for token, origin in tokens
         ],
         "tree": {
             "text": [tokenizer.decode([token]) for token in first.token],
@@ -84,12 +76,12 @@ def case_json(steps: Sequence[Step], tokenizer: Any, count: int) -> dict[str, An
     }
 
 
-def committed_tokens(steps: Sequence[Step]) -> list[tuple[int, Origin]]:
-    found = [(step.token[0], Origin.PREFILL) for step in steps[:1]]
+def committed_tokens(steps: Sequence[Step]) -> list[tuple[int, str]]:
+    found = [(step.token[0], "prefill") for step in steps[:1]]
     for step in steps:
-        found += [(step.token[node], Origin.ACCEPTED) for node in step.accepted[1:]]
+        found += [(step.token[node], "accepted") for node in step.accepted[1:]]
         if step.bonus is not None:
-            found.append((step.bonus, Origin.BONUS))
+            found.append((step.bonus, "bonus"))
     return found
 
 
@@ -136,12 +128,12 @@ def save_text(cases: Cases, tokenizer: Any, count: int, path: Path) -> None:
         pages.append(Panel(page.append("…" * (len(committed) > count)), title=name))
     grid.add_row(*pages)
     keys = Text("  ").join(
-        Text(f" {origin} ", style=f"#000000 on {COLOURS[origin]}") for origin in Origin
+        Text(f" {origin} ", style=f"#000000 on {COLOURS[origin]}") for origin in COLOURS
     )
     save_svg(path, "committed tokens", grid, keys, width=COLUMNS * len(cases))
 
 
-def _words(tokens: list[tuple[int, Origin]], tokenizer: Any) -> list[tuple[str, Origin]]:
+def _words(tokens: list[tuple[int, str]], tokenizer: Any) -> list[tuple[str, str]]:
     """Return each token's text. Where several tokens make one letter, the last one shows it."""
     words, before, ids = [], "", []
     for token, origin in tokens:

@@ -109,13 +109,13 @@ def _targets() -> Iterator[str]:
 
 def _verdict(entry: dict[str, Any]) -> str:
     verdict, reason = entry.get("verdict", ""), entry.get("reason")
+    if verdict == "cannot start":
+        return "plain vLLM cannot start on a CPU"
     if reason is None:
         return verdict
     named = re.search("has (.+), which SpecBlock cannot verify", reason)
-    if named:
-        reason = named[1].split(" (docs/")[0].split(" (model.")[0]
-    what = "plain vLLM cannot start on a CPU" if verdict == "cannot start" else verdict
-    return what if verdict == "cannot start" else f"{what}: {reason}"
+    shown = re.split(r" \((?:docs/|model\.)", named[1])[0] if named else reason
+    return f"{verdict}: {shown}"
 
 
 def _fewer_bits() -> Iterator[str]:
