@@ -42,7 +42,7 @@ class Again:
 
     Attributes:
         step: number of the running step, set by the caller; −1: offer nothing.
-        trips: steps of each swap, from its offer to its end.
+        around: steps of all swaps, from the offer to the end.
         seconds: of each swap.
     """
 
@@ -51,18 +51,18 @@ class Again:
         self.tensors, self.action = tensors, Action.FULL if whole else Action.HEADS
         self.every, self.step, self._offered = every, 0, 0
         self.counts: dict[str, int] = {}
-        self.trips: list[range] = []
+        self.around: set[int] = set()
         self.seconds: list[float] = []
 
     def staged(self) -> StagedVersion | None:
         if self.step < 0 or self.step < self._offered + self.every:
             return None
         self._offered = self.step
-        return StagedVersion(len(self.trips) + 1, 0, self.action, self.tensors)
+        return StagedVersion(len(self.seconds) + 1, 0, self.action, self.tensors)
 
     def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
         if self.step >= 0:
-            self.trips.append(range(self._offered, self.step + 1))
+            self.around.update(range(self._offered, self.step + 1))
             self.seconds.append(seconds)
             self._offered = self.step
 
@@ -70,24 +70,8 @@ class Again:
         raise RuntimeError(f"the drafter's own weights were refused: {reason}")
 
 
-def swap_summary(steps: Sequence[float], link: Again) -> dict[str, float]:
-    """Return the cost of swaps to the steps around them; steps: seconds of each."""
-    around = {step for trip in link.trips for step in trip}
-    quiet = median(each for step, each in enumerate(steps) if step not in around)
-    longest = [max(steps[step] for step in trip) for trip in link.trips]
-    return {
-        "swaps": len(link.trips),
-        "step_ms": 1e3 * quiet,
-        "longest_ms": 1e3 * max(longest),
-        "ratio": max(longest) / quiet,
-        "usual_ratio": median(longest) / quiet,
-        "copy_ms": 1e3 * median(link.seconds),
-        "steps_of_a_trip": median(len(trip) for trip in link.trips),
-    }
-
-
 def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: str) -> dict:
-    """Swap the drafter's own weights while serving; what: `heads` or `all`."""
+    """Return the cost of swaps to the steps around them; what: `heads` or `all` weights."""
     from vllm_specblock.adapt.serving.swaps import Swaps
 
     speculator = runner_of(llm).speculator
@@ -105,12 +89,18 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
     recorder = speculator.recorder
     recorder.swaps = Swaps(link, speculator.draft_policy.drafters[0].model)
     try:
-        while len(link.trips) < 8 and ran < 4096:
+        while len(link.seconds) < 8 and ran < 4096:
             found = decode_steps(llm, prompts, tokens, f"{what}-{ran}", count)
             steps += [seconds for seconds, _ in found]
     finally:
         recorder.swaps = None
-    return swap_summary(steps, link)
+    quiet = median(each for step, each in enumerate(steps) if step not in link.around)
+    return {
+        "swaps": len(link.seconds),
+        "step_ms": 1e3 * quiet,
+        "ratio": max(steps[step] for step in link.around) / quiet,
+        "copy_ms": 1e3 * median(link.seconds),
+    }
 
 
 def watching(off: Any, watch: Any, prompts: Sequence[Any], tokens: int, pairs: int) -> dict:

@@ -193,7 +193,7 @@ def chat_texts(folder: Path, tokenizer: Any) -> list[str]:
 
 
 def main(
-    combination: Annotated[str, typer.Option(help="One of --list, or all.")] = "all",
+    combination: Annotated[str, typer.Option(help="Its name, or all.")] = "all",
     tokens: Annotated[int, typer.Option(min=1, help="To compare per combination, at least.")] = (
         20_000
     ),
@@ -214,7 +214,6 @@ def main(
     num_ranks: Annotated[
         int, typer.Option("--ranks", min=1, help="Tensor-parallel ranks, on one machine.")
     ] = 1,
-    list_all: Annotated[bool, typer.Option("--list", help="Only name the combinations.")] = False,
 ) -> None:
     """Compare one combination, or all of them."""
     choices = combinations(str(drafter), str(second), str(eagle), nodes)
@@ -222,9 +221,6 @@ def main(
         choices = {name: keys for name, keys in choices.items() if keys["kind"] == "specblock"}
     if num_ranks > 1:
         choices = of_ranks(choices["SpecBlock"])
-    if list_all:
-        print("\n".join(choices))
-        return
     if combination != "all":
         known("combination", [combination], choices)
         # vLLM has no adaptive verification without graphs, save on a CPU.

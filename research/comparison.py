@@ -206,11 +206,11 @@ def contestants(config: Comparison, trainers: dict[str, Trainer]) -> dict[str, A
     return found
 
 
-def uniform_shape(shape: TreeShape, width: int | None = None) -> TreeShape:
-    """Ablation: one width at every position. The default is the least, from 2 on, with 1.5 times as
-    many candidates as the budget: those of equal text join, and the tree has to be full."""
+def uniform_shape(shape: TreeShape) -> TreeShape:
+    """Ablation: one width at every position, the least from 2 on with 1.5 times as many candidates
+    as the budget: those of equal text join, and the tree has to be full."""
     cells = shape.rows(shape.num_blocks) * shape.block_size
-    width = width or max(2, -(-3 * shape.budget // (2 * cells)))
+    width = max(2, -(-3 * shape.budget // (2 * cells)))
     return replace(shape, branching=(width,) * 4)
 
 
