@@ -60,11 +60,10 @@ class Pair:
 
     def __init__(self, drafter: Path, target: Path) -> None:
         self.pairing = pair(drafter, target, ["specblock"])
-        self.model = load_target(self.pairing.target, "fp32", torch.device("cpu"))
-        self.layers = self.pairing.layer_ids
+        folder, self.layers = self.pairing.target, self.pairing.layer_ids
+        self.model = load_target(folder, "fp32", torch.device("cpu"))
         self.weights = checkpoint.load(self.pairing.drafter, torch.float32, "cpu")
         ids = self.weights.target_ids(torch.arange(self.weights.config.draft_vocab_size))
-        folder = self.pairing.target
         self.teacher = RecordTeacher(
             target_rows.embedding_rows(folder), target_rows.head_rows(folder, ids)
         )

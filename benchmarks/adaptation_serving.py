@@ -38,9 +38,6 @@ PARTS = 4
 """Parts of each other domain in the table."""
 COUNTER = "vllm:specblock_adapt_"
 
-Window = dict[str, Any]
-"""An engine's answer to one job, without the tokens: see `engine/offline/answering.py`."""
-
 
 @dataclass(frozen=True)
 class Serving:
@@ -74,13 +71,13 @@ def serve(
     learners: Sequence[str],
     serving: Serving,
     out: Path,
-) -> dict[str, list[Window]]:
+) -> dict[str, list[dict[str, Any]]]:
     """Return each engine's answers, window by window; prompts: token ids, home first."""
     out.mkdir(parents=True, exist_ok=True)
     settings = asdict(serving) | {"drafter": drafter.name, "target": target.name}
     store = ResultsStore(out / "serving.json", settings)
     engines: list[EngineProcess] = []
-    windows: dict[str, list[Window]] = {name: [] for name in learners}
+    windows: dict[str, list[dict[str, Any]]] = {name: [] for name in learners}
     answers: dict[int, Any] = {}
     try:
         for name in learners:
@@ -119,7 +116,7 @@ def parts(serving: Serving) -> dict[str, slice]:
     return found
 
 
-def tables(windows: Mapping[str, Sequence[Window]], serving: Serving) -> str:
+def tables(windows: Mapping[str, Sequence[dict[str, Any]]], serving: Serving) -> str:
     """Return the figures of each part, and totals; the first engine is the base."""
     base = next(iter(windows.values()))
     rows = [["", *(f"{learner}: τ, speed" for learner in windows)]]
@@ -138,14 +135,14 @@ def tables(windows: Mapping[str, Sequence[Window]], serving: Serving) -> str:
     return f"{markdown_table(rows)}\n{markdown_table(totals)}"
 
 
-def total(windows: Sequence[Window], name: str) -> int:
+def total(windows: Sequence[dict[str, Any]], name: str) -> int:
     return sum(each["counters"].get(name, 0) for each in windows)
 
 
-def tau(windows: Sequence[Window]) -> float:
+def tau(windows: Sequence[dict[str, Any]]) -> float:
     """τ of a part of the stream."""
     return acceptance_length_of(each["counters"] for each in windows)
 
 
-def rate(windows: Sequence[Window]) -> float:
+def rate(windows: Sequence[dict[str, Any]]) -> float:
     return sum(each["tokens"] for each in windows) / sum(each["wall"] for each in windows)

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from contract import folder_of
-from setup_env import write_metadata
+from setup_env import import_trouble, write_metadata
 
 from vllm_specblock.engine.compat import PACKAGE, installed
 
@@ -77,11 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     if also and subprocess.run([*pip, "install", "--quiet", "--no-deps", *also]).returncode:
         raise SystemExit(f"pip could not install {' '.join(also)}; its message is above.")
-    check = [str(python), "-c", f"import {PACKAGE}, vllm_specblock"]
-    done = subprocess.run(check, capture_output=True, text=True, cwd=folder)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["?"])[-1]
-        raise SystemExit(f"{folder} was made, but vLLM {release} does not import there: {last}")
+    if trouble := import_trouble(python):
+        raise SystemExit(f"{folder} was made, but vLLM {release} does not import there: {trouble}")
     print(python)
 
 

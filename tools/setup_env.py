@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import platform
 import shutil
 import subprocess
 import sys
@@ -52,7 +51,7 @@ def set_up(folder: Path, cuda: str | None = None) -> None:
     python = folder / "bin" / "python"
     stamp = folder / "specblock-ready"
     wanted = _fingerprint()
-    if stamp.exists() and stamp.read_text() == wanted and _imports(python) is None:
+    if stamp.exists() and stamp.read_text() == wanted and import_trouble(python) is None:
         _say(f"{folder} is ready")
         return
     cuda = cuda or (VLLM if _has_gpu() else None)
@@ -74,7 +73,7 @@ def set_up(folder: Path, cuda: str | None = None) -> None:
     editable = ("-e", f"{ROOT}[test]", "-e", f"{ROOT}/research")
     _install(python, "this plugin, and what its tests and examples need", *editable)
     _say("checking `import vllm, vllm_specblock`")
-    trouble = _imports(python)
+    trouble = import_trouble(python)
     if trouble is not None:
         raise SystemExit(f"vLLM was installed, but `import vllm, vllm_specblock` fails: {trouble}")
     stamp.write_text(wanted)
@@ -108,13 +107,10 @@ def _pip(python: Path, *arguments: str) -> bool:
 
 
 def _install_cpu_build(python: Path) -> None:
-    ways = [(f"torch {TORCH} for CPUs", f"torch=={TORCH}+cpu")]
-    # Elsewhere PyPI's own is the CUDA build, several GB, which vLLM's CPU build does not take.
-    if platform.system() == "Darwin" or platform.machine() in ("ppc64le", "riscv64"):
-        ways.append((f"PyPI's torch {TORCH}, which is for CPUs here", f"torch=={TORCH}"))
-    index = ("--extra-index-url", CPU_WHEELS)
-    ways.append((f"torch {TORCH} from {CPU_WHEELS}", f"torch=={TORCH}+cpu", *index))
-    if not any(_installs(python, *way) for way in ways):
+    what, torch = f"torch {TORCH} for CPUs", f"torch=={TORCH}+cpu"
+    # PyPI's own is the CUDA build, several GB, which vLLM's CPU build does not take.
+    index = "--extra-index-url", CPU_WHEELS
+    if not (_installs(python, what, torch) or _installs(python, what, torch, *index)):
         raise SystemExit(
             f"torch {TORCH}, built for CPUs, which vLLM's CPU build needs, could not be installed "
             f"from any index that is set up here, nor from {CPU_WHEELS}: give pip an index that "
@@ -148,7 +144,7 @@ def write_metadata(site: Path, version: str, *lines: str) -> None:
         (info / name).write_text(text)
 
 
-def _imports(python: Path) -> str | None:
+def import_trouble(python: Path) -> str | None:
     """None if both packages import, else the last line of what Python said."""
     if not python.exists():
         return "there is no interpreter"

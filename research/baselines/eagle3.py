@@ -84,7 +84,7 @@ def unrolled_attention(batch: Batch) -> Attend:
 
     Called once per step, in order, with queries [B, L, nh, D].
     """
-    earlier = earlier_rows(batch.document, slice(0, batch.document.shape[1]))
+    earlier = earlier_rows(batch.document)
     steps: dict[int, KeyValue] = {}
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from baselines.groups import draw_weights, shape_like
-from vllm_specblock.drafters.common.checkpoint_files import CONFIG, MAPPING, WEIGHTS
+from vllm_specblock.drafters.common.checkpoint_files import CONFIG, WEIGHTS
 from vllm_specblock.drafters.common.layers import DraftLM
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
 from vllm_specblock.drafters.detect import KIND
@@ -76,12 +76,6 @@ def write_folder(
     )
     named = {} if kind is None else {KIND: kind}
     write_json(directory / CONFIG, config | named | {"torch_dtype": "bfloat16"})
-
-
-def write_mapping(directory: Path, d2t: Tensor, t2d: Tensor) -> None:
-    """Write the draft vocabulary, for a folder whose tensors are another engine's."""
-    mapping = {"d2t": d2t.cpu().clone(), "t2d": t2d.cpu().clone()}
-    replace(directory / MAPPING, lambda aside: torch.save(mapping, aside))
 
 
 class Positions(DraftLM):

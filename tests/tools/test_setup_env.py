@@ -23,10 +23,8 @@ def setup(monkeypatch, tmp_path):
 
     monkeypatch.setattr(module, "_pip", pip)
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
-    monkeypatch.setattr(module.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(module.venv, "create", lambda folder, with_pip: None)
-    monkeypatch.setattr(module, "_imports", lambda python: None)
+    monkeypatch.setattr(module, "import_trouble", lambda python: None)
     monkeypatch.setattr(module, "_name_the_distribution", lambda python: None)
     return module
 
@@ -61,7 +59,7 @@ def test_where_no_index_is_set_up_pytorchs_own_is_asked(setup):
     ("wrong", "says"),
     [
         ({"_pip": lambda *words: "torch==" not in str(words)}, f"any index .*{WHEELS}"),
-        ({"_imports": lambda python: "ImportError: no"}, "`import vllm, vllm_specblock` fails: Im"),
+        ({"import_trouble": lambda python: "ImportError: no"}, "specblock` fails: ImportError"),
     ],
 )
 def test_what_fails_is_one_sentence(setup, wrong, says):
