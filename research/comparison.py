@@ -41,7 +41,6 @@ from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target.features import load_target, load_tokenizer
 
 _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
-_SHORTEST = 12
 UNIFORM = "− rank-guided branching"
 PAPER = "paper's branching"
 _PAPERS_MAP = [2, 4, 6, 4]
@@ -85,7 +84,7 @@ def compare(
     config = parse(Comparison, **(read_recipe(recipe) if recipe else {}) | given)
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
     with ranks(config.device) as device:
-        run_context = prepare(config, device, _SHORTEST)
+        run_context = prepare(config, device, shortest=12)
         footing = drafter_zoo.Footing(config, run_context)
         teacher = make_teacher(config, run_context, footing.t2d, device)
         sequences = sequences_of(run_context, teacher, device)

@@ -32,7 +32,6 @@ from vllm_specblock.train.learner import EvalSequence
 
 WINDOW = 64
 """Requests that a point of τ over the stream is taken over."""
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def tau_of(served: Sequence[Served]) -> float | None:
     return sum(each.tokens for each in served) / steps if steps else None
 
 
-def figures(found: Simulation) -> Figures:
+def figures(found: Simulation) -> dict[str, Any]:
     """Return the figures of one policy on one stream."""
     served, phases = found.requests, dict.fromkeys(each.phase for each in found.requests)
     of = {phase: [each for each in served if each.phase == phase] for phase in phases}
@@ -225,7 +224,7 @@ def figures(found: Simulation) -> Figures:
     }
 
 
-def table(results: Mapping[str, Figures]) -> str:
+def table(results: Mapping[str, dict[str, Any]]) -> str:
     """Return a row per stream and policy: means over the seeds, and for tokens/s their range.
 
     Args:
@@ -233,7 +232,7 @@ def table(results: Mapping[str, Figures]) -> str:
     """
     rows = [["stream", "policy", "τ", "by phase (last quarter)", "tokens/s", "× frozen"]]
     rows[0] += ["training", "updates (heads, full)", "swaps", "refused", "returns"]
-    cells: dict[tuple[str, str], dict[str, Figures]] = {}
+    cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for key, found in results.items():
         place, _, policy = key.partition(": ")
         stream, _, seed = place.partition(", seed ")
@@ -243,7 +242,7 @@ def table(results: Mapping[str, Figures]) -> str:
         speeds = {seed: each["tokens_per_second"] for seed, each in seeds.items()}
         times = [speeds[n] / frozen[n]["tokens_per_second"] for n in speeds if n in frozen]
 
-        def mean(*names: str, found: list[Figures] = found) -> float:
+        def mean(*names: str, found: list[dict[str, Any]] = found) -> float:
             values = found
             for name in names:
                 values = [each.get(name, 0) for each in values]

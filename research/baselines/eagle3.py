@@ -20,16 +20,13 @@ from torch import Tensor
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from baselines.groups import KeyValue, earlier_rows, extend, group_attention
-from baselines.positions import LAYER_KEYS, PositionsLearner, write_folder
+from baselines.positions import DECAY, LAYER_KEYS, PositionsLearner, write_folder
 from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.eval.drafting import draft_trees
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
-
-DECAY = 0.8
-"""Weight of a step's loss relative to the step before, as in the authors' code."""
 
 
 class Eagle3(PositionsLearner, Eagle3Model):

@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 
 from baselines.groups import MedusaShape
 from baselines.options import MedusaConfig
-from baselines.positions import Positions, PositionsLearner, served, write_folder
+from baselines.positions import DECAY, Positions, PositionsLearner, served, write_folder
 from vllm_specblock.drafters.common.checkpoint_files import MAPPING
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.dflash.drafter import ProductTrees
@@ -89,10 +89,6 @@ class MedusaDrafter(NetworkDrafter):
         last, beta = of_requests(requests, self.state, self.beta)
         states = self.model.states(last)[:, : self.max_depth]
         return self.trees.grow(*self.model.best(states, self.trees.width, beta))
-
-
-DECAY = 0.8
-"""Weight of a position's loss relative to the position before."""
 
 
 class Medusa(PositionsLearner, MedusaModel):

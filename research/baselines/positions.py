@@ -39,6 +39,9 @@ LAYER_KEYS = {
 }
 """Keys of any published drafter's config.json."""
 
+DECAY = 0.8
+"""Weight of a position's loss relative to the position before, in Medusa and in EAGLE-3."""
+
 
 def served(
     kind: type[NetworkDrafter],
