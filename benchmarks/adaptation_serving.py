@@ -16,9 +16,7 @@ from lib.results_store import ResultsStore, markdown_table
 from lib.spec_configs import alone, specblock
 from tqdm import tqdm
 
-from vllm_specblock.bench.engine_arguments import shared_arguments
-from vllm_specblock.bench.process import EngineProcess, end_all, job_of
-from vllm_specblock.bench.questions import rotated
+from vllm_specblock.bench.process import EngineProcess, end_all, job_of, shared_arguments
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 
 LEARNERS: dict[str, dict[str, Any] | None] = {
@@ -86,7 +84,8 @@ def serve(
         firsts = range(0, len(prompts), WINDOW)
         for turn, first in enumerate(tqdm(firsts, "windows", unit="window")):
             part = list(prompts[first : first + WINDOW])
-            for engine in rotated(engines, turn):
+            start = turn % len(engines)
+            for engine in [*engines[start:], *engines[:start]]:
                 seeds = range(first, first + len(part))
                 answer = engine.ask(job_of(part, serving.new_tokens, 0.0, seeds))
                 ids = answer.pop("ids")

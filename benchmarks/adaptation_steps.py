@@ -26,7 +26,7 @@ from steady_state import decode_steps
 
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.versions import StagedVersion
-from vllm_specblock.bench.engine_arguments import shared_arguments
+from vllm_specblock.bench.process import shared_arguments
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.refresh import HEADS
 

@@ -35,8 +35,13 @@ from lib.results_store import MEASURED, ResultsStore, device_name, markdown_tabl
 from lib.spec_configs import LOOKUP, NGRAM, alone, specblock, vllms
 from steady_state import DEVICE, DRAFTING, STEPS, TOKENS
 
-from vllm_specblock.bench.engine_arguments import BLOCK, shared_arguments
-from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
+from vllm_specblock.bench.process import (
+    BLOCK,
+    EngineFailed,
+    EngineProcess,
+    end_all,
+    shared_arguments,
+)
 from vllm_specblock.config import METHOD
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 

@@ -7,7 +7,6 @@ come as close to SpecBlock's parameter count as their sizes allow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +19,10 @@ from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
 from transformers import AutoConfig
 
-from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.config import Recipe, TrainError
 from vllm_specblock.train.learner import Learner
 from vllm_specblock.train.run import RunContext, folded_head
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target import target_rows
 from vllm_specblock.train.untrained import init, most_frequent
 
@@ -55,7 +54,8 @@ class Footing:
         # [Vd, Ht] fp32: the target's LM head, and with its final norm in it.
         self.head = target_rows.head_rows(config.target, self.t2d.nonzero()[:, 0]).float()
         self.folded = folded_head(config.target, self.t2d)
-        self.recipe = Recipe(config.num_blocks, config.rank_from, loss_floor=config.loss_floor)
+        recipe = config.model_dump(include={"num_blocks", "rank_from", "loss_floor"})
+        self.recipe = Recipe(**recipe)
         width = config.intermediate_size  # of SpecBlock
         self.sizes = {"intermediate_size": width} if width else {}
 
@@ -128,7 +128,7 @@ def _matched(wanted: int, make: Callable[[int], Any], step: int = 16) -> Any:
 
 
 def _specblock(footing: Footing, **changes: Any) -> SpecBlockLearner:
-    of_recipe = {k: v for k, v in changes.items() if k in Recipe.__dataclass_fields__}
+    of_recipe = {k: v for k, v in changes.items() if k in Recipe.model_fields}
     choices = {k: v for k, v in changes.items() if k not in of_recipe}
     drafter = init(
         footing.target,
@@ -141,4 +141,4 @@ def _specblock(footing: Footing, **changes: Any) -> SpecBlockLearner:
     )
     with torch.no_grad():
         drafter.lm_head.weight.copy_(footing.folded)
-    return SpecBlockLearner(drafter, replace(footing.recipe, **of_recipe))
+    return SpecBlockLearner(drafter, footing.recipe.model_copy(update=of_recipe))

@@ -10,13 +10,12 @@ import torch
 from support.committed import rows_of
 from support.dense_cache import DenseCache
 from support.eagle3 import PlainEagle3, small_eagle3
-from support.host_reads import NoHostReads
+from support.host_reads import no_host_reads
 from support.mask_blocks import (
     MAX_LEN,
     PAGE,
     TABLES,
     V,
-    best_paths,
     made_up,
     masks_of,
     plain_logprobs,
@@ -24,7 +23,7 @@ from support.mask_blocks import (
 )
 from support.mask_blocks import make_drafter as of_masks
 from support.records import small_drafter
-from support.trees import assert_same_tree, texts
+from support.trees import assert_same_tree, best_paths, texts
 
 from vllm_specblock.drafters.common import network_drafter
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
@@ -256,7 +255,7 @@ def test_nothing_is_read_on_the_host(kind):
     drafter = make(kind)
     states, text = made_up(2)
     rows, wanted = rows_of([(0, 19), (0, 6)], TABLES, states, text, PAGE), torch.tensor([1])
-    with NoHostReads():
+    with no_host_reads():
         drafter.advance(rows)
         drafter.draft()
         drafter.draft(wanted)
@@ -316,21 +315,3 @@ def test_a_checkpoints_own_embedding_is_kept_unless_it_is_the_targets(same):
 )
 def test_no_path_is_deeper_than_slots_nodes_and_options_allow(kind, nodes, lookahead, depth, found):
     assert of_masks(kind, nodes, lookahead, depth=depth).max_depth == found
-
-
-@torch.no_grad()
-def test_no_mask_of_a_causal_block_sees_a_later_one():
-    """Those that are left out change nothing before them; DFlash's are read by all of a block."""
-    states, text = made_up(1)
-
-    def drafted(kind: str, depth: int) -> dict[tuple[int, ...], float]:
-        drafter = make(kind, depth=depth, calibrate_drafts=False)
-        drafter.advance(rows_of([(0, 19)], TABLES[:1], states, text, PAGE))
-        return texts(drafter.draft(), 0)
-
-    for kind, same in (("jetspec", True), ("dflash", False)):
-        deep, shallow = drafted(kind, 4), drafted(kind, 2)
-        above = {path: score for path, score in deep.items() if len(path) <= 2}
-        assert len(above) > 3 and max(map(len, deep)) > 2
-        found = {path: shallow.get(path) for path in above}
-        assert (found == pytest.approx(above, abs=1e-4)) is same

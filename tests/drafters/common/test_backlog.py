@@ -72,16 +72,6 @@ def test_only_those_that_rested_catch_up():
         assert rows.kv_slot[row] == course.tables[r, place // PAGE] * PAGE + place % PAGE
 
 
-def test_a_request_that_is_gone_leaves_nothing_behind():
-    course, backlog = Course(8), Backlog()
-    backlog.keep(MissedRows.of(course.step()), EVERYONE)
-    for slot in range(3):
-        backlog.forget(slot)
-    assert backlog.bytes == 0
-    rows = course.step()
-    assert backlog.catch_up(rows) is rows
-
-
 def test_dummy_batches_of_one_slot_do_not_add_up():
     """While an engine measures its steps all rows are in one slot, again and again from the start:
     together they would be more than a request may have."""

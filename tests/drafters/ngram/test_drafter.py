@@ -16,41 +16,49 @@ from vllm_specblock.drafters.ngram.drafter import POWER, VOTE, NGramDrafter
 from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.tree import DraftTree
 
+from ..test_growth import assert_valid
+
 LONGEST, SLOTS = 48, 6
 ROUNDING = 1 / 64
 """Nats that whole votes and rounded scores may make on a path of a few tokens."""
 
 
-def plain_draft(text: list[int], options: NGramConfig, depth: int) -> dict[tuple, float]:
-    """Every drafted path and its score in nats, by reading the text over and over."""
+def plain_draft(
+    text: list[int], options: NGramConfig, depth: int, earlier: list[int]
+) -> dict[tuple, float]:
+    """Every drafted path and its score in nats, by reading the texts over and over."""
 
-    def match(place: int) -> int:
+    def match(said: list[int], place: int) -> int:
         count = 0
-        while count < options.max_match and count <= place:
-            if text[place - count] != text[-1 - count]:
+        while count < min(options.max_match, place + 1, len(text)):
+            if said[place - count] != text[-1 - count]:
                 break
             count += 1
         return count
 
-    found = [(match(place), place) for place in range(len(text) - 1)]
-    found = sorted((pair for pair in found if pair[0] >= options.min_match), reverse=True)
+    found = [(match(earlier, place), 0, place) for place in range(len(earlier))]
+    found += [(match(text, place), 1, place) for place in range(len(text) - 1)]
+    found = sorted((each for each in found if each[0] >= options.min_match), reverse=True)
     said = []
-    for rank, (matched, place) in enumerate(found[: options.branches], 1):
+    for rank, (matched, own, place) in enumerate(found[: options.branches], 1):
         # Copied one by one, the copy may reach into itself: a period goes on for ever.
         grown = list(text)
         for i in range(depth):
-            grown.append(grown[place + 1 + i])
+            source = grown if own else [*earlier, -1]
+            if source[place + 1 + i] < 0:
+                break
+            grown.append(source[place + 1 + i])
         said.append((rank, matched, tuple(grown[len(text) :])))
 
     scores = {(): 0.0}
     for length in range(1, depth + 1):
-        for path in {path[:length] for _, _, path in said}:
+        for path in {path[:length] for _, _, path in said if len(path) >= length}:
 
             def votes(prefix: tuple, length: int = length) -> float:
                 return sum(
                     VOTE * (matched + length - 1) ** POWER / rank**0.25
                     for rank, matched, other in said
-                    if other[: len(prefix)] == prefix
+                    if other[: len(prefix)] == prefix and len(other) >= length
                 )
 
             trust = votes(path) / (votes(path) + 1)
@@ -60,13 +68,24 @@ def plain_draft(text: list[int], options: NGramConfig, depth: int) -> dict[tuple
     return scores
 
 
-def advanced(batch: list[list[int]], options: NGramConfig, nodes: int, stale=None) -> NGramDrafter:
+def finish(head: NGramDrafter, answer: list[int], prompt: int = 3) -> None:
+    """Let a request end whose text goes on in its slot."""
+    text = torch.tensor([7] * prompt + answer + [9] * 4, dtype=torch.int32)
+    head.finish(text, prompt, torch.tensor(prompt + len(answer)))
+
+
+def advanced(
+    batch: list[list[int]], options: NGramConfig, nodes: int, stale=None, ended=()
+) -> NGramDrafter:
     """A head that took in one step of several requests; their texts lie in scattered slots.
 
     Args:
         stale: [SLOTS, LONGEST] int64, what the slots held before.
+        ended: answers of earlier requests.
     """
     head = NGramDrafter(options, nodes, LONGEST)
+    for answer in ended:
+        finish(head, answer)
     tables = torch.arange(len(batch) * 8).view(len(batch), 8)
     padded = torch.zeros(len(batch), LONGEST, dtype=torch.int64)
     for row, text in enumerate(batch):
@@ -82,16 +101,10 @@ def advanced(batch: list[list[int]], options: NGramConfig, nodes: int, stale=Non
     return head
 
 
-def check_invariants(tree: DraftTree) -> None:
-    for request, size in enumerate(tree.size.tolist()):
-        score, parent = tree.logprob[request].tolist(), tree.parent[request].tolist()
-        assert score == sorted(score, reverse=True)
-        assert all((value * 1024).is_integer() for value in score[:size]), "sums are not exact"
-        for node in range(size):
-            above = 0.0 if parent[node] == 0 else score[parent[node] - 1]
-            assert 0 <= parent[node] <= node and score[node] <= above
-        assert parent[size:] == [-1] * (len(parent) - size)
-        assert len(texts(tree, request)) == size, "two nodes of one text"
+def check_invariants(tree: DraftTree, vocab: int, depth: int) -> None:
+    assert_valid(tree, vocab, depth)
+    scores = 1024 * tree.logprob[tree.logprob.isfinite()]
+    assert torch.equal(scores, scores.round()), "sums are not exact"
 
 
 def assert_same(one: DraftTree, other: DraftTree) -> None:
@@ -109,31 +122,47 @@ def situations(draw):
         max_match=draw(st.integers(least, 6)),
         depth=draw(st.integers(1, 9)),
         branches=draw(st.integers(1, 7)),
+        earlier_tokens=draw(st.integers(0, 60)),
     )
     seed = draw(st.integers(0, 9))
     stale = torch.randint(vocab, (SLOTS, LONGEST), generator=torch.Generator().manual_seed(seed))
-    return draw(st.lists(text, min_size=1, max_size=4)), options, stale
+    batch, ended = (draw(st.lists(text, min_size=least, max_size=4)) for least in (1, 0))
+    return batch, options, stale, ended
 
 
 @settings(max_examples=150, deadline=None)
 @given(situations())
 def test_drafts_what_a_slow_reading_drafts(situation):
     """Also: other requests' lengths, places and leftovers in a slot make no difference."""
-    batch, options, stale = situation
+    batch, options, stale, ended = situation
     nodes = options.branches * options.depth
-    tree = advanced(batch, options, nodes, stale).draft()
-    check_invariants(tree)
+    head = advanced(batch, options, nodes, stale, ended)
+    tree, earlier = head.draft(), head.earlier.tolist()
+    check_invariants(tree, 4, options.depth)
     for request, text in enumerate(batch):
-        expected = plain_draft(text, options, min(options.depth, nodes))
+        expected = plain_draft(text, options, min(options.depth, nodes), earlier)
         assert texts(tree, request) == pytest.approx(expected, abs=ROUNDING)
 
 
 @settings(max_examples=40, deadline=None)
 @given(situations(), st.integers(1, 12))
 def test_a_smaller_budget_is_a_cut(situation, nodes):
-    batch, options, stale = situation
-    whole = advanced(batch, options, 64, stale).draft()
-    assert_same(advanced(batch, options, nodes, stale).draft(), prefix(whole, nodes))
+    whole = advanced(situation[0], situation[1], 64, *situation[2:]).draft()
+    cut = advanced(situation[0], situation[1], nodes, *situation[2:]).draft()
+    assert_same(cut, prefix(whole, nodes))
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=30), max_size=6), st.integers(1, 40))
+def test_the_newest_answers_are_kept(answers, room):
+    """Of an answer longer than the ring, the end."""
+    head = NGramDrafter(NGramConfig(earlier_tokens=room), 20, LONGEST)
+    said = [-1] * room
+    for answer in answers:
+        finish(head, answer)
+        said += [*answer, -1][-room:]
+    assert head.earlier.roll(-int(head.head)).tolist() == said[-room:]
+    head.forget()
+    assert (head.earlier == -1).all()
 
 
 def test_some_requests_draft_as_in_the_whole_batch():
@@ -152,7 +181,7 @@ def test_rows_that_stand_for_nothing_are_safe(position):
     rows = replace(zero_rows(8, 1, max_len=LONGEST), position=torch.full((12,), position))
     head = NGramDrafter(NGramConfig(), 20, LONGEST)
     head.advance(rows)
-    check_invariants(head.draft())
+    check_invariants(head.draft(), 1, 16)
 
 
 def test_the_deepest_widest_tree_stays_a_tree():
@@ -160,4 +189,4 @@ def test_the_deepest_widest_tree_stays_a_tree():
     draw = torch.Generator().manual_seed(1)
     batch = [torch.randint(2, (LONGEST,), generator=draw).tolist() for _ in range(4)]
     options = NGramConfig(min_match=1, max_match=32, depth=63, branches=32)
-    check_invariants(advanced(batch, options, 256).draft())
+    check_invariants(advanced(batch, options, 256).draft(), 2, 63)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.detect import kind_of
-from vllm_specblock.drafters.eagle3.checkpoint import FILES as EAGLE3
+from vllm_specblock.drafters.eagle3.model import FILES as EAGLE3
 
 MAKE = {
     "medusa": (Medusa, {}),

@@ -1,4 +1,4 @@
-"""Recording a step in one launch, or in one loop, is what torch does of it, row after row."""
+"""Recording a step in one launch is what torch does of it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SHAPES = [
     ("dtype", "spread"), [(torch.bfloat16, False), (torch.float32, True)], ids=str
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_as_torch_does(forms, dtype, shape, spread):
+def test_as_torch_does(kernels, dtype, shape, spread):
     slabs, rows, hidden, slots, requests, nodes = shape
     for seed in range(2):
         made = some_slabs(seed, slabs, rows, hidden, slots, dtype)
         step = some_step(seed, made, requests, nodes, spread=spread, fillers=seed)
-        mine = on(forms.device, made)
-        forms.load("record_step").record_step_triton(mine, on(forms.device, step))
+        mine = on(kernels.device, made)
+        kernels.load("record_step").record_step_triton(mine, on(kernels.device, step))
         record_step.reference(made, step)
         assert_equal(mine, made)
