@@ -43,7 +43,6 @@ from vllm_specblock.train.target.features import load_target, load_tokenizer
 _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
 UNIFORM = "− rank-guided branching"
 PAPER = "paper's branching"
-_PAPERS_MAP = [2, 4, 6, 4]
 
 
 class Comparison(RunConfig):
@@ -199,7 +198,7 @@ def contestants(config: Comparison, trainers: dict[str, Trainer]) -> dict[str, A
     if "specblock" in trainers:
         drafter = trainers["specblock"].train_state.learner.drafter
         uniform = uniform_shape(serving_shape(drafter, SpecBlockConfig(), config.nodes))
-        papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), config.nodes)
+        papers = serving_shape(drafter, SpecBlockConfig(branching=[2, 4, 6, 4]), config.nodes)
         draft = partial(draft_trees, drafter)
         found |= {PAPER: partial(draft, shape=papers), UNIFORM: partial(draft, shape=uniform)}
     return found

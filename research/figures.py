@@ -50,8 +50,6 @@ Cases = dict[str, list[Step]]
 
 PROMPT = "Write a Python function to compute the Fibonacci sequence."
 """The paper's own (appendix E)."""
-COLUMNS = 64
-"""Letters of a line of a shaded answer."""
 
 
 COLOURS = {"prefill": "#e9ecef", "accepted": "#a8dda8", "bonus": "#f4a6a6"}
@@ -130,7 +128,7 @@ def save_text(cases: Cases, tokenizer: Any, count: int, path: Path) -> None:
     keys = Text("  ").join(
         Text(f" {origin} ", style=f"#000000 on {COLOURS[origin]}") for origin in COLOURS
     )
-    save_svg(path, "committed tokens", grid, keys, width=COLUMNS * len(cases))
+    save_svg(path, "committed tokens", grid, keys, width=64 * len(cases))
 
 
 def _words(tokens: list[tuple[int, str]], tokenizer: Any) -> list[tuple[str, str]]:

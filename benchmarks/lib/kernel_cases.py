@@ -18,7 +18,6 @@ from lib.acceptance import PAPER_TREE, synthetic_tree
 
 BLOCK = 16
 """Tokens in one block of the paged cache."""
-ALPHA = [0.8, 0.7, 0.6, 0.5] * 2
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def attention_case(
     splits: in place of SPLIT_ENTRIES, each one way more.
     """
     queries = sizes.nodes + 1
-    tree = synthetic_tree(replace(PAPER_TREE, budget=sizes.nodes), ALPHA)
+    tree = synthetic_tree(replace(PAPER_TREE, budget=sizes.nodes), [0.8, 0.7, 0.6, 0.5] * 2)
     length = context + queries
     blocks = -(-length // BLOCK)
     draw = torch.Generator(device).manual_seed(0)
