@@ -17,9 +17,7 @@ from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
-from vllm_specblock.triton_kernels.tree.select_tree import Candidates
 
-from vllm_specblock.candidates import select
 from vllm_specblock.drafters.eagle3.drafter import level_shape
 from vllm_specblock.drafters.options import Eagle3Config
 from vllm_specblock.drafters.specblock.growth import Expansion, expansion
@@ -238,19 +236,7 @@ STRANGE = torch.tensor([NAN, -NAN, INF, -INF, 3e38, -3e38, 1.0, 0.0])
 compiled = pytest.mark.skipif(not AVAILABLE, reason="compiled loops need Numba")
 
 
-class PlainExpansion(Expansion):
-    """Differs in that torch also selects where a compiled loop could."""
-
-    def select(self) -> DraftTree:
-        fields = (field[:, : self.count] for field in self.fields)
-        token, path_hash, key, parent = fields
-        score = self.score[:, : self.count]
-        depth = self.shape.max_depth
-        given = Candidates(token, parent, score, key, path_hash)
-        return select.reference(given, self.shape.budget, depth)[0]
-
-
-KINDS = [PlainExpansion, Expansion, pytest.param(CompiledGrowing, marks=compiled)]
+KINDS = [Expansion, pytest.param(CompiledGrowing, marks=compiled)]
 
 
 def strange_block(draw, share, shape, vocab, *rows):
