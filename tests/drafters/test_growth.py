@@ -27,10 +27,6 @@ from vllm_specblock.tree import DraftTree, unpack_bits
 BRANCHINGS = [(2, 4, 10, 0), (2, 4, 6, 4), (1, 1, 1, 1), (3, 0, 0, 0)]
 
 
-def empty(shape: TreeShape) -> Expansion:
-    return Expansion(shape, torch.tensor(shape.branching), 1)
-
-
 def expand_both(shape: TreeShape, vocab: int, seed: int, num_requests: int = 2, make=random_block):
     draw = torch.Generator().manual_seed(seed)
     growth = Expansion(shape, torch.tensor(shape.branching), num_requests)
@@ -58,7 +54,7 @@ def expand_both(shape: TreeShape, vocab: int, seed: int, num_requests: int = 2, 
                 if s == 0:
                     ends[request] = plain.chain_end
         starts = grown
-    return starts, [plain.finish() for plain in naive]
+    return starts, growth.blocks(), naive
 
 
 def assert_valid(tree: DraftTree, vocab: int, max_depth: int) -> None:
@@ -98,71 +94,22 @@ def assert_valid(tree: DraftTree, vocab: int, max_depth: int) -> None:
 def test_equal_to_plain_python(make, block_size, blocks, starts, branching, vocab, budget, seed):
     """Node by node: higher score, then lower depth, then the earlier candidate."""
     shape = TreeShape(block_size, blocks, starts, branching, budget)
-    tree, expected = expand_both(shape, vocab, seed, make=make)
-    for request, plain in enumerate(expected):
-        found = texts(tree, request)
+    tree, block, naive = expand_both(shape, vocab, seed, make=make)
+    for request, plain in enumerate(naive):
+        found, expected = texts(tree, request), plain.finish()
         if make is coarse_block:
-            assert list(found.items()) == list(plain.items())
-        assert found == pytest.approx(plain, abs=1e-4)
+            assert list(found.items()) == list(expected.items())
+            # A node is of the block whose candidate was kept.
+            rows = [plain.nodes[index][2] for index in plain._joined()[:budget]]
+            wanted = [1 + -(-row // starts) for row in rows]
+            assert block[request].tolist() == wanted + [0] * (budget - len(wanted))
+        assert found == pytest.approx(expected, abs=1e-4)
     assert_valid(tree, vocab, shape.max_depth)
-
-
-def test_a_text_that_filled_a_shape_may_still_start():
-    """Block 1 gives up at its second position; block 2 finds the same text, surer and open."""
-    shape = TreeShape(3, 3, 8, (1, 0, 0, 0), 60)
-    growth = empty(shape)
-    chain = torch.tensor([[[[1], [2], [3]]]])
-    top = torch.full((1, 1, 3, 1), -1.0)
-    starts = growth.attach(None, top, chain, torch.tensor([[[0, 3, 0]]]))
-    assert starts.token[0, :2].tolist() == [3, 1] and starts.valid.sum() == 2
-    # Below text 1: 2 once more, at −0.5 instead of −1.
-    top = torch.full((1, 8, 3, 1), -0.5)
-    token = torch.tensor([[4], [5], [6]]).expand(1, 8, 3, 1).clone()
-    token[0, 1, 0] = 2
-    starts = growth.attach(starts, top, token, torch.zeros(1, 8, 3, dtype=torch.int64))
-    again = (starts.token[0] == 2) & starts.valid[0]
-    assert again.sum() == 1
-    assert starts.row[0, again] == 2 and starts.position[0, again] == 0
 
 
 def test_paths_too_long_for_a_key():
     with pytest.raises(ValueError, match="draft paths of 256 tokens, but at most 255"):
         TreeShape(32, 8, 8, (2, 4, 6, 4), 60)
-
-
-def test_a_node_is_of_the_forward_whose_candidate_was_kept():
-    """Block 1: 5 (or 6), then 7 (or 8). Block 2 starts after 5, 7 and after 5."""
-    growth = empty(TreeShape(2, 2, 2, (2, 2, 2, 2), 20))
-    bucket = torch.zeros(1, 1, 2, dtype=torch.int64)
-    starts = growth.attach(
-        None,
-        torch.tensor([[[[0.6, 0.4], [0.5, 0.3]]]]).log(),
-        torch.tensor([[[[5, 6], [7, 8]]]]),
-        bucket,
-    )
-    assert starts.token.tolist() == [[7, 5]]
-    growth.attach(
-        starts,
-        torch.tensor([[[[0.9, 0.1], [0.8, 0.2]], [[0.7, 0.2], [0.6, 0.4]]]]).log(),
-        # After 5, block 2 says 7 more surely than block 1 did, and 8 less surely.
-        torch.tensor([[[[1, 2], [3, 4]], [[7, 8], [9, 10]]]]),
-        bucket.expand(1, 2, 2),
-    )
-    tree, blocks = growth.select(), growth.blocks()[0].tolist()
-    found = dict(zip(texts(tree, 0), blocks))
-    assert found == {
-        (5,): 1,
-        (6,): 1,
-        (5, 7): 2,
-        (5, 8): 1,
-        (5, 7, 1): 2,
-        (5, 7, 2): 2,
-        (5, 7, 1, 3): 2,
-        (5, 7, 1, 4): 2,
-        (5, 7, 9): 2,
-        (5, 7, 10): 2,
-    }
-    assert blocks[int(tree.size[0]) :] == [0] * 10
 
 
 # ---- EAGLE-2 ----
@@ -208,7 +155,8 @@ def test_levels_are_those_of_plain_python(kind, depth, top_k, budget, width, see
 
 
 def test_of_equal_scores_the_earlier_candidates_grow():
-    levels, token = empty(TreeShape.levels(2, 20, 3, 40)), torch.arange(20)
+    shape, token = TreeShape.levels(2, 20, 3, 40), torch.arange(20)
+    levels = Expansion(shape, torch.tensor(shape.branching), 1)
     rows = levels.attach(None, torch.full((1, 1, 1, 20), -1.0), token[None, None, None])
     assert rows.node.tolist() == [[1, 2, 3]]
 

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
 import torch
-from support.committed import rows_of
-from support.lone_drafters import PAGE, head_of
-from support.trees import texts
 
 from vllm_specblock.drafters.common.missed_rows import CacheHoles
-
-BLOCKS = 12
 
 
 def holes_of(*skipped: int) -> CacheHoles:
@@ -77,32 +69,3 @@ def test_a_block_in_new_hands_is_complete():
     assert holes.missing[[6, 7]].tolist() == [8, 0]
     holes.skip(torch.tensor([6 * 8 + 2]))
     assert holes.missing[6] == 2 and holes.any
-
-
-@pytest.mark.parametrize("kind", ["specblock", "eagle3"])
-@torch.no_grad()
-def test_drafts_see_only_rows_that_were_written(kind):
-    """The reference never had the masked blocks in its table, and other garbage in its cache."""
-    draw = torch.Generator().manual_seed(3)
-    text = torch.randint(0, 2048, (1, 64), generator=draw)
-    table = (torch.randperm(BLOCKS - 1, generator=draw) + 1)[None]
-    skipped, end = range(PAGE, 3 * PAGE), 4 * PAGE + 3  # blocks 1 and 2
-    states, found = None, []
-    for garbage in (1e6, 1.0):
-        head, width = head_of(kind)
-        for cache in head.attention_builder.caches:
-            cache *= garbage
-        if states is None:
-            states = torch.randn(3, 1, 64, width, generator=draw)
-        holes = CacheHoles(BLOCKS, PAGE, torch.zeros(2, 1, dtype=torch.int64))
-        head.advance(rows_of([(0, PAGE)], table, states, text, PAGE))
-        holes.skip(rows_of([(skipped.start, skipped.stop)], table, states, text, PAGE).kv_slot)
-        for first, last in ((skipped.stop, end), (end, end + 2)):
-            rows = rows_of([(first, last)], table, states, text, PAGE)
-            kept = torch.cat([table[:, :1], table[:, 3:]], 1).int()
-            if garbage > 1:
-                kept = rows.block_table.clone()
-                assert not holes.mask(kept, torch.tensor([first]), torch.tensor([last - 1])).any()
-            head.advance(replace(rows, block_table=kept, index=rows.position - len(skipped)))
-        found.append(texts(head.draft(), 0))
-    assert found[0] == found[1] and len(found[0]) == 24

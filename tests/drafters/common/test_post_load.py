@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from support.dense_cache import DenseCache
 from support.engines import DRAFTER, ROOT
 from torch import nn
 
@@ -21,27 +22,15 @@ def drafter():
     return checkpoint.load(DRAFTER, torch.float32, "cpu").eval()
 
 
-def own_row(index, query, key, value):
-    """Attention within the row, of which position 0 sees itself only."""
-    groups = query.shape[2] // key.shape[2]
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return out.transpose(1, 2)
-
-
 @torch.no_grad()
 def run(drafter, width=8, keep=None):
-    """keep: a row whose outputs are wanted; it sees its own keys and values only."""
+    """keep: rows whose outputs are wanted."""
     torch.manual_seed(0)
     config = drafter.config
     features = torch.randn(ROWS, 3 * config.target_hidden_size)
     embedding = torch.randn(ROWS, config.hidden_size)
 
-    def attend(index, query, key, value):
-        kept = slice(None) if len(query) == len(key) else keep
-        return own_row(index, query, key[kept], value[kept])
-
+    attend = DenseCache(config).append(keep)
     hidden = drafter(drafter.condition(features), embedding, torch.arange(ROWS), attend, keep)
     return hidden, *drafter.candidates(hidden, width)
 

@@ -31,36 +31,17 @@ LONG = [Tree(700, 12), Chunk(301, 40), Tree(90, 3), Chunk(530, 1)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "requests",
-    [LONG[:1], LONG, [Tree(700, 60)]],
-    ids=["a program for each split", "one for all", "two tiles of 128 rows"],
+    ("requests", "window"),
+    [(LONG[:1], None), (LONG, None), ([Tree(700, 60)], None), (LONG[:1], 400)],
+    ids=["a program for each split", "one for all", "two tiles of 128 rows", "under a window"],
 )
-def test_long_contexts_in_splits(kernels, short_splits, dtype, requests):
-    batch = make_batch(
-        requests, group=3, num_kv_heads=2, dtype=dtype, device=kernels.device, tail=2
-    )
-    check(launch(kernels, batch), batch)
-
-
-def test_splits_under_a_window(kernels, short_splits):
-    batch = make_batch(LONG[:1], device=kernels.device)
-    prefix_from, batch.mask_words = see_last(batch.prefix_len, batch.mask_words, 400)
-    check(launch(kernels, batch, prefix_from=prefix_from), batch, window=400)
-
-
-@pytest.mark.parametrize("unknown_up_to", [0, 20])
-def test_bits_do_not_depend_on_the_batch(kernels, short_splits, unknown_up_to):
-    """Alone a request's splits have programs of their own; in company one program reads them all;
-    beside a long chunk other tiles are launched."""
-    rare = {"unknown_up_to": unknown_up_to}
-    requests = [Tree(700, 12), *[Chunk(600, 1)] * 7, Chunk(20, 70)]
-    crowd = make_batch(requests, group=2, dtype=torch.bfloat16, device=kernels.device)
-    wanted = launch(kernels, crowd, **rare)
-    check(wanted, crowd)
-    for first, count in ((0, 1), (0, 2), (1, 1), (0, 4), (8, 1)):
-        few = chunk_of(crowd, first, count)
-        begin = int(crowd.query_start[first])
-        assert torch.equal(launch(kernels, few, **rare), wanted[begin : begin + len(few.query)])
+def test_long_contexts_in_splits(kernels, short_splits, requests, window, dtype):
+    sizes = {"group": 3, "num_kv_heads": 2, "tail": 2}
+    batch = make_batch(requests, dtype=dtype, device=kernels.device, **sizes)
+    prefix_from = None
+    if window is not None:
+        prefix_from, batch.mask_words = see_last(batch.prefix_len, batch.mask_words, window)
+    check(launch(kernels, batch, prefix_from=prefix_from), batch, window=window)
 
 
 def chunk_of(batch, first: int, count: int, requests: int = 0):
@@ -81,18 +62,28 @@ def chunk_of(batch, first: int, count: int, requests: int = 0):
     )
 
 
-@pytest.mark.parametrize("there", [1, 7, 8])
-def test_requests_that_are_not_there_do_not_decide(kernels, short_splits, there):
-    """A captured graph has room for twelve: the device finds out whether eight are there, from
-    which on one program reads all splits."""
-    rare = {"unknown_up_to": 20}
-    requests = [Tree(700, 12), *[Chunk(600, 1)] * 11]
-    batch = make_batch(requests, group=2, dtype=torch.bfloat16, device=kernels.device)
-    wanted = launch(kernels, batch, **rare)
-    check(wanted, batch)
-    graph = chunk_of(batch, 0, there, len(requests))
-    assert len(graph.query_start) == len(requests) + 1
-    assert torch.equal(launch(kernels, graph, **rare), wanted[: len(graph.query)])
+@pytest.fixture
+def crowd(kernels, short_splits):
+    requests = [Tree(700, 12), *[Chunk(600, 1)] * 11, Chunk(20, 70)]
+    return make_batch(requests, group=2, dtype=torch.bfloat16, device=kernels.device)
+
+
+@pytest.mark.parametrize("unknown_up_to", [0, 20])
+def test_bits_do_not_depend_on_the_batch(kernels, crowd, unknown_up_to):
+    """Alone a request's splits have programs of their own; in company one program reads them all;
+    beside a long chunk other tiles are launched. A captured graph has room for twelve requests: the
+    device finds out whether eight are there, from which on one program reads all splits."""
+    rare = {"unknown_up_to": unknown_up_to}
+    wanted = launch(kernels, crowd, **rare)
+    check(wanted, crowd)
+    parts = [(0, 1, 0), (0, 2, 0), (1, 1, 0), (0, 4, 0), (12, 1, 0)]
+    if unknown_up_to:
+        parts += [(0, there, 12) for there in (1, 7, 8)]
+    for first, count, room in parts:
+        few = chunk_of(crowd, first, count, room)
+        assert len(few.query_start) == max(count, room) + 1
+        begin = int(crowd.query_start[first])
+        assert torch.equal(launch(kernels, few, **rare), wanted[begin : begin + len(few.query)])
 
 
 def test_lengths_that_were_not_foreseen_are_attended(kernels, short_splits):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from support.attention import (
@@ -24,18 +22,12 @@ FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture
-def forms(kernels):
-    """The kernels and the torch reference."""
-    return partial(launch, kernels), reference
-
-
-@pytest.fixture
-def check_all(forms):
+def check_all(kernels):
     """Hold the kernels and the torch reference to the oracle; options as `Batch.arguments`."""
 
     def check_forms(batch, oracle=None, **options):
-        for form in forms:
-            check(form(batch, **options), batch, **(oracle or {}))
+        for got in (launch(kernels, batch, **options), reference(batch, **options)):
+            check(got, batch, **(oracle or {}))
 
     return check_forms
 
@@ -142,11 +134,10 @@ def test_sinks(kernels, check_all, dtype, level):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_fp8_cache(kernels, forms, dtype):
+def test_fp8_cache(kernels, dtype):
     scales = {"key_scale": 0.5, "value_scale": 3.0}
     batch = make_batch(MIXED, group=2, dtype=dtype, cache_dtype=FP8, device=kernels.device)
     on_device = {name: torch.tensor(s, device=kernels.device) for name, s in scales.items()}
     loose = {"atol": 3 * TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}  # values of three times
-    for form in forms:
-        got = form(batch, **on_device).cpu().double()
-        torch.testing.assert_close(got, batch.oracle(**scales), **loose)
+    for got in (launch(kernels, batch, **on_device), reference(batch, **on_device)):
+        torch.testing.assert_close(got.cpu().double(), batch.oracle(**scales), **loose)

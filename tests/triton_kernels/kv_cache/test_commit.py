@@ -5,22 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 from support.tensors import assert_equal, column, on, wide
+from torch.nn.functional import pad
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 
 from vllm_specblock.commit.move import move_path
 
 BLOCK_SIZE = 4
+ROWS = ("query_start", "base", "accepted")
 LAYOUTS = {"heads first": (0, 1, 2, 3), "entries first": (0, 2, 1, 3)}
 
 
-def make_caches(layers=3, width=10, layout="heads first", dtype=torch.float32, device="cpu"):
-    """Caches of 8 blocks, 2 heads and 4 slots a block; every element of a cache is another one."""
+def make_caches(width=10, layout="heads first", dtype=torch.float32, device="cpu", apart=0):
+    """Caches of 8 blocks, 2 heads and 4 slots a block; every element of a cache is another one.
+
+    apart: elements between two blocks, which are 0.
+    """
     order = LAYOUTS[layout]
     shape = (8, 2, BLOCK_SIZE, width)
     caches = []
-    for layer in range(layers):
+    for layer in range(3):
         torch.manual_seed(layer)
-        memory = torch.randn([shape[d] for d in order]).to(device, dtype)
+        memory = torch.randn([shape[d] for d in order])
+        memory = pad(memory.flatten(1), (0, apart)).to(device, dtype)
+        memory = memory[:, : memory.shape[1] - apart].unflatten(1, [shape[d] for d in order[1:]])
         caches.append(memory.permute(order))  # each layout is its own inverse
     return caches
 
@@ -61,70 +68,49 @@ def moved(caches, slot_mapping, accepted_rows, num_rows):
     return expected
 
 
-@pytest.fixture(params=["torch", "kernel", "kernel, columns"])
-def mover(request, kernels):
-    """A device, and a function that moves in place there and returns what was expected."""
-    module = kernels.load("commit")
-
-    def move(caches, slots, rows, num_rows):
-        expected = moved(caches, slots, rows, num_rows)
-        launch = move_path.reference if request.param == "torch" else module.move_path_triton
-        if request.param.endswith("columns"):
-            rows = AcceptedRows(
-                column(rows.query_start), column(rows.base), wide(rows.path), column(rows.accepted)
-            )
-        launch(module.KVCacheSet(caches), *on(kernels.device, (slots, rows)), num_rows)
-        return expected
-
-    return kernels.device, move
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        *({"layout": layout} for layout in LAYOUTS),
-        {"dtype": torch.bfloat16, "width": 130},
-        {"dtype": torch.uint8, "width": 8},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("count", "depth"), [(1, 1), (4, 5), (5, 13)])
-def test_paths(mover, count, depth, form):
-    device, move = mover
-    changed = 0
-    for seed in range(3):
-        caches = make_caches(**form, device=device)
-        before = [cache.clone() for cache in caches]
-        expected = move(caches, *some_paths(count, depth, seed))
-        assert_equal(caches, expected)
-        changed += sum(not torch.equal(*each) for each in zip(caches, before))
-    assert changed or count == 1, "nothing moved"
-
-
-def test_a_path_that_shifts_down(mover):
+def shifting_down() -> tuple:
     """Every node goes where the one before it was: reading after writing would show."""
-    device, move = mover
     path, slots = torch.tensor([[0, 2, 3, 4, 5]]), torch.arange(6).flip(0)
     start, accepted = torch.zeros(1, dtype=torch.int64), torch.tensor([4], dtype=torch.int32)
-    caches = make_caches(device=device)
-    expected = move(caches, slots, AcceptedRows(start, start + 1, path, accepted), 6)
-    assert_equal(caches, expected)
-    assert (caches[0] != make_caches(device=device)[0]).any()
+    return slots, AcceptedRows(start, start + 1, path, accepted), 6
 
 
-def test_strides_that_are_no_whole_rows(mover):
-    device, move = mover
-    dense = make_caches(layers=1, device=device)[0]
-    packed = torch.zeros(8, dense[0].numel() + 3, device=device)
-    view = packed[:, :-3].unflatten(1, dense.shape[1:])
-    view.copy_(dense)
-    assert_equal([view], move([view], *some_paths(4, 5, 1)))
-    assert (packed[:, -3:] == 0).all()
-
-
-@pytest.mark.parametrize(("count", "depth"), [(0, 3), (2, 0)])
-def test_no_paths(mover, count, depth):
-    device, move = mover
-    caches, path = make_caches(device=device), torch.zeros(count, depth + 1).long()
+def no_paths(count: int, depth: int) -> tuple:
+    path = torch.zeros(count, depth + 1).long()
     rows = AcceptedRows(path[:, 0], path[:, 0] + 1, path, path[:, 0].int())
-    assert_equal(caches, move(caches, torch.arange(4), rows, 4))
+    return torch.arange(4), rows, 4
+
+
+PATHS = {
+    **{str(x): [some_paths(*x, seed) for seed in range(3)] for x in ((1, 1), (4, 5), (5, 13))},
+    "shifting down": [shifting_down()],
+    "none": [no_paths(0, 3), no_paths(2, 0)],
+}
+UNMOVED = ["(1, 1)", "none"]
+FORMS = [
+    *({"layout": layout} for layout in LAYOUTS),
+    {"dtype": torch.bfloat16, "width": 130},
+    {"dtype": torch.uint8, "width": 8},
+    {"apart": 3},
+]
+
+
+@pytest.mark.parametrize("by", ["torch", "kernel", "kernel, columns"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("paths", PATHS)
+def test_paths(kernels, paths, form, by):
+    module, changed = kernels.load("commit"), 0
+    launch = move_path.reference if by == "torch" else module.move_path_triton
+    for slots, rows, num_rows in PATHS[paths]:
+        caches = make_caches(**form, device=kernels.device)
+        before = [cache.clone() for cache in caches]
+        expected = moved(caches, slots, rows, num_rows)
+        if by == "kernel, columns":
+            columns = {name: column(getattr(rows, name)) for name in ROWS}
+            rows = rows._replace(**columns, path=wide(rows.path))
+        launch(module.KVCacheSet(caches), *on(kernels.device, (slots, rows)), num_rows)
+        assert_equal(caches, expected)
+        changed += sum(not torch.equal(*each) for each in zip(caches, before))
+        if "apart" in form:
+            assert all((cache._base[:, -form["apart"] :] == 0).all() for cache in caches)
+    assert changed or paths in UNMOVED, "nothing moved"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from support.tensors import column
 from torch import nn
 from vllm_specblock.triton_kernels.layers.norms import add_norm, norm_pair
 
@@ -29,32 +32,30 @@ def assert_same(got, wanted, dtype=torch.float32):
         torch.testing.assert_close(mine, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+SHAPES = [(1, 1, 2), (3, 4, 40), (5, 33), (2, 3, 2049), (0, 4, 16)]
+SUMS = {
+    **{str(shape): lambda x, shape=shape: (x(*shape), x(*shape)) for shape in SHAPES},
+    # `left` is half of a wider tensor.
+    "kept rows": lambda x: (x(7, 48)[..., 24:], x(3, 24), [6, 0, 2]),
+    "no kept rows": lambda x: (x(7, 4, 48)[..., 24:], x(0, 4, 24), []),
+    "a row kept often": lambda x: (x(7, 4, 48)[..., 24:], x(9, 4, 24), [5] * 9),
+    "of rows and positions": lambda x: (x(5, 24)[:, None], x(3, 24)[None]),
+    "of positions and rows": lambda x: (x(3, 24)[None], x(5, 24)[:, None]),
+    "columns far apart": lambda x: [x(24, 3, 5).permute(2, 1, 0)] * 2,
+}
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 2), (3, 4, 40), (5, 33), (2, 3, 2049), (0, 4, 16)], ids=str
-)
+@pytest.mark.parametrize("case", SUMS)
 @torch.no_grad()
-def test_sum_and_norm(kernels, shape, dtype):
-    torch.manual_seed(sum(shape))
-    left, right = (states(*shape, dtype=dtype, device=kernels.device) for _ in range(2))
-    norm = norm_over(shape[-1], dtype, kernels.device)
+def test_sum_and_norm(kernels, case, dtype):
+    torch.manual_seed(0)
+    left, right, *kept = SUMS[case](partial(states, dtype=dtype, device=kernels.device))
+    norm = norm_over(left.shape[-1], dtype, kernels.device)
+    keep = [column(torch.tensor(rows, dtype=torch.int64, device=kernels.device)) for rows in kept]
+    given = left, right, norm, *keep
     launch = kernels.load("norms").add_norm_triton
-    assert_same(launch(left, right, norm), add_norm.reference(left, right, norm), dtype)
-
-
-@pytest.mark.parametrize(("places", "kept"), [((), [6, 0, 2]), ((4,), []), ((4,), [5] * 9)])
-@torch.no_grad()
-def test_sum_of_kept_rows(kernels, kept, places):
-    """`left` is half of a wider tensor, and `keep` the column of a table."""
-    torch.manual_seed(len(kept))
-    left = states(7, *places, 48, device=kernels.device)[..., 24:]
-    right = states(len(kept), *places, 24, device=kernels.device)
-    table = torch.ones(len(kept), 3, dtype=torch.int64, device=kernels.device)
-    table[:, 1] = torch.tensor(kept, dtype=torch.int64)
-    norm = norm_over(24, torch.float32, kernels.device)
-    given = left, right, norm, table[:, 1]
-    launch = kernels.load("norms").add_norm_triton
-    assert_same(launch(*given), add_norm.reference(*given))
+    assert_same(launch(*given), add_norm.reference(*given), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -69,17 +70,6 @@ def test_norms_side_by_side(kernels, rows, dtype):
     given = left, right, *pair, chosen
     launch = kernels.load("norms").norm_pair_triton
     assert_same([launch(*given)], [norm_pair.reference(*given)], dtype)
-
-
-@torch.no_grad()
-def test_broadcast_and_strided_sum(kernels):
-    """One summand per row, the other per position; and columns far apart."""
-    launch = kernels.load("norms").add_norm_triton
-    norm = norm_over(24, torch.float32, kernels.device)
-    row, query = (states(n, 24, device=kernels.device) for n in (5, 3))
-    apart = states(24, 3, 5, device=kernels.device).permute(2, 1, 0)
-    for left, right in ((row[:, None], query[None]), (query[None], row[:, None]), (apart, apart)):
-        assert_same(launch(left, right, norm), add_norm.reference(left, right, norm))
 
 
 def test_needed_gradients_and_other_dtypes_take_the_reference(kernels):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.tensors import column
 from torch import nn
 from vllm_specblock.triton_kernels.layers.rope import Rope, rotate_pair
 
@@ -46,54 +47,39 @@ def assert_same(got, wanted, dtype=torch.float32, factor=1):
         torch.testing.assert_close(mine, theirs, **tolerance)
 
 
-def test_reference_turns_pairs_of_numbers():
-    angle = torch.tensor([0.3, -1.1]).view(2, 1, 1).expand(2, 1, 2)  # [T, 1, D]
-    state = torch.tensor([2.0, 0.5]).expand(2, 1, 2)
-    table = angle.cos(), angle.sin() * torch.tensor([-1.0, 1.0])
-    turned, _ = rotate_pair(state, state, Rope(None, None, table))
-    for row, by in enumerate([0.3, -1.1]):
-        wanted = complex(2, 0.5) * complex(math.cos(by), math.sin(by))
-        assert complex(*turned[row, 0].tolist()) == pytest.approx(wanted)
-
-
 @pytest.mark.parametrize(
     ("normed", "dtype"),
     [(False, torch.float16), (True, torch.bfloat16), (True, torch.float32)],
     ids=["plain", "normed", "normed, fp32"],
 )
 @pytest.mark.parametrize(
-    ("lead", "heads", "kv_heads", "size"),
+    ("lead", "heads", "kv_heads", "size", "kept"),
     [
-        ((0, 3), 4, 2, 16),
-        ((1, 1), 1, 1, 2),
-        ((3, 5), 6, 2, 40),
-        ((2, 4), 40, 8, 128),  # several tiles
-        ((7,), 2, 9, 96),
+        ((0, 3), 4, 2, 16, None),
+        ((1, 1), 1, 1, 2, None),
+        ((3, 5), 6, 2, 40, None),
+        ((2, 4), 40, 8, 128, None),  # several tiles
+        ((7,), 2, 9, 96, None),
+        # Queries of these rows only, at their own positions, named by a column of a table.
+        ((9, 4), 6, 2, 32, [8, 0, 3]),
+        ((9,), 6, 2, 32, []),
+        ((9,), 6, 2, 32, [5] * 11),
     ],
     ids=str,
 )
 @torch.no_grad()
-def test_as_torch_rotates(kernels, lead, heads, kv_heads, size, dtype, normed):
+def test_as_torch_rotates(kernels, lead, heads, kv_heads, size, kept, dtype, normed):
     query, key, bare, full = inputs(lead, heads, kv_heads, size, dtype, kernels.device)
+    keep = None
+    if kept is not None:
+        keep = column(torch.tensor(kept, dtype=torch.int64, device=kernels.device))
+        query = query[keep]
     norms = norms_over(size, dtype, kernels.device) if normed else None
     before = query.clone(), key.clone()
-    got = kernels.load("rope").rotate_pair_triton(query, key, bare, None, norms)
+    got = kernels.load("rope").rotate_pair_triton(query, key, bare, keep, norms)
     # A norm leaves numbers of up to 4 or so, which are then rounded twice.
-    assert_same(got, rotate_pair(query, key, full, None, norms), dtype, 4 if normed else 1)
+    assert_same(got, rotate_pair(query, key, full, keep, norms), dtype, 4 if normed else 1)
     assert torch.equal(query, before[0]) and torch.equal(key, before[1]), "the inputs are changed"
-
-
-@pytest.mark.parametrize(
-    ("lead", "kept"), [((9, 4), [8, 0, 3]), ((9,), []), ((9,), [5] * 11)], ids=str
-)
-def test_kept_rows(kernels, lead, kept):
-    """Their queries only, at their own positions, named by a column of a table."""
-    query, key, bare, full = inputs(lead, 6, 2, 32, torch.float32, kernels.device)
-    table = torch.ones(len(kept), 3, dtype=torch.int64, device=kernels.device)
-    table[:, 0] = torch.tensor(kept, dtype=torch.int64)
-    keep = table[:, 0]
-    got = kernels.load("rope").rotate_pair_triton(query[keep], key, bare, keep)
-    assert_same(got, rotate_pair(query[keep], key, full, keep))
 
 
 @pytest.mark.parametrize("lead", [(4, 3), (4,)], ids=str)
@@ -104,10 +90,9 @@ def test_strided_states_and_positions(kernels, lead):
     query, key, bare, full = inputs(lead, 4, 2, 16, torch.float32, kernels.device)
     both = torch.cat([query, key, key], dim=-2).flatten(-2)
     views = (x.unflatten(-1, (-1, 16)) for x in both.split([64, 32, 32], -1)[:2])
-    column = torch.full((5, 3), -9, device=kernels.device)
-    column[1:, 1] = bare.base
+    base = column(nn.functional.pad(bare.base, (1, 0)))[1:]
     norms = norms_over(16, torch.float32, kernels.device)
-    got = launch(*views, bare._replace(base=column[1:, 1]), None, norms)
+    got = launch(*views, bare._replace(base=base), None, norms)
     assert_same(got, rotate_pair(query, key, full, None, norms), factor=2)
 
 

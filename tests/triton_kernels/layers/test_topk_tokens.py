@@ -23,10 +23,16 @@ def assert_close(got, wanted) -> None:
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+SHAPES = [((3,), 2, 1), ((2, 3), 10, 10), ((2, 4), 77, 3), ((1, 2), 250, 33), ((2,), 1, 1)]
+
+
 @pytest.mark.parametrize(
-    ("lead", "vocab", "width"),
-    [((3,), 2, 1), ((2, 3), 10, 10), ((2, 4), 77, 3), ((1, 2), 250, 33), ((2,), 1, 1)],
+    ("dtype", "lead", "vocab", "width"),
+    [
+        *((dtype, *shape) for shape in SHAPES for dtype in (torch.bfloat16, torch.float32)),
+        (torch.float32, (2, 1), 3000, 10),  # many chunks
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
     ("sharp", "scale"), [(False, 1.0), (True, 0.37)], ids=["as drafted", "sharpened and scaled"]
@@ -37,14 +43,6 @@ def test_as_torch_does(kernels, lead, vocab, width, dtype, sharp, scale):
     beta = torch.linspace(2.5, 0.4, lead[0], device=kernels.device) if sharp else None
     got = load(kernels)(logits, offset, width, scale, beta)
     assert_close(got, topk_tokens.reference(logits, offset, width, scale, beta))
-
-
-def test_over_many_chunks(kernels):
-    logits = distinct_logits((2, 1), 3000, torch.float32, kernels.device)
-    offset = torch.arange(3000, device=kernels.device)
-    beta = torch.tensor([0.5, 1.5], device=kernels.device)
-    got = load(kernels)(logits, offset, 10, 2.0, beta)
-    assert_close(got, topk_tokens.reference(logits, offset, 10, 2.0, beta))
 
 
 def test_of_equal_logits_the_first_comes_first(kernels):

@@ -11,32 +11,14 @@ from support.tensors import assert_equal, on, wide
 from vllm_specblock.combine.merge import merge
 from vllm_specblock.tree import DraftTree
 
+from ..random_trees import random_trees
+
 FIELDS = DraftTree.TENSORS
 
 
-def trees(count: int, slots: int, vocab: int, seed: int) -> DraftTree:
-    """Trees of all sizes, the first one full and the second one empty, with many ties and twins.
-
-    Scores are multiples of 1/8, and what lies in slots not in use is garbage where it may be.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    size = torch.randint(0, slots + 1, (count,), generator=draw, dtype=torch.int32)
-    size[:2] = torch.tensor([slots, 0])[:count]
-    used = torch.arange(slots) < size[:, None]
-    up = torch.arange(slots) - torch.randint(0, 6, (count, slots), generator=draw)
-    token = torch.randint(vocab, (count, slots), generator=draw)
-    fall = torch.randint(0, 2, (count, slots), generator=draw).cumsum(1) / -8
-    tree = DraftTree.from_nodes(
-        token,
-        torch.where(used, up.clamp(min=0), -1).int(),
-        torch.where(used, fall, float("-inf")),
-        size,
-    )
-    return replace(tree, depth=torch.where(used, tree.depth, 99))
-
-
 def slices(tree: DraftTree, device: torch.device) -> DraftTree:
-    """The tree, its tensors as slices of larger ones."""
+    """The tree, its tensors as slices of larger ones; depths of slots not in use are garbage."""
+    tree = replace(tree, depth=torch.where(tree.parent >= 0, tree.depth, 99))
     tensors = (getattr(tree, name) for name in FIELDS)
     return on(device, DraftTree(*(wide(x, 7) if x.dim() > 1 else x for x in tensors)))
 
@@ -47,7 +29,7 @@ def slices(tree: DraftTree, device: torch.device) -> DraftTree:
 )
 def test_merges_as_the_loop(kernels, count, ours, theirs, how):
     launch = kernels.load("merge_trees").merge_trees_triton
-    first, second = trees(count, ours, 2, ours), trees(count, theirs, 2, theirs + 1)
+    first, second = random_trees(count, ours, 2), random_trees(count, theirs, 2, seed=theirs + 1)
     depth = max(int(x.depth[x.parent >= 0].max()) for x in (first, second)) if count else 1
     for budget in sorted({min(ours + 3, 256), min(ours + theirs, 256)}):
         wanted, agreed = merge(first, second, how, budget, depth)
