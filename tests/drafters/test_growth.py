@@ -18,7 +18,6 @@ from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_he
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
 
-from vllm_specblock.candidates import select
 from vllm_specblock.drafters.eagle3.drafter import level_shape
 from vllm_specblock.drafters.options import Eagle3Config
 from vllm_specblock.drafters.specblock.growth import Expansion, expansion
@@ -185,41 +184,27 @@ STRANGE = torch.tensor([NAN, -NAN, INF, -INF, 3e38, -3e38, 1.0, 0.0])
 compiled = pytest.mark.skipif(not AVAILABLE, reason="compiled loops need Numba")
 
 
-class PlainExpansion(Expansion):
-    """Differs in that torch also selects where a compiled loop could."""
-
-    def select(self) -> DraftTree:
-        fields = (field[:, : self.count] for field in self.fields)
-        token, path_hash, key, parent = fields
-        score = self.score[:, : self.count]
-        depth = self.shape.max_depth
-        return select.reference(token, parent, score, key, path_hash, self.shape.budget, depth)
+KINDS = [Expansion, pytest.param(CompiledGrowing, marks=compiled)]
 
 
-KINDS = [PlainExpansion, Expansion, pytest.param(CompiledGrowing, marks=compiled)]
+def strange(draw, scores: torch.Tensor, share: float) -> torch.Tensor:
+    """Scores, of which a share is something else."""
+    which = torch.randint(0, len(STRANGE), scores.shape, generator=draw)
+    return torch.where(torch.rand(scores.shape, generator=draw) < share, STRANGE[which], scores)
 
 
-def strange_block(draw, share, shape, vocab, *rows):
-    """A random block in which a share of the scores is something else."""
-    top, token, bucket = random_block(draw, shape, vocab, *rows)
-    which = torch.randint(0, len(STRANGE), top.shape, generator=draw)
-    strange = torch.rand(top.shape, generator=draw) < share
-    return torch.where(strange, STRANGE[which], top), token, bucket
-
-
-def grow(
-    kind, shape: TreeShape, vocab: int, seed: int, share: float, requests: int = 3
-) -> DraftTree:
-    draw = torch.Generator().manual_seed(seed)
-    growth = kind(shape, torch.tensor(shape.branching), requests)
-    starts = growth.attach(None, *strange_block(draw, share, shape, vocab, requests, 1))
-    for block in range(2, shape.num_blocks + 1):
-        # A caller reads hidden states at all of them, valid or not.
-        assert ((starts.token >= 0) & (starts.token < vocab)).all()
-        assert ((starts.row >= 0) & (starts.row < 1 + (block - 2) * shape.num_starts)).all()
-        assert ((starts.position >= 0) & (starts.position < shape.block_size)).all()
-        rows = (requests, shape.num_starts)
-        starts = growth.attach(starts, *strange_block(draw, share, shape, vocab, *rows))
+def grow(kind, shape: TreeShape, vocab: int, seed: int, share: float) -> DraftTree:
+    """Trees of three requests."""
+    draw, starts = torch.Generator().manual_seed(seed), None
+    growth = kind(shape, torch.tensor(shape.branching), 3)
+    for block in range(1, shape.num_blocks + 1):
+        if starts is not None:  # a caller reads hidden states at all of them, valid or not
+            assert ((starts.token >= 0) & (starts.token < vocab)).all()
+            assert ((starts.row >= 0) & (starts.row < 1 + (block - 2) * shape.num_starts)).all()
+            assert ((starts.position >= 0) & (starts.position < shape.block_size)).all()
+        rows = 1 if starts is None else shape.num_starts
+        top, *said = random_block(draw, shape, vocab, 3, rows)
+        starts = growth.attach(starts, strange(draw, top, share), *said)
     return starts
 
 
@@ -252,14 +237,6 @@ def test_no_number_is_no_node(kind, score):
     assert texts(tree, 0).keys() == {(0,), (0, 3), (1,)}
 
 
-def strange_logits(seed: int, share: float, rows: int, vocab: int) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(rows, 2, vocab, generator=draw)
-    which = torch.randint(0, len(STRANGE), logits.shape, generator=draw)
-    strange = torch.rand(logits.shape, generator=draw) < share
-    return torch.where(strange, STRANGE[which], logits)
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     st.integers(10, 1500),
@@ -286,18 +263,13 @@ def test_reading_the_heads(read, vocab, width, scope, dtype, sharp, seed, share)
     offset = torch.arange(vocab)
     beta = torch.tensor([0.5, 3.0, 1.0]) if sharp else None
     for fill in (None, *STRANGE):
-        logits = strange_logits(seed, share, 3, vocab)
+        draw = torch.Generator().manual_seed(seed)
+        logits = strange(draw, 3 * torch.randn(3, 2, vocab, generator=draw), share)
         if fill is not None:
             logits[0] = fill
-        logprob, token, bucket = read(
-            torch.full((3, 2, size), NAN, dtype=dtype),
-            logits.to(dtype),
-            offset,
-            head,
-            width,
-            scope,
-            beta,
-        )
+        normed = torch.full((3, 2, size), NAN, dtype=dtype)
+        given = normed, logits.to(dtype), offset, head, width, scope, beta
+        logprob, token, bucket = read(*given)
         assert logprob.shape == token.shape == (3, 2, width)
         assert ((token >= 0) & (token <= 2 * (vocab - 1)) & (token % 2 == 0)).all()
         assert ((bucket >= 0) & (bucket < classes)).all()

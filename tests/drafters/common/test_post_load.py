@@ -29,7 +29,6 @@ def run(drafter, width=8, keep=None):
     config = drafter.config
     features = torch.randn(ROWS, 3 * config.target_hidden_size)
     embedding = torch.randn(ROWS, config.hidden_size)
-
     attend = DenseCache(config).append(keep)
     hidden = drafter(drafter.condition(features), embedding, torch.arange(ROWS), attend, keep)
     return hidden, *drafter.candidates(hidden, width)
