@@ -10,7 +10,7 @@ from support.committed import rows_of
 from support.drafted_blocks import coarse_block, random_block
 from support.lone_drafters import PAGE, head_of
 from support.naive_expand import NaiveExpansion
-from support.trees import texts
+from support.trees import all_paths, texts
 from torch import nn
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
@@ -18,6 +18,7 @@ from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_he
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
 
+from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.drafters.eagle3.drafter import level_shape
 from vllm_specblock.drafters.options import Eagle3Config
 from vllm_specblock.drafters.specblock.growth import Expansion, expansion
@@ -174,6 +175,37 @@ def test_small_trees_are_shallow_by_default(nodes, depth):
     assert level_shape(Eagle3Config(), nodes, nodes, 100).num_blocks == depth
     shape = level_shape(Eagle3Config(depth=5), nodes, nodes, 100)
     assert shape.num_blocks == min(5, nodes)
+
+
+# ---- Best-first trees of independent positions, against every path there is ----
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 30), st.integers(0, 10**6))
+def test_product_trees_are_the_best_of_all_paths(depth, width, budget, seed):
+    draw = torch.Generator().manual_seed(seed)
+    logprob = torch.randn(2, depth, width, generator=draw).mul(2).log_softmax(-1)
+    logprob = logprob.sort(descending=True).values - 0.01
+    token = torch.rand(2, depth, 50, generator=draw).argsort(-1)[..., :width]
+    tree = ProductTrees(depth, width, budget, "cpu").grow(logprob, token)
+    for request in range(2):
+        paths = all_paths(logprob[request].double().tolist())
+        best = sorted(paths.values(), reverse=True)[:budget]
+        assert int(tree.size[request]) == len(best) and tree.token.shape == (2, budget)
+        assert tree.logprob[request, : len(best)].tolist() == pytest.approx(best, rel=1e-5)
+        named = {
+            tuple(token[request, k, rank].item() for k, rank in enumerate(ranks)): total
+            for ranks, total in paths.items()
+        }
+        found = texts(tree, request)
+        assert len(found) == len(best)
+        for path, total in found.items():
+            assert total == pytest.approx(named[path], rel=1e-5)
+    assert_valid(tree, 50, depth)
+
+
+def test_a_tie_goes_to_the_lower_depth():
+    logprob, token = torch.tensor([[[0.0, -9.0]] * 2]), torch.tensor([[[4, 5]] * 2])
+    tree = ProductTrees(2, 2, 2, "cpu").grow(logprob, token)
+    assert tree.token.tolist() == [[4, 4]] and tree.parent.tolist() == [[0, 1]]
 
 
 # ---- Scores that are no numbers ----
