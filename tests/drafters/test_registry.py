@@ -107,16 +107,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/extending.md"
 
 def test_the_drafter_of_the_page_drafts():
     options, drafter = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    names = {
-        "__name__": __name__,
-        "torch": torch,
-        "Drafter": Drafter,
-        "DrafterOptions": DrafterOptions,
-        "register_drafter": register_drafter,
-        "CommittedTokens": CommittedTokens,
-        "DraftTree": DraftTree,
-        "select_nodes": select_nodes,
-    }
+    tools = torch, Drafter, DrafterOptions, register_drafter, CommittedTokens, DraftTree
+    names = {each.__name__: each for each in (*tools, select_nodes)} | {"__name__": __name__}
     try:
         exec(options + drafter, names)
         given = parse_drafter({"tokens": [7, 3, 9]}, "favourites")
