@@ -21,10 +21,10 @@ from adaptation_serving import serve as serve_all
 from adaptation_serving import tables as tables_of_served
 from lib import attacks as attack
 from lib.options import known
-from lib.policies import POLICIES, make_policy
+from lib.policies import POLICIES
 from lib.results_store import ROOT, ResultsStore, from_root, markdown_table
 from lib.simulation import CostModel, Simulation, SimulationConfig, figures, simulate, table
-from lib.streams import STREAMS, make_stream, texts_needed
+from lib.streams import STREAMS, texts_needed
 from tqdm import tqdm
 
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
@@ -111,13 +111,11 @@ def streams(
     The target writes every text once. Updates, judging and policies are those of serving; times are
     simulated. A killed run resumes.
     """
-    names = list(dict.fromkeys(policy or POLICIES))
-    for name in names:
-        make_policy(name, 0)  # fails before the target writes anything
+    names = known("policy", policy, POLICIES)
     files = [home, *(away or [AWAY])]
     planned = {
-        (name, seed): make_stream(name, requests, seed, len(files))
-        for name in stream or STREAMS
+        (name, seed): STREAMS[name](requests, seed, len(files))
+        for name in known("stream", stream, STREAMS)
         for seed in range(seeds)
     }
     cost = CostModel(step_seconds, _two(update_seconds))
@@ -140,7 +138,7 @@ def streams(
         for each in names:
             key = f"{name}, seed {seed}: {each}"
             if key not in store:
-                simulation = Simulation(pair.weights, pair.teacher, make_policy(each, seed), config)
+                simulation = Simulation(pair.weights, pair.teacher, POLICIES[each](seed), config)
                 with tqdm(total=len(places), desc=key, unit="request") as bar:
                     store.add(key, figures(simulate(simulation, places, texts, bar.update)))
     print(table(store.results))
@@ -176,12 +174,10 @@ def attacks(
         [attack.scaled(each) for each in clean[needed[0] :]],
     ]
     config = SimulationConfig(lr=lr, seed=seed)
-    served = {
-        name: simulate(
-            Simulation(pair.weights, pair.teacher, make_policy(name, seed), config), stream, texts
-        )
-        for name in ["frozen", *(policy or ["always", "gain"])]
-    }
+    served = {}
+    for name in ["frozen", *known("policy", policy or ["always", "gain"], POLICIES)]:
+        simulation = Simulation(pair.weights, pair.teacher, POLICIES[name](seed), config)
+        served[name] = simulate(simulation, stream, texts)
     frozen, phases = served.pop("frozen"), dict.fromkeys(each.phase for each in stream)
     head = ["policy", "τ of clean, of frozen's", *(p for p in phases if p.startswith("clean"))]
     rows = [[*head, "windows of loss in a row", "records", "refused versions"]]

@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lib.in_process import ENV
 from lib.results_store import ResultsStore, markdown_table
+from lib.spec_configs import alone, specblock
 from tqdm import tqdm
 
-from vllm_specblock.bench.process import EngineProcess, end_all, job_of
-from vllm_specblock.bench.questions import rotated
+from vllm_specblock.bench.process import EngineProcess, end_all, job_of, shared_arguments
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 
 LEARNERS: dict[str, dict[str, Any] | None] = {
@@ -58,28 +59,13 @@ class Serving:
 
     def arguments(self, drafter: Path, target: Path, learner: str) -> dict[str, Any]:
         """Of vLLM's `LLM`."""
-        adapt = LEARNERS[learner]
-        if adapt is not None and self.lr is not None:
-            adapt = adapt | {"lr": self.lr}
-        return {
-            "model": str(target),
-            "dtype": self.dtype,
-            "max_model_len": 1024,
-            "max_num_seqs": self.batch,
-            "enable_prefix_caching": False,
-            "disable_log_stats": False,
-            "distributed_executor_backend": "uni",
-            "kv_cache_memory_bytes": 1 << 30,
-            "speculative_config": {
-                "method": "specblock",
-                "model": str(drafter),
-                "num_speculative_tokens": self.nodes,
-                "num_blocks": 1,
-                # A paused drafter is not recorded.
-                "enable_adaptive_verification": False,
-                **({} if adapt is None else {"adapt": adapt}),
-            },
-        }
+        speculative = alone(specblock(drafter, num_blocks=1), self.nodes)
+        if (adapt := LEARNERS[learner]) is not None:
+            rate = {} if self.lr is None else {"lr": self.lr}
+            speculative["adapt"] = adapt | rate
+        shared = shared_arguments(target, self.dtype, 1024, self.batch)
+        # Drafting is never paused: such steps are not recorded.
+        return shared | {"speculative_config": speculative}
 
 
 def serve(
@@ -94,22 +80,18 @@ def serve(
     out.mkdir(parents=True, exist_ok=True)
     settings = asdict(serving) | {"drafter": drafter.name, "target": target.name}
     store = ResultsStore(out / "serving.json", settings)
-    env = {
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
     engines: list[EngineProcess] = []
     windows: dict[str, list[Window]] = {name: [] for name in learners}
     answers: dict[int, Any] = {}
     try:
         for name in learners:
             arguments = serving.arguments(drafter, target, name)
-            engines.append(EngineProcess(name, arguments, env, out / f"{name}.log"))
+            engines.append(EngineProcess(name, arguments, ENV, out / f"{name}.log"))
         firsts = range(0, len(prompts), serving.window)
         for turn, first in enumerate(tqdm(firsts, "windows", unit="window")):
             part = list(prompts[first : first + serving.window])
-            for engine in rotated(engines, turn):
+            start = turn % len(engines)
+            for engine in [*engines[start:], *engines[:start]]:
                 seeds = range(first, first + len(part))
                 answer = engine.ask(job_of(part, serving.new_tokens, 0.0, seeds))
                 ids = answer.pop("ids")

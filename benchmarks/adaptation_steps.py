@@ -26,6 +26,7 @@ from steady_state import decode_steps
 
 from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.versions import StagedVersion
+from vllm_specblock.bench.process import shared_arguments
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.refresh import HEADS
 
@@ -143,17 +144,8 @@ def main(
     length = CONTEXT + tokens + nodes + 1
     with made(model, length, 1.0) as place:
         tree = alone(specblock(place.drafter), nodes)
-        arguments = {
-            "model": str(place.target),
-            "dtype": dtype,
-            "max_num_seqs": batch,
-            "enable_prefix_caching": False,
-            "distributed_executor_backend": "uni",
-            "kv_cache_memory_bytes": 1 << 30,
-            **({} if model == PAIR else {"max_model_len": length}),
-            **place.engine,
-            **json.loads(engine),
-        }
+        arguments = shared_arguments(place.target, dtype, length, batch)
+        arguments |= {"disable_log_stats": True} | place.engine | json.loads(engine)
         off = LLM(**arguments, speculative_config=dict(tree))
         watch = LLM(**arguments, speculative_config=tree | WATCH)
         vocabulary = off.llm_engine.model_config.get_vocab_size()

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import steady_state
 import torch
 import typer
-from lib import pair
+from lib import in_process, pair
 from lib.acceptance import PAPER_TREE, chain_tau, imposed, profile, tree_tau
 from lib.model_configs import MODELS, write_drafter, write_eagle3, write_target
 from lib.options import numbers
@@ -35,19 +35,19 @@ from lib.results_store import MEASURED, ResultsStore, device_name, markdown_tabl
 from lib.spec_configs import LOOKUP, NGRAM, alone, specblock, vllms
 from steady_state import DEVICE, DRAFTING, STEPS, TOKENS
 
-from vllm_specblock.bench.engine_arguments import BLOCK, cache_bytes
-from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all
+from vllm_specblock.bench.process import (
+    BLOCK,
+    EngineFailed,
+    EngineProcess,
+    end_all,
+    shared_arguments,
+)
 from vllm_specblock.config import METHOD
 from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
 
 PAIR, PLAIN = "pair", "vLLM"
-ENV = {
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `Stopwatch` times the drafter in here
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    # In one process, a second thread of torch only spins beside vLLM's own.
-    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-}
+# In one process, a second thread of torch only spins beside vLLM's own.
+ENV = in_process.ENV | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 COMMAND = (sys.executable, "-P", steady_state.__file__)
 BLOCKS, STARTS = 2, 8
 """M and S of SpecBlock."""
@@ -241,17 +241,12 @@ def main(
         found = engines(place, numbers(nodes, "--nodes"), numbers(chains, "--chains"), gpu)
         for batch in numbers(batches, "--batches"):
             prompts = prompts_of(model, config.vocab_size, context, batch)
-            arguments = place.engine | {
-                "model": str(place.target),
-                "disable_log_stats": False,
-                "distributed_executor_backend": "uni",
-                "dtype": settings["dtype"],
+            arguments = shared_arguments(place.target, settings["dtype"], length, batch)
+            arguments |= place.engine | {
+                "enable_prefix_caching": True,  # windows are of decode steps
                 "enforce_eager": not settings["graphs"],
-                "max_model_len": length,
-                "max_num_seqs": batch,
                 # Every request's tree in one step, or the scheduler would cut them.
                 "max_num_batched_tokens": max(8192, batch * (slack // 2 + 1)),
-                "kv_cache_memory_bytes": cache_bytes(config, length, batch, 2 if gpu else 4),
                 **more,
             }
             for name, speculative in chosen(found, only).items():

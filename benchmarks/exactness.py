@@ -14,6 +14,11 @@ With --swaps the SpecBlock drafters get other weights twice in every step (`lib/
 every batch comes a second time from the prefix cache, and prompts come in chunks:
 
     python benchmarks/exactness.py --swaps --tokens 2200
+
+With --ranks 2 both engines are tensor parallel, and all ranks have to draft the same; trees are
+also compared while a trainer learns, and while it only records:
+
+    python benchmarks/exactness.py --ranks 2 --tokens 2000
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
 import torch
 import typer
-from lib import pair
+from lib import pair, ranks
 from lib.in_process import runner_of
 from lib.results_store import ROOT
 from lib.spec_configs import NGRAM, POLICIES, alone, eagle3, specblock, together
@@ -46,6 +51,8 @@ from vllm_specblock.bench.questions import read_questions
 TEMPERATURES = (0.0, 0.7, 1.0, 0.0)
 _LONGEST = 1024
 _MOST_NEW = 100 + 40 * 7
+MOST_BATCHES = 24
+"""Until a trainer has to have done enough, after all tokens are compared."""
 CHUNK = 256
 """Tokens of a step while weights are swapped: prompts of a batch have several times as many."""
 FULL_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
@@ -75,6 +82,14 @@ def combinations(drafter: str, second: str, eagle: str, nodes: int) -> dict[str,
     return found | budgets
 
 
+def of_ranks(tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the combinations of several ranks, from that of a SpecBlock drafter alone."""
+    # By default a budget adapts where ranks can agree on it.
+    tree = {key: x for key, x in tree.items() if key != "enable_adaptive_verification"}
+    learning = {f"SpecBlock, {how}": tree | {"adapt": keys} for how, keys in ranks.ADAPT.items()}
+    return {"SpecBlock": tree} | learning
+
+
 def compare(
     speculative: dict[str, Any],
     tokens: int,
@@ -82,6 +97,7 @@ def compare(
     target: Path,
     questions: Path | None,
     other: Path | None = None,
+    num_ranks: int = 1,
 ) -> tuple[int, float, Swaps | None]:
     """Generate the same requests with and without drafts, until `tokens` are compared.
 
@@ -89,6 +105,7 @@ def compare(
         questions: folder of sets of chat questions; None: the example pair's own text.
         graphs: decode from CUDA graphs. vLLM's compiler stays off: it would change sums.
         other: a drafter of the same shape, whose weights are swapped in; None: no swaps.
+        num_ranks: tensor-parallel ranks of each engine.
     """
     from vllm import LLM, SamplingParams
 
@@ -102,8 +119,8 @@ def compare(
             **({"max_num_batched_tokens": CHUNK} if other else {}),
             kv_cache_memory_bytes=(256 if questions is None else 1024) << 20,
             gpu_memory_utilization=0.3,  # vLLM wants so much free, and several engines share a GPU
-            distributed_executor_backend="uni",
             speculative_config=speculative,
+            **ranks.arguments(num_ranks),
         )
 
     plain, tree = engine(None), engine(speculative)
@@ -112,9 +129,11 @@ def compare(
     else:
         texts = chat_texts(questions, plain.get_tokenizer())
     swaps = start_swaps(tree, speculative, other) if other else None
+    policy = speculative.get("adapt", {}).get("policy")
+    drafts = ranks.Ranks(tree, policy) if num_ranks > 1 else None
     compared, batch, began = 0, 0, time.monotonic()
     with tqdm(total=tokens, unit="token") as bar:
-        while compared < tokens:
+        while compared < tokens or (drafts and batch < MOST_BATCHES and drafts.lacking()):
             prompts = [texts[(8 * batch + i) % len(texts)] for i in range(8)]
             params = [
                 SamplingParams(
@@ -137,6 +156,8 @@ def compare(
             batch += 1
     if swaps is not None:
         swaps.require(swaps=100, accepted=compared // 100)
+    if drafts is not None:
+        drafts.require(compared)
     return compared, time.monotonic() - began, swaps
 
 
@@ -188,12 +209,17 @@ def main(
     swaps: Annotated[
         bool, typer.Option(help="Give SpecBlock drafters other weights twice in every step.")
     ] = False,
+    num_ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="Tensor-parallel ranks, on one machine.")
+    ] = 1,
     list_all: Annotated[bool, typer.Option("--list", help="Only name the combinations.")] = False,
 ) -> None:
     """Compare one combination, or all of them."""
     known = combinations(str(drafter), str(second), str(eagle), nodes)
     if swaps:
         known = {name: keys for name, keys in known.items() if keys["kind"] == "specblock"}
+    if num_ranks > 1:
+        known = of_ranks(known["SpecBlock"])
     if list_all:
         print("\n".join(known))
         return
@@ -205,13 +231,18 @@ def main(
         # vLLM has no adaptive verification without graphs, save on a CPU.
         adaptive = known[combination].get("enable_adaptive_verification", False)
         graphs = graphs or (adaptive and torch.cuda.is_available())
+        other = second if swaps else None
         compared, seconds, done = compare(
-            known[combination], tokens, graphs, target, questions, second if swaps else None
+            known[combination], tokens, graphs, target, questions, other, num_ranks
         )
+        how = ["float32", "batch 8"]
+        how += ["CUDA graphs"] if graphs else []
+        how += [f"{num_ranks} ranks"] if num_ranks > 1 else []
+        if done:
+            how += [f"{done.count.total()} swaps", f"{done.accepted} drafts accepted"]
         print(
             f"{combination}: {compared} tokens compared in {seconds:.0f} s, 0 different "
-            f"(float32, batch 8{', CUDA graphs' if graphs else ''}"
-            f"{f', {done.count.total()} swaps, {done.accepted} drafts accepted' if done else ''})",
+            f"({', '.join(how)})",
             flush=True,
         )
         return

@@ -21,9 +21,7 @@ from lib.results_store import MEASURED, ResultsStore, device_name, markdown_tabl
 
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12}
 """Peak bytes/s of a GPU's memory (SXM, the largest variant), by a part of its name."""
-FLUSH_BYTES = 256 << 20
-"""Written between two calls: more than any L2 holds, and long enough for the host to be ahead."""
-WARM_UP = 3
+WARM_UP, CPU_CALLS = 3, 5
 Timing = dict[str, Any]
 GOAL = 1.10
 """Tree attention over FlashAttention's time on a causal chain of the same size, at most."""
@@ -37,29 +35,28 @@ def peak_bandwidth(device: torch.device) -> float | None:
     return next((rate for part, rate in BANDWIDTH.items() if part in name), None)
 
 
-def time_call(call: Callable[[], Any], device: torch.device, runs: int, moved: int) -> Timing:
+def time_call(call: Callable[[], Any], device: torch.device, moved: int) -> Timing:
     """Time a call that moves so many bytes.
 
-    On a GPU replays of its CUDA graph are timed, without launch time; on a CPU the wall clock, with
-    warm caches.
+    On a GPU replays of its CUDA graph are timed, without launch time and with a cold L2; on a CPU
+    the wall clock, with warm caches.
 
     Returns:
         the median in µs, 10^9 bytes/s, and their share of the device's peak (None: unknown).
     """
-    times = _replayed(call, runs) if device.type == "cuda" else _called(call, runs)
-    median, peak = statistics.median(times), peak_bandwidth(device)
-    rate = moved / (median * 1e-6)
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        median = 1e3 * do_bench(captured(call).replay, return_mode="median")
+    else:
+        took = timeit.repeat(call, number=1, repeat=WARM_UP + CPU_CALLS)
+        median = 1e6 * statistics.median(took[WARM_UP:])
+    peak, rate = peak_bandwidth(device), moved / (median * 1e-6)
     share = rate / peak if peak else None
-    return {"median_us": median, "runs": runs, "bytes": moved, "gb_s": rate / 1e9, "share": share}
+    return {"median_us": median, "bytes": moved, "gb_s": rate / 1e9, "share": share}
 
 
-def _called(call: Callable[[], Any], runs: int) -> list[float]:
-    took = timeit.repeat(call, number=1, repeat=WARM_UP + runs)
-    return [1e6 * seconds for seconds in took[WARM_UP:]]
-
-
-def _replayed(call: Callable[[], Any], runs: int) -> list[float]:
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # a capture wants everything compiled and allocated before
@@ -69,21 +66,12 @@ def _replayed(call: Callable[[], Any], runs: int) -> list[float]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    pairs = []
-    for _ in range(runs + WARM_UP):
-        flush.zero_()
-        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        pair[0].record()
-        graph.replay()
-        pair[1].record()
-        pairs.append(pair)
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1e3 for start, end in pairs[WARM_UP:]]
+    return graph
 
 
-def measure(case: Case, device: torch.device, runs: int) -> dict[str, Any]:
+def measure(case: Case, device: torch.device) -> dict[str, Any]:
     """Every way's time and bandwidth, and ours over each of the others."""
-    found = {name: time_call(way, device, runs, case.moved) for name, way in case.ways.items()}
+    found = {name: time_call(way, device, case.moved) for name, way in case.ways.items()}
     ours = found["ours"]["median_us"]
     ratio = {name: ours / each["median_us"] for name, each in found.items() if name != "ours"}
     return {"kernel": case.kernel, "shape": case.shape, "ways": found, "ours_over": ratio}
@@ -109,7 +97,6 @@ def main(
         str, typer.Option(help="cuda, or cpu for a tiny run of the same code.")
     ] = "cuda" if torch.cuda.is_available() else "cpu",
     only: Annotated[str | None, typer.Option(help="A part of a kernel's name.")] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Calls; the median counts.")] = 100,
     splits: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Also attend in splits of so many entries. Repeatable."),
@@ -122,7 +109,6 @@ def main(
     settings = {
         "device": device_name(where),
         "tiny": sizes is TINY,
-        "runs": runs,
         "dtype": str(sizes.dtype),
         "splits": splits or [],
     }
@@ -132,7 +118,7 @@ def main(
         if name in store or (only is not None and only not in case.kernel):
             continue
         with torch.inference_mode():
-            store.add(name, measure(case, where, runs))
+            store.add(name, measure(case, where))
     print(f"{settings}\n\n{table(store.results)}")
 
 

@@ -101,7 +101,7 @@ def figures_of(bench: Bench, first_steps: int, waves: int) -> dict[str, list[Fig
     """Figures of the first steps and of those after, by phase."""
     config, names = bench.config, [*bench.methods]
     pass_steps = len(bench.sets) * config.max_new_tokens * waves
-    order = [unit.key() for unit in units(config, bench.sets)]
+    order = [unit.key for unit in units(config, bench.sets)]
     passes = {key: place // len(bench.sets) for place, key in enumerate(order)}
     found = {}
     for phase in (FIRST, LATER):
@@ -207,7 +207,7 @@ def main(
         "drafter": {name: folder for name, folder in drafters.items() if folder},
         "define": {name: spec for name, spec in ENGINES.items() if name in names},
         "raw": not AutoTokenizer.from_pretrained(target).chat_template,
-        **{"max_new_tokens": tokens, "ignore_eos": True, "rounds": 1, "explain": False},
+        **{"max_new_tokens": tokens, "ignore_eos": True, "rounds": 1},
         **{"dtype": dtype, "max_model_len": max_model_len},
     }
     cells, failures, path = {}, {}, out / "never_slower.json"

@@ -54,7 +54,7 @@ class Step:
 
 TESTS = "-m pytest -q --tb=short --timeout=120 -p no:cacheprovider "
 IDLE = f"benchmarks/gpu_idle.py --json {RESULT} --engine='{QUICK}' "
-KERNELS = f"benchmarks/kernel_times.py --runs=30 --out {RESULT} "
+KERNELS = f"benchmarks/kernel_times.py --out {RESULT} "
 ENGINE, RUNNER = "tests/engine", "tests/engine/runner"
 BENCH = "-P -m vllm_specblock bench examples/two_heads/bench.yaml --dtype bfloat16 --nodes 60"
 EXACT = "benchmarks/exactness.py --tokens=1500 --combination="

@@ -8,14 +8,15 @@ and seeded, penalties, grammars, long prompts in chunks, shared beginnings, seve
 requests; with a cache so small that requests are preempted. Each phase has servers of its own.
 They take 6 GB.
 
-Prints a line per window, and the first requests whose replies differ with both replies. Exit status
-1 if anything differs, a server ends, a request stays in it, memory grows by more than 3 % after the
-first quarter, or nothing was preempted, cut, found in the prefix cache or accepted.
+Prints a table per window, and the first requests whose replies differ with both replies. Exit
+status 1 if anything differs, a server ends, a request stays in it, memory grows by more than 3 %
+after the first quarter, or nothing was preempted, cut, found in the prefix cache or accepted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -36,6 +37,7 @@ from lib.soak_traffic import COMPLETIONS, MAX_MODEL_LEN, Call, Traffic
 
 PAIR = "examples/tiny_pair"
 MODEL = f"{PAIR}/target"
+SERVERS = PLAIN, DRAFTS = "plain", "drafts"
 PHASES: dict[str, dict[str, Any]] = {
     # Whole trees of 12 requests take 204 tokens: more than a step has, so some wait.
     "whole trees": {"enable_adaptive_verification": False},
@@ -75,7 +77,7 @@ COUNTED = {
     "verified_nodes": "vllm:specblock_tree_nodes_total",
     "accepted_nodes": "vllm:spec_decode_num_accepted_tokens_total",
 }
-_MUST_HAPPEN = ("preemptions", "prefix_hit_tokens", "accepted_nodes")
+_MUST_HAPPEN = ("preemptions", "prefix_hit_tokens", "accepted_nodes", "cut_requests")
 _IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
@@ -84,30 +86,26 @@ class Findings:
     """The findings of a phase, so far.
 
     Attributes:
-        finished, cut, refused: replies that came whole, whose client left, that were errors.
+        counts: requests, and of these the finished, the cut (by their client), the refused and the
+            different ones; compared tokens.
+        kinds: requests by what was drawn for them.
         failures: errors other than differences, a sentence each.
-        memory: MiB per window, of each server's two parts.
-        seconds: that each server answered for.
+        memory: MiB of each server per window.
         counters: `COUNTED`, of each server, since it started.
     """
 
-    requests: int = 0
-    windows: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
-    finished: int = 0
-    cut: int = 0
-    refused: int = 0
-    compared_tokens: int = 0
-    different: int = 0
     differences: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    memory: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    seconds: Counter[str] = field(default_factory=Counter)
-    counters: dict[str, dict[str, int]] = field(default_factory=dict)
+    memory: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in SERVERS})
+    counters: dict[str, Counter[str]] = field(
+        default_factory=lambda: {name: Counter() for name in SERVERS}
+    )
 
     def growth(self, name: str) -> float | None:
         """Return the growth of a server's memory after its warm-up; None: too few windows."""
-        known = [sum(parts.values()) for parts in self.memory.get(name, ())]
+        known = self.memory[name]
         if len(known) < JUDGED:
             return None
         first, *later = known[int(WARM_UP * len(known)) :]
@@ -115,23 +113,21 @@ class Findings:
 
     def wrong(self) -> list[str]:
         """Return why the phase failed, a sentence each."""
-        said = [*self.failures]
-        if self.different:
-            said.append(f"{self.different} replies are not plain vLLM's.")
-        grown = self.growth("drafts")
+        said, grown = [*self.failures], self.growth(DRAFTS)
+        if self.counts["different"]:
+            said.append(f"{self.counts['different']} replies are not plain vLLM's.")
         if grown is not None and grown > FLAT:
             said.append(f"Memory grew by {grown:.1%} after its warm-up.")
-        counters = self.counters.get("drafts", {})
-        seen = {name: counters.get(name, 0) for name in _MUST_HAPPEN} | {"cut requests": self.cut}
+        seen = self.counters[DRAFTS] | Counter(cut_requests=self.counts["cut"])
         return said + [
             f"There were no {name.replace('_', ' ')}: this tested little."
-            for name, count in seen.items()
-            if not count
+            for name in _MUST_HAPPEN
+            if not seen[name]
         ]
 
     def as_json(self) -> dict[str, Any]:
-        grown = {f"{name}_memory_growth": self.growth(name) for name in ("plain", "drafts")}
-        return asdict(self) | grown | {"wrong": self.wrong()}
+        grown = {f"{name}_memory_growth": self.growth(name) for name in SERVERS}
+        return vars(self) | grown | {"wrong": self.wrong()}
 
 
 def start(name: str, speculative: dict[str, Any] | None, folder: Path) -> Server:
@@ -149,32 +145,33 @@ def ask_window(
     """Send the same requests to both servers, one after the other, and compare the replies."""
     replies: dict[str, list[Reply]] = {}
     for name, server in servers.items():
-        began = time.monotonic()
-        asked = [call.patient() for call in calls] if name == "plain" else calls
+        asked = [call.patient() for call in calls] if name == PLAIN else calls
         replies[name] = asyncio.run(ask_all(server.address, asked, clients))
-        found.seconds[name] += time.monotonic() - began
         server.require()
         metrics = idle_metrics(server)
+        found.memory[name].append(round(server.resident(), 1))
         held = {key: metrics[key] for key in _IDLE if metrics[key]}
         if held:
-            found.failures.append(
-                f"After window {found.windows} no request runs, but {name} has {held}."
-            )
-        found.counters[name] = {key: int(metrics.get(of, 0)) for key, of in COUNTED.items()}
-        memory = {part: round(mib, 1) for part, mib in server.resident().items()}
-        found.memory.setdefault(name, []).append(memory)
-    for call, ours, plain in zip(calls, replies["drafts"], replies["plain"]):
-        found.kinds.update(call.kinds)
-        found.cut += ours.left
-        found.refused += call.refused
-        found.finished += not ours.left and not call.refused
-        found.compared_tokens += sum(len(choice.tokens) for choice in ours.choices.values())
+            window = len(found.memory[name])
+            found.failures.append(f"After window {window} no request runs, but {name} has {held}.")
+        found.counters[name] = Counter(
+            {key: int(metrics.get(of, 0)) for key, of in COUNTED.items()}
+        )
+    for call, ours, plain in zip(calls, replies[DRAFTS], replies[PLAIN]):
         said = difference(call, ours, plain)
-        found.different += said is not None
+        found.kinds.update(call.kinds)
+        found.counts += Counter(
+            requests=1,
+            finished=not ours.left and not call.refused,
+            cut=ours.left,
+            refused=call.refused,
+            different=said is not None,
+            compared_tokens=sum(len(choice.tokens) for choice in ours.choices.values()),
+        )
         if said is not None and len(found.differences) < KEPT_DIFFERENCES:
-            found.differences.append(difference_record(servers, call, said, ours, plain))
-    found.requests += len(calls)
-    found.windows += 1
+            body = call.body.decode() if isinstance(call.body, bytes) else call.body
+            both = {"ours": asdict(ours), "plain": asdict(plain)}
+            found.differences.append({"says": said} | asdict(call) | {"body": body} | both)
 
 
 def idle_metrics(server: Server) -> dict[str, float]:
@@ -189,40 +186,18 @@ def idle_metrics(server: Server) -> dict[str, float]:
     return metrics
 
 
-def difference_record(
-    servers: dict[str, Server], call: Call, said: str, ours: Reply, plain: Reply
-) -> dict[str, Any]:
-    """Return a difference as JSON's types, with how each server answers the request alone."""
-    found: dict[str, Any] = {"says": said}
-    for name, server in servers.items():
-        (reply,) = asyncio.run(ask_all(server.address, [call.patient()], 1))
-        found[f"{name}_alone"] = difference(call.patient(), reply, plain) or "the same"
-    body = call.body.decode() if isinstance(call.body, bytes) else call.body
-    return found | asdict(call) | {"body": body, "ours": asdict(ours), "plain": asdict(plain)}
-
-
-def report(name: str, found: Findings) -> None:
-    """Print a line after a window of a phase."""
-    drafts, memory = found.counters["drafts"], found.memory["drafts"][-1]
-    print(
-        f"{name}, window {found.windows}: {found.requests} requests, {found.finished} finished, "
-        f"{found.cut} cut, {found.refused} refused, {found.different} different; "
-        f"{drafts['preemptions']} preemptions, {drafts['accepted_nodes']} nodes accepted, "
-        f"{memory['server']:.0f} + {memory['engine']:.0f} MiB",
-        flush=True,
-    )
-
-
 def table(results: dict[str, dict[str, Any]]) -> str:
-    head = ["phase", "requests", "finished", "cut", "refused", "different", "tokens compared"]
-    rows = [[*head, "preemptions", "prefix hits", "nodes accepted", "memory", "wrong"]]
-    whole = ("requests", "finished", "cut", "refused", "different", "compared_tokens")
+    """Return a row per phase."""
+    whole = ["requests", "finished", "cut", "refused", "different", "compared_tokens"]
+    count = ["preemptions", "accepted_nodes"]
+    rows = [["phase", *(name.replace("_", " ") for name in whole + count)]]
+    rows[0] += ["prefix hits", "memory", "wrong"]
     for name, each in results.items():
-        counters, growth = each["counters"]["drafts"], each["drafts_memory_growth"]
-        hits = counters["prefix_hit_tokens"] / max(1, counters["prompt_tokens"])
-        cells = [*(each[key] for key in whole), counters["preemptions"]]
+        counters, growth = each["counters"][DRAFTS], each[f"{DRAFTS}_memory_growth"]
+        cells = [each["counts"].get(key, 0) for key in whole]
+        cells += [counters.get(key, 0) for key in count]
+        hits = counters.get("prefix_hit_tokens", 0) / max(1, counters.get("prompt_tokens", 0))
         rows.append([name, *(f"{cell:,}" for cell in cells), f"{hits:.0%}"])
-        rows[-1] += [f"{counters['accepted_nodes']:,}"]
         rows[-1] += ["too short" if growth is None else f"{growth:+.1%}", str(len(each["wrong"]))]
     return markdown_table(rows)
 
@@ -254,21 +229,23 @@ def main(
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             servers = {}
-            for each, speculative in (("plain", None), ("drafts", drafts | PHASES[name])):
+            for each, speculative in zip(SERVERS, (None, drafts | PHASES[name])):
                 servers[each] = start(each, speculative, folder)
                 stack.callback(servers[each].close)
             for server in servers.values():
                 server.wait()
             began = time.monotonic()
-            while time.monotonic() - began < 60 * minutes or found.requests < requests:
-                calls = [traffic.call(f"{found.windows}.{index}") for index in range(window)]
+            for number in itertools.count():
+                if time.monotonic() - began > 60 * minutes and number * window >= requests:
+                    break
+                calls = [traffic.call(f"{number}.{index}") for index in range(window)]
                 try:
                     ask_window(found, servers, calls, clients)
                 except ServerEnded as error:
-                    found.failures.append(f"In window {found.windows} a server ended. {error}")
+                    found.failures.append(f"In window {number} a server ended. {error}")
                     break
-                report(name, found)
                 store.add(name, found.as_json())
+                print(f"window {number + 1}\n{table({name: store.results[name]})}", flush=True)
         store.add(name, found.as_json())
         for each in found.differences[:3]:
             print(json.dumps(each, indent=1, ensure_ascii=False))

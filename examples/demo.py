@@ -9,19 +9,21 @@ in bfloat16 but for near-ties, each of which is explained.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from vllm_specblock.bench.live import Answer, ask_together, shown, start_engines
-from vllm_specblock.bench.near_ties import explain
 from vllm_specblock.bench.process import EngineFailed, EngineProcess, end_all, job_of
 
 EXAMPLES = Path(__file__).resolve().parent
@@ -167,10 +169,38 @@ def conclude(
     if not different or dtype == "float32":
         return not different
     console.print("Where they part, logits by transformers in float32:")
-    partings = explain(target, different)
-    for parting in partings:
-        console.print(f"  {parting or 'one answer ends'}", markup=False, soft_wrap=True)
-    return all(parting is not None and parting.steps <= 1 for parting in partings)
+    ties = True
+    for where, tie in explain(target, different):
+        console.print(f"  {where}", markup=False, soft_wrap=True)
+        ties = ties and tie
+    return ties
+
+
+def explain(
+    target: Path, answers: Sequence[tuple[list[int], list[int], list[int]]]
+) -> Iterator[tuple[str, bool]]:
+    """Yield where two answers to a prompt part, and whether that is a tie in bfloat16.
+
+    A tie: in float32 both logits are below the best one by at most three standard deviations of
+    the error that bfloat16 makes in a difference of two logits there.
+    """
+    logging.disable_progress_bar()
+    tokenizer, dtypes = AutoTokenizer.from_pretrained(target), (torch.float32, torch.bfloat16)
+    models = [AutoModelForCausalLM.from_pretrained(target, dtype=each).eval() for each in dtypes]
+    for prompt, one, other in answers:
+        position = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), None)
+        if position is None:
+            yield "one answer ends where the other continues", False
+            continue
+        text, pair = torch.tensor([prompt + one[:position]]), [one[position], other[position]]
+        with torch.inference_mode():
+            exact, rounded = (model(text).logits[0, -1].float() for model in models)
+        error = math.sqrt(2) * float((rounded - exact).std())
+        logits = exact[pair].tolist()
+        below = float(exact.max()) - min(logits)
+        texts = zip(tokenizer.batch_decode([[token] for token in pair]), logits)
+        best = ", ".join(f"{text!r} {logit:.3f}" for text, logit in texts)
+        yield f"token {position}: {best}; bfloat16's error is {error:.3f}", below <= 3 * error
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from vllm_specblock.bench.summary import markdown_table
 from vllm_specblock.cli.options import options_of
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.options import SpecBlockConfig
-from vllm_specblock.train.config import RunConfig, TrainError, parse, read_recipe
+from vllm_specblock.train.config import Recipe, RunConfig, TrainError, parse, read_recipe
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.distributed import ranks, world
@@ -38,7 +38,7 @@ from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import Learner, TrainBatch
 from vllm_specblock.train.loop import Trainer
 from vllm_specblock.train.run import RunContext, folded_head, make_teacher, prepare, sequences_of
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target import target_rows
 from vllm_specblock.train.target.features import load_target, load_tokenizer
 from vllm_specblock.train.untrained import most_frequent
@@ -129,7 +129,7 @@ def footing(config: Comparison, run_context: RunContext) -> drafter_zoo.RunConte
         target_rows.head_rows(config.target, t2d.nonzero()[:, 0]).float(),
         folded_head(config.target, t2d),
         run_context.target.layer_ids,
-        Recipe(config.num_blocks, config.rank_from, loss_floor=config.loss_floor),
+        Recipe(**config.model_dump(include={"num_blocks", "rank_from", "loss_floor"})),
         config.nodes,
         config.seed,
         {"intermediate_size": config.intermediate_size} if config.intermediate_size else {},

@@ -7,7 +7,7 @@ come as close to SpecBlock's parameter count as their sizes allow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,9 @@ from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
 from torch import Tensor
 
-from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.config import Recipe, TrainError
 from vllm_specblock.train.learner import Learner
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target import target_rows
 from vllm_specblock.train.untrained import init
 
@@ -104,14 +104,14 @@ def _small_model(run_context: RunContext, wanted: int) -> SmallModel:
     for heads in range(widest, 0, -1):
         build = partial(
             SmallModel.for_target,
-            *(config, run_context.d2t, run_context.t2d, run_context.seed),
+            *(config, run_context.t2d, run_context.seed),
             hidden_size=heads * head_dim,
             num_hidden_layers=max(2, config.num_hidden_layers // 2),
             num_attention_heads=heads,
             num_key_value_heads=heads,
         )
         found = _matched(wanted, lambda width, build=build: build(intermediate_size=width))
-        if found.config.intermediate_size >= heads * head_dim:
+        if found.llama.config.intermediate_size >= heads * head_dim:
             break
     return found
 
@@ -128,7 +128,7 @@ def _matched(wanted: int, make: Callable[[int], Any], step: int = 16) -> Any:
 
 
 def _specblock(run_context: RunContext, **changes: Any) -> SpecBlockLearner:
-    of_recipe = {k: v for k, v in changes.items() if k in Recipe.__dataclass_fields__}
+    of_recipe = {k: v for k, v in changes.items() if k in Recipe.model_fields}
     choices = {k: v for k, v in changes.items() if k not in of_recipe}
     drafter = init(
         run_context.target,
@@ -141,4 +141,4 @@ def _specblock(run_context: RunContext, **changes: Any) -> SpecBlockLearner:
     )
     with torch.no_grad():
         drafter.lm_head.weight.copy_(run_context.folded)
-    return SpecBlockLearner(drafter, replace(run_context.recipe, **of_recipe))
+    return SpecBlockLearner(drafter, run_context.recipe.model_copy(update=of_recipe))

@@ -7,7 +7,6 @@ drafter's greedy token at every position. It has no fixed block boundary, as a c
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
@@ -39,14 +38,10 @@ class MainPathFigures:
     Attributes:
         reached: main paths with a token there, all tokens before being the target's.
         hits: of those tokens, the target's.
-        ended: main paths that end just before it, all right: neither a hit nor a miss.
-        forward: of the tokens in `reached`, those of each drafter forward.
     """
 
     reached: list[int]
     hits: list[int]
-    ended: list[int]
-    forward: list[dict[int, int]]
 
     @property
     def alpha(self) -> list[float | None]:
@@ -56,20 +51,14 @@ class MainPathFigures:
     @classmethod
     def of(cls, steps: Iterable[Step], depth: int) -> MainPathFigures:
         """Count over `steps`, none cut short by the text's end; depth: of the deepest tree."""
-        reached, hits, ended = ([0] * depth for _ in range(3))
-        forward: list[Counter[int]] = [Counter() for _ in range(depth)]
+        reached, hits = [0] * depth, [0] * depth
         for step in steps:
-            right, path = set(step.accepted), main_path(step)
-            for k, node in enumerate(path):
+            for k, node in enumerate(main_path(step)):
                 reached[k] += 1
-                forward[k][step.forward[node]] += 1
-                if node not in right:
+                if node not in step.accepted:
                     break
                 hits[k] += 1
-            else:
-                if len(path) < depth:
-                    ended[len(path)] += 1
-        return cls(reached, hits, ended, [dict(sorted(counts.items())) for counts in forward])
+        return cls(reached, hits)
 
 
 @dataclass(frozen=True)

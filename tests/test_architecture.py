@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import zipfile
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,23 +84,17 @@ def test_no_import_loads_vllms_cpu_worker():
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
-def test_a_wheel_has_every_file_and_kernels_under_our_name_alone(tmp_path):
-    """vLLM prefers any top-level `triton_kernels` over the MoE kernels that it ships."""
-    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*wheel, "-w", tmp_path, str(ROOT)], check=True)
-    (built,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(built).namelist()
-    assert "vllm_specblock/triton_kernels/attention/tree_attention.py" in names
-    assert {"vllm_specblock/py.typed", "vllm_specblock/engine/vllm_hooks.txt"} <= {*names}
-    assert not [name for name in names if name.startswith("triton_kernels/")]
-    modules = {name.removesuffix(".py").removesuffix("/__init__") for name in names}
-    assert {module_of(path).replace(".", "/") for path in SOURCES} <= modules
-    find = "import importlib.util as u, vllm_specblock.triton_kernels as k; print(k.__name__);"
-    code = find + "print(u.find_spec('triton_kernels'))"
-    found = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert found.stdout.split() == ["vllm_specblock.triton_kernels", "None"]
+def test_every_folder_and_file_is_packaged():
+    """tests/tools/test_wheel.py builds a wheel of them."""
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert {module_of(path.parent / "__init__.py") for path in SOURCES} == {*given["packages"]}
+    data = [
+        ROOT / package.replace(".", "/") / name
+        for package, names in given["package-data"].items()
+        for name in names
+    ]
+    files = {path for path in ROOT.glob("vllm_specblock/**/*.*") if "__pycache__" not in path.parts}
+    assert files - {*SOURCES} == {*data}
 
 
 def test_supported_versions_stand_in_the_readme():

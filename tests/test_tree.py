@@ -13,7 +13,6 @@ from support.trees import ancestor_sets, nodes, path_to, to_tree
 from vllm_specblock.tree import (
     MAX_NODES,
     DraftTree,
-    climb,
     pack_bits,
     unpack_bits,
     words_for,
@@ -44,10 +43,15 @@ def test_ancestors_and_depths(batch, spare):
             assert tree.depth[request, node - 1] == len(path_to(plain, node)) - 1
 
 
-@pytest.mark.parametrize("size", [63, 64, 127, 128, 200, MAX_NODES])
-def test_ancestors_of_large_trees(size):
+@pytest.mark.parametrize("size", [62, 63, 64, 127, 128, 200, MAX_NODES])
+@pytest.mark.parametrize("chain", [False, True])
+def test_ancestors_of_large_trees(size, chain):
+    """A chain sets every bit, the sign bits among them."""
     draw = torch.Generator().manual_seed(size)
-    plain = [(int(torch.randint(0, up + 1, (), generator=draw)), 0) for up in range(size)]
+    plain = [
+        (up if chain else int(torch.randint(0, up + 1, (), generator=draw)), 0)
+        for up in range(size)
+    ]
     tree = to_tree([plain], size)
     assert tree.ancestors.shape == (1, size + 1, words_for(size))
     for node, expected in enumerate(ancestor_sets(plain, size)):
@@ -81,17 +85,6 @@ def test_disjoint_subtrees_do_not_see_each_other(first, second):
     assert mask[:, 0].all()
     assert not mask[1 : n1 + 1, n1 + 1 : n1 + n2 + 1].any()
     assert not mask[n1 + 1 : n1 + n2 + 1, 1 : n1 + 1].any()
-
-
-@pytest.mark.parametrize("count", [1, 62, 63, 64, 127, 128, 191, 192, MAX_NODES])
-def test_words_at_their_edges(count):
-    """A chain sets every bit, the sign bits among them."""
-    chain = torch.arange(count, dtype=torch.int32)[None]
-    words, depth = climb(chain)
-    assert words.shape == (1, count + 1, words_for(count))
-    assert depth[0].tolist() == [*range(1, count + 1)]
-    for node in (0, 1, count // 2, count):
-        assert bits_of(words[0, node]) == set(range(node + 1))
 
 
 @quick

@@ -85,7 +85,7 @@ def _fewer_bits() -> Iterator[str]:
         "| weights and activations in int8 | runs with a warning: rounding can differ. In float32, "
         "4 of 20 answers differed | not tried |"
     )
-    yield "| weights in float8 | refused without AMX tiles; not tried with them | not tried |"
+    yield "| weights in float8 | vLLM needs AMX tiles; not tried | not tried |"
     yield "| KV cache in e4m3 | tested, with AVX-512 | refused |"
 
 

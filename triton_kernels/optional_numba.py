@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -44,24 +43,3 @@ def takes(tensor: torch.Tensor) -> bool:
     tests for host reads).
     """
     return AVAILABLE and tensor.device.type == "cpu" and _get_current_dispatch_mode() is None
-
-
-if AVAILABLE:
-    from numba.core import cgutils
-    from numba.extending import intrinsic
-
-    @intrinsic
-    def _pointer(typing_context, address):
-        """Cast an address to a void pointer."""
-
-        def generate(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-        return numba.types.voidptr(address), generate
-
-    @numba.njit(inline="always")
-    def at_address(address, count):
-        """Return `count` bytes at an address as an array; compiled code only."""
-        return numba.carray(_pointer(address), (count,), np.uint8)
-else:
-    at_address = None

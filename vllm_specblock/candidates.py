@@ -17,7 +17,12 @@ from vllm_specblock.triton_kernels.tree.candidate_keys import (
     PATH_FACTOR,
     ROOT_HASH,
 )
-from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES, select_triton
+from vllm_specblock.triton_kernels.tree.select_tree import (
+    MOST_CANDIDATES,
+    Candidates,
+    TreeTensors,
+    select_triton,
+)
 
 NEVER = float("-inf")
 """Score of an unused candidate."""
@@ -62,7 +67,7 @@ def join(key: torch.Tensor, path_hash: torch.Tensor) -> tuple[torch.Tensor, torc
 def keep(
     key: torch.Tensor, path_hash: torch.Tensor | None, budget: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the best N = `budget` of candidates, one of each text; arguments as in `select`.
+    """Choose the best N = `budget` of candidates, one of each text; see `Candidates`.
 
     Returns:
         [R, N] int64, the candidate of each node; 0 (the root): slot not in use.
@@ -91,54 +96,43 @@ def tree_of(made: tuple[torch.Tensor, ...]) -> DraftTree:
     return DraftTree(*made[:-1])
 
 
+def tree_and_nodes(made: TreeTensors) -> tuple[DraftTree, torch.Tensor]:
+    """Return the trees, and the node of each candidate."""
+    return tree_of(made), made.node
+
+
 def _select_triton(
-    token: torch.Tensor,
-    parent: torch.Tensor,
-    score: torch.Tensor,
-    key: torch.Tensor,
-    path_hash: torch.Tensor | None,
-    budget: int,
-    max_depth: int,
-) -> DraftTree:
-    given = token, parent, score, key, path_hash, budget, max_depth
-    if key.shape[1] > MOST_CANDIDATES:
-        return select.reference(*given)
-    return tree_of(select_triton(*given))
+    given: Candidates, budget: int, max_depth: int
+) -> tuple[DraftTree, torch.Tensor]:
+    if given.key.shape[1] > MOST_CANDIDATES:
+        return select.reference(given, budget, max_depth)
+    return tree_and_nodes(select_triton(given, budget, max_depth))
 
 
 @op(_select_triton)
-def select(
-    token: torch.Tensor,
-    parent: torch.Tensor,
-    score: torch.Tensor,
-    key: torch.Tensor,
-    path_hash: torch.Tensor | None,
-    budget: int,
-    max_depth: int,
-) -> DraftTree:
+def select(given: Candidates, budget: int, max_depth: int) -> tuple[DraftTree, torch.Tensor]:
     """Join candidates of equal text, keep the best, sort them.
 
     The best of equal texts is kept, and takes the children of the others. Parents stay first: a
     child scores no higher than its own parent, which scores no higher than the kept one.
 
-    Args (each [R, C], the root first):
-        token: int64, target vocabulary.
-        parent: int64, the parent candidate.
-        score: fp32, cumulative log-score, never above the parent's.
-        key: int64, see `rank_key`.
-        path_hash: int64, see `extend_hash`; None if no two texts are equal.
+    Args:
         budget: N, at most 256, else ValueError.
         max_depth: no path is longer.
+
+    Returns:
+        the trees, and [R, C] int64, the node of each candidate; see `keep`.
     """
-    candidate, node = keep(key, path_hash, budget)
+    candidate, node = keep(given.key, given.path_hash, budget)
     used = candidate > 0
-    return DraftTree.from_nodes(
-        torch.where(used, token.gather(1, candidate), 0),
-        torch.where(used, node.gather(1, parent.gather(1, candidate)), -1).int(),
-        torch.where(used, score.gather(1, candidate), NEVER),
+    tree = DraftTree.from_nodes(
+        torch.where(used, given.token.gather(1, candidate), 0),
+        torch.where(used, node.gather(1, given.parent.gather(1, candidate)), -1).int(),
+        torch.where(used, given.score.gather(1, candidate), NEVER),
         used.sum(1, dtype=torch.int32),
         max_depth,
     )
+    return tree, node
 
 
 def select_nodes(
@@ -150,7 +144,18 @@ def select_nodes(
     budget: int,
     max_depth: int,
 ) -> DraftTree:
-    """Call `select` for candidates without the root, which is prepended.
+    """Return the trees of candidates without the root; as `with_root` and `select`."""
+    return select(with_root(token, parent, score, depth, path_hash), budget, max_depth)[0]
+
+
+def with_root(
+    token: torch.Tensor,
+    parent: torch.Tensor,
+    score: torch.Tensor,
+    depth: torch.Tensor,
+    path_hash: torch.Tensor | None,
+) -> Candidates:
+    """Prepend the root to candidates.
 
     parent: 0 for the root, else 1 + the number of the candidate. depth: int64, 1 for a child of the
     root; broadcasts.
@@ -161,12 +166,10 @@ def select_nodes(
 
     index = torch.arange(1, token.shape[1] + 1, device=token.device)
     tie = (depth * DEPTH_ONE + index).expand_as(token)
-    return select(
+    return Candidates(
         rooted(token, 0),
         rooted(parent, 0),
         rooted(score, 0),
         rooted(rank_key(score, tie), 0),
         None if path_hash is None else rooted(path_hash, ROOT_HASH),
-        budget,
-        max_depth,
     )

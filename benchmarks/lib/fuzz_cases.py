@@ -18,6 +18,7 @@ from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAtt
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet
 from vllm_specblock.triton_kernels.ngram.occurrences import Texts
+from vllm_specblock.triton_kernels.tree.select_tree import Candidates
 
 from vllm_specblock.candidates import rank_key, select
 from vllm_specblock.combine.merge import merge
@@ -161,7 +162,7 @@ def selection(rng: random.Random, draw: torch.Generator) -> Case:
 
     def call() -> Tensors:
         texts = text if joins else None
-        return tensors_of(select(token, parent, score, key, texts, budget, 255))
+        return tensors_of(select(Candidates(token, parent, score, key, texts), budget, 255)[0])
 
     return Case(requests, call)
 
@@ -211,7 +212,8 @@ def lookup(rng: random.Random, draw: torch.Generator) -> Case:
     table = torch.randint(VOCAB, (slots, width), generator=draw, dtype=torch.int32)
     position = torch.tensor([rng.randrange(-1, width - 1) for _ in range(requests)])
     index = torch.randperm(slots, generator=draw)[:requests]
-    drafter.texts = Texts(table, index, position, torch.arange(requests))
+    earlier = torch.randint(-1, VOCAB, (rng.randrange(400),), generator=draw, dtype=torch.int32)
+    drafter.texts = Texts(table, index, position, torch.arange(requests), earlier)
     return Case(requests, lambda: tensors_of(drafter.draft()), atol=1 / 1024)
 
 

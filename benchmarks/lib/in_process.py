@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+ENV = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+for name, value in ENV.items():
+    os.environ.setdefault(name, value)
 
 
 def runner_of(llm: Any) -> Any:

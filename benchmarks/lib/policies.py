@@ -14,7 +14,6 @@ from vllm_specblock.adapt.policy.interface import (
     FinishedRequest,
     Policy,
 )
-from vllm_specblock.train.config import TrainError
 
 
 class Frozen(Policy):
@@ -56,10 +55,3 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "gain, no heads": lambda seed: GainBandit(Schedule(least=Action.FULL)),
 }
 """By name: seed of the exploration -> a policy at its beginning."""
-
-
-def make_policy(name: str, seed: int) -> Policy:
-    """Return a policy by name."""
-    if name not in POLICIES:
-        raise TrainError(f"There is no policy {name!r}: choose one of {', '.join(POLICIES)}.")
-    return POLICIES[name](seed)

@@ -72,14 +72,11 @@ class Server(GuardedProcess):
                 found[sample.name] = found.get(sample.name, 0.0) + sample.value
         return found
 
-    def resident(self) -> dict[str, float]:
-        """Return MiB of resident memory: of the server's own process, and of all below it."""
+    def resident(self) -> float:
+        """Return MiB of resident memory, of the server and all processes below it."""
         own = psutil.Process(self.process.pid)
-        below = own.children(recursive=True)
-        return {
-            "server": own.memory_info().rss / (1 << 20),
-            "engine": sum(each.memory_info().rss for each in below) / (1 << 20),
-        }
+        whole = [own, *own.children(recursive=True)]
+        return sum(each.memory_info().rss for each in whole) / (1 << 20)
 
     def close(self) -> None:
         end_all([self])

@@ -109,8 +109,7 @@ class Simulation:
         nodes = {"nodes": config.nodes} if config.nodes else {}
         self.shape = serving_shape(drafter, **nodes)
         # As an engine does: what is served is what is learned.
-        recipe = replace(config.recipe, num_blocks=self.shape.num_blocks)
-        self.config = replace(config, recipe=recipe)
+        self.config = replace(config, num_blocks=self.shape.num_blocks)
         self.adaptation = Adaptation(
             drafter, teacher, policy, self.config, self._note, self._seconds_lost
         )

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from vllm_specblock.train.config import TrainError
-
 HOME, AWAY = 0, 1
 """The drafter's own domain, and the first of the others."""
 AGAIN = "home again"
@@ -77,7 +75,7 @@ def in_turn(length: int, domains: int) -> list[int]:
     return [number * domains // length for number in range(length)]
 
 
-STREAMS: dict[str, Callable[[int, int, int], list[Place]]] = {
+STREAMS: dict[str, Callable[..., list[Place]]] = {
     "switch": switch,
     "mixed": mixed,
     "ordered": ordered,
@@ -85,13 +83,7 @@ STREAMS: dict[str, Callable[[int, int, int], list[Place]]] = {
     "gradual": gradual,
     "passes": passes,
 }
-"""(number of requests, seed, number of domains) -> stream."""
-
-
-def make_stream(name: str, length: int, seed: int, domains: int = 2) -> list[Place]:
-    if name not in STREAMS:
-        raise TrainError(f"There is no stream {name!r}: choose one of {', '.join(STREAMS)}.")
-    return STREAMS[name](length, seed, domains)
+"""(number of requests, seed, number of domains; default: 2) -> stream."""
 
 
 def texts_needed(streams: Sequence[Stream], domains: int = 2) -> list[int]:

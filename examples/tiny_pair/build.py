@@ -189,6 +189,7 @@ def drafter_config(
 ) -> TrainConfig:
     """The drafter's training, also as `specblock train` would be told."""
     return parse(
+        TrainConfig,
         target=work / "target",
         target_name=_from_here(target_name),
         data=work / "drafter_data.safetensors",

@@ -13,31 +13,27 @@ from typing import Any
 from torch import nn
 
 from baselines.falcon import FalconModel
-from baselines.groups import FalconShape, MedusaShape, SmallShape
+from baselines.groups import FalconShape, MedusaShape
 from baselines.medusa import MedusaModel
 from baselines.parallelspec import ParallelSpecModel
-from baselines.sps import SmallLanguageModel
 from vllm_specblock.drafters.common.checkpoint_files import (
-    MAPPING,
     MAPPING_NAMES,
     WEIGHTS,
     CheckpointReader,
     Stored,
     Tensors,
-    unpickled,
     with_mapping,
 )
-from vllm_specblock.drafters.common.config import CheckpointError, checked, layers_of
+from vllm_specblock.drafters.common.config import CheckpointError, checked
 from vllm_specblock.drafters.detect import KIND
 from vllm_specblock.drafters.specblock.config import DrafterConfig
 
-Shape = MedusaShape | DrafterConfig | SmallShape
+Shape = MedusaShape | DrafterConfig
 
 _KINDS: dict[str, tuple[type[Shape], type[nn.Module]]] = {
     "medusa": (MedusaShape, MedusaModel),
     "parallelspec": (DrafterConfig, ParallelSpecModel),
     "falcon": (FalconShape, FalconModel),
-    "sps": (SmallShape, SmallLanguageModel),
 }
 _HEAD = "lm_head.weight"
 
@@ -48,19 +44,9 @@ def _from_json(raw: dict[str, Any], where: str) -> Shape:
         raise CheckpointError(
             f"{where} has {KIND} = {kind!r}, but it must be one of {', '.join(_KINDS)}."
         )
-    if kind == "sps":
-        raw = _of_llama(raw, Path(where).parent)
     shape, _ = _KINDS[kind]
     keys = {key: value for key, value in raw.items() if key in shape.model_fields}
     return checked(where, keys, shape)
-
-
-def _of_llama(raw: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """A Llama's config.json in the words of `SmallShape`."""
-    named = raw.get("vocab_size")
-    if (directory / MAPPING).is_file():
-        named = len(unpickled(directory / MAPPING, MAPPING_NAMES)["d2t"])
-    return raw | layers_of(raw) | {"draft_vocab_size": named}
 
 
 def _model(config: Shape, names: Collection[str]) -> nn.Module:

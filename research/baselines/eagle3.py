@@ -13,80 +13,46 @@ it); attention of the unrolled steps is dense over all steps' keys.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
-from baselines.groups import KeyValue, extend, group_attention, masked_attention, shape_like
-from baselines.positions import NamedLearner, loss_and_choice, write_folder
+from baselines.groups import KeyValue, earlier_rows, extend, group_attention
+from baselines.positions import PositionsLearner, write_folder
 from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.eval.drafting import draft_trees
-from vllm_specblock.train.learner import (
-    IGNORE_INDEX,
-    Draft,
-    EvalSequence,
-    LossOutput,
-    TrainBatch,
-    draft_labels,
-)
+from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 
 DECAY = 0.8
 """Weight of a step's loss relative to the step before, as in the authors' code."""
 
 
-class Eagle3(NamedLearner, Eagle3Model):
+class Eagle3(PositionsLearner, Eagle3Model):
     """The drafter and its objective. Parameter names are those that vLLM loads."""
 
+    config_class = Eagle3Shape
+    defaults: ClassVar = {"num_hidden_layers": 1, "qk_norm": False}
     steps = 7
     """J, unrolled steps of training."""
 
-    @staticmethod
-    def shape_like(target_config: Any, draft_vocab_size: int, **sizes: Any) -> Eagle3Shape:
-        """sizes: fields of `Eagle3Shape` that are not the target's."""
-        sizes = {"num_hidden_layers": 1, "qk_norm": False} | sizes
-        return shape_like(Eagle3Shape, target_config, draft_vocab_size, **sizes)
-
     def forward(self, train_batch: TrainBatch) -> LossOutput:
-        """The unrolled steps over every row (M = 1, K = J).
-
-        All rows whose label is known give a loss; the tally counts those of them where every
-        earlier step's first choice was the text's token, so that hits / seen is α_k.
-        """
+        """The unrolled steps over every row but the last (M = 1, K = J)."""
         batch = train_batch.batch
-        target_probs = train_batch.target_outputs.target_probs.flatten(0, 1)
-        label = draft_labels(self.t2d, batch)
-        length = label.shape[1]
-        column = torch.arange(batch.tokens.shape[1], device=label.device).expand_as(label)
+        column = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        column = column.expand_as(batch.tokens)
         attend = unrolled_attention(batch)
-        on_path = torch.ones_like(label, dtype=torch.bool)
-        state = self.fuse(train_batch.target_outputs.hidden)
-        total, count, tally = [], [], []
+        states = [self.fuse(train_batch.target_outputs.hidden)]
         for step in range(self.steps):
             token = batch.at(batch.tokens, column, column + step + 1, 0).clamp(min=0)
-            state = self.run(train_batch.embed(token), state, batch.position + step, attend)
-            wanted = batch.at(label, column, column + step + 2, IGNORE_INDEX)
-            window, row = (wanted != IGNORE_INDEX).nonzero(as_tuple=True)
-            rows = self.norm(state[window, row]) * self.config.logit_scale
-            target_row = window * length + row + step + 1
-            loss, ce_loss, best = loss_and_choice(
-                rows, self.lm_head.weight, target_probs, target_row
-            )
-            total.append(loss)
-            count.append(len(ce_loss))
-            seen = on_path[window, row]
-            hit = seen & (best == wanted[window, row])
-            tally.append(torch.stack([(ce_loss * seen).sum(), hit.sum(), seen.sum()]))
-            on_path = torch.zeros_like(on_path).index_put((window, row), hit)
-        weight = DECAY ** torch.arange(self.steps, device=label.device)
-        count = torch.tensor(count, device=label.device)
-        loss = (train_batch.counts.mean(torch.stack(total), count) * weight).sum()
-        ce_loss, hits, seen = torch.stack(tally, dim=1)[:, None].float()
-        return LossOutput(loss, ce_loss, hits, seen, torch.zeros_like(loss))
+            embedding = train_batch.embed(token)
+            states.append(self.run(embedding, states[-1], batch.position + step, attend))
+        weights = [DECAY**step for step in range(self.steps)]
+        return self.outcome(torch.stack(states[1:], 2)[:, :-1], train_batch, weights)
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
         width = min(10, len(self.d2t))
@@ -121,22 +87,18 @@ class Eagle3(NamedLearner, Eagle3Model):
 
 
 def unrolled_attention(batch: Batch) -> Attend:
-    """Attention in training: row t of step j sees step 0 of its document's rows up to t, and
-    itself in the steps 1 … j, as a chain drafted from row t does.
+    """Attention in training: row t of step j sees step 0 of its document's rows before t, and
+    itself in the steps 0 … j, as a chain drafted from row t does.
 
     Called once per step, in order, with queries [B, L, nh, D].
     """
-    same = batch.document[:, :, None] == batch.document[:, None, :]
-    mask = same.tril()  # [B, L, L]
-    first: list[KeyValue] = []  # of step 0
-    later: dict[int, KeyValue] = {}
+    earlier = earlier_rows(batch.document, slice(0, batch.document.shape[1]))
+    steps: dict[int, KeyValue] = {}
 
-    def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if not first:
-            first.append((key, value))
-            return masked_attention(query, key, value, mask)
-        own = extend(later, 0, (key[:, :, None], value[:, :, None]))
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        own = extend(steps, layer, (key[:, :, None], value[:, :, None]))
+        first = own[0][:, :, 0], own[1][:, :, 0]
         inside = torch.ones(1, own[0].shape[2], dtype=torch.bool, device=query.device)
-        return group_attention(query[:, :, None], first[0], own, mask, inside)[:, :, 0]
+        return group_attention(query[:, :, None], first, own, earlier, inside)[:, :, 0]
 
     return attend

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from baselines.groups import (
     earlier_rows,
     extend,
     group_attention,
-    sizes_like,
 )
 from baselines.options import FalconConfig
 from baselines.positions import Positions, PositionsLearner, served, write_folder
@@ -145,20 +144,8 @@ class Falcon(PositionsLearner, FalconModel):
     """See the module; `config.block_size` is k."""
 
     config: FalconShape
-
-    @staticmethod
-    def shape_like(
-        target_config: Any,
-        draft_vocab_size: int,
-        *,
-        block: int = 2,
-        forwards: int = 3,
-        lstm_layers: int = 1,
-        **sizes: Any,
-    ) -> FalconShape:
-        """block: k; sizes: as `sizes_like` takes them."""
-        like = sizes_like(target_config, draft_vocab_size, block, **sizes)
-        return FalconShape(forwards=forwards, lstm_layers=lstm_layers, **like)
+    config_class = FalconShape
+    defaults: ClassVar = {"block_size": 2, "forwards": 3, "lstm_layers": 1}
 
     def draw(self) -> None:
         draw_weights(self.trunk)

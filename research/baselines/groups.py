@@ -12,11 +12,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_specblock.drafters.common.config import (
     Count,
-    NetworkShape,
     check_rope_scaling,
     default_layer_ids,
     layers_of,
@@ -24,13 +22,9 @@ from vllm_specblock.drafters.common.config import (
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.specblock.config import DrafterConfig, TargetInfo
-from vllm_specblock.train.attention import sdpa
 
 KeyValue = tuple[Tensor, Tensor]
 Shape = TypeVar("Shape", bound=BaseModel)
-
-_ROWS_AT_ONCE = 32
-"""Rows that attend together: of their own entries they compute those of each other in vain."""
 
 
 # ParallelSpec's shape is `DrafterConfig`, whose `block_size` is the positions of one forward. What
@@ -73,70 +67,46 @@ class FalconShape(DrafterConfig):
     lstm_layers: Count
 
 
-class SmallShape(NetworkShape):
-    """A Llama with tied embeddings; the attributes are those of its config.json."""
-
-    draft_vocab_size: Count
-    tie_word_embeddings: Literal[True] = True
-    max_position_embeddings: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
-
-    @property
-    def target_hidden_size(self) -> None:
-        """It reads no state of the target."""
-
-    def target_layers(self, num_layers: int) -> tuple[int, ...]:
-        return ()
-
-
-def sizes_like(
+def shape_like(
+    kind: type[Shape],
     target_config: Any,
     draft_vocab_size: int,
-    block_size: int,
     layer_ids: tuple[int, int, int] | None = None,
     **changes: Any,
-) -> dict[str, Any]:
-    """Return keys of a DrafterConfig whose layers are like those of a Llama- or Qwen3-like target.
+) -> Shape:
+    """Return a shape whose layers are like those of a Llama- or Qwen3-like target.
 
-    block_size: entries per row; layer_ids: of the target's features, None: the usual ones; changes:
-    other keys, such as `intermediate_size`.
+    layer_ids: of the target's features, None: the usual ones; changes: other fields, such as
+    `intermediate_size`.
     """
-    raw = target_config.to_dict()
+    raw, fields = target_config.to_dict(), kind.model_fields
     size, vocab_size = raw["hidden_size"], raw["vocab_size"]
-    like = ("num_attention_heads", "intermediate_size", "rms_norm_eps")
-    return {
+    if layer_ids is None and "layer_ids" in fields:
+        layer_ids = default_layer_ids(raw["num_hidden_layers"])
+    like = {
         "hidden_size": size,
         "target_hidden_size": size,
-        **{name: raw[name] for name in like},
+        "num_attention_heads": raw["num_attention_heads"],
+        "intermediate_size": raw["intermediate_size"],
+        "rms_norm_eps": raw["rms_norm_eps"],
         **layers_of(raw),
         "num_hidden_layers": 2,
-        "block_size": block_size,
         "vocab_size": vocab_size,
         "draft_vocab_size": draft_vocab_size,
         "qk_norm": raw["model_type"] == "qwen3",
+        "layer_ids": layer_ids,
         "target": TargetInfo(hidden_size=size, vocab_size=vocab_size, layer_ids=layer_ids),
         **changes,
     }
-
-
-def shape_like(
-    kind: type[Shape], target_config: Any, draft_vocab_size: int, **changes: Any
-) -> Shape:
-    """Return a published kind's shape, of layers like the target's; changes: see `sizes_like`."""
-    like = sizes_like(target_config, draft_vocab_size, 1, **changes)
     check_rope_scaling(like["rope_scaling"])  # YaRN's factor goes into weights that are loaded
-    layers = like["target"].layer_ids or default_layer_ids(target_config.num_hidden_layers)
-    fields = {key: value for key, value in like.items() if key in kind.model_fields}
-    return kind(**fields | {"layer_ids": layers})
+    return kind(**{name: value for name, value in like.items() if name in fields})
 
 
-def draw_weights(network: nn.Module, std: float | None = None) -> None:
-    """First weights of matrices, from the global generator; None: outputs of unit size."""
+def draw_weights(network: nn.Module) -> None:
+    """Draw the first weights of matrices, whose outputs have unit size."""
     for weight in network.parameters():
         if weight.dim() == 2:  # the others are norms
-            nn.init.normal_(weight, std=std or weight.shape[1] ** -0.5)
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
 
 def extend(kept: dict[int, KeyValue], layer: int, new: KeyValue) -> KeyValue:
@@ -150,7 +120,7 @@ def extend(kept: dict[int, KeyValue], layer: int, new: KeyValue) -> KeyValue:
 def group_attention(
     query: Tensor, prefix: KeyValue, own: KeyValue, sees: Tensor, inside: Tensor
 ) -> Tensor:
-    """Attention of each row's group over the prefix and over its own entries, some rows at a time.
+    """Attention of each row's group over the prefix and over its own entries.
 
     Args:
         query: [B, R, n, nh, D].
@@ -162,32 +132,18 @@ def group_attention(
     Returns:
         [B, R, n, nh, D].
     """
-    mixed = []
-    for window, groups in enumerate(query):
-        for queries, seen, *mine in zip(
-            *(
-                x.split(_ROWS_AT_ONCE)
-                for x in (groups, sees[window], own[0][window], own[1][window])
-            )
-        ):
-            columns = seen.any(0).nonzero()[:, 0].tolist()
-            span = slice(columns[0], columns[-1] + 1) if columns else slice(0, 0)
-            key, value = (
-                torch.cat([far[window, span], near.flatten(0, 1)])
-                for far, near in zip(prefix, mine)
-            )
-            mask = _additive(seen[:, span], inside, queries.dtype)
-            mixed.append(sdpa(queries.flatten(0, 1), key, value, mask))
-    return torch.cat(mixed).view(query.shape)
-
-
-def _additive(seen: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mask of some rows' groups, for their scores: seen [r, P], inside [n, m] -> [r·n, P + r·m]."""
-    rows, (queries, entries) = len(seen), inside.shape
-    itself = torch.eye(rows, dtype=torch.bool, device=seen.device)
-    near = (itself[:, None, :, None] & inside[:, None]).reshape(rows * queries, rows * entries)
-    may = torch.cat([seen.repeat_interleave(queries, 0), near], 1)
-    return torch.zeros(may.shape, dtype=dtype, device=may.device).masked_fill(~may, -math.inf)
+    group = query.shape[3] // own[0].shape[3]
+    (far_key, far_value), (key, value) = (
+        [each.repeat_interleave(group, -2) for each in pair] for pair in (prefix, own)
+    )
+    far = torch.einsum("brnhd,bphd->bhrnp", query, far_key)
+    near = torch.einsum("brnhd,brmhd->bhrnm", query, key)
+    may = [sees[:, None, :, None].expand_as(far), inside.expand_as(near)]
+    scores = torch.cat([far, near], -1).masked_fill(~torch.cat(may, -1), -math.inf)
+    weight = (scores * query.shape[-1] ** -0.5).softmax(-1).to(value.dtype)
+    far, near = weight.split([far.shape[-1], near.shape[-1]], -1)
+    mixed = torch.einsum("bhrnp,bphd->brnhd", far, far_value)
+    return mixed + torch.einsum("bhrnm,brmhd->brnhd", near, value)
 
 
 def earlier_rows(document: Tensor, row: slice, stride: int = 1) -> Tensor:
@@ -199,16 +155,6 @@ def earlier_rows(document: Tensor, row: slice, stride: int = 1) -> Tensor:
     distance = column[row, None] - column
     same = document[:, row, None] == document[:, None, : row.stop]
     return same & (distance > 0) & (distance % stride == 0)
-
-
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """query [B, Q, nh, D], key and value [B, T, nkv, D], mask [B, Q, T] bool -> [B, Q, nh, D]."""
-    # Repeated by hand: fused kernels that take a mask know no groups.
-    group = query.shape[2] // key.shape[2]
-    key, value = (x.repeat_interleave(group, dim=2) for x in (key, value))
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None])
-    return mixed.transpose(1, 2)
 
 
 class Trunk(nn.Module):

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from baselines.groups import group_attention, shape_like
+from baselines.groups import group_attention
 from baselines.positions import PositionsLearner, served, write_folder
 from vllm_specblock.drafters.dflash.config import ARCHITECTURE, DFlashShape
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
@@ -42,31 +42,19 @@ class FrozenHead(nn.Module):
 
 
 class DFlash(PositionsLearner, DFlashModel):
-    """See the module; `config.masks` is K. `head` is the target's LM head, which stays."""
+    """See the module; `config.masks` is K. `head` is the target's LM head, which stays.
+
+    Its size `mask_token_id` is a token of the target that texts hardly have.
+    """
 
     kind = "dflash"
+    config_class = DFlashShape
+    defaults: ClassVar = {"masks": 7, "qk_norm": True}
 
     def take_head(self, d2t: Tensor, head: Tensor | None) -> None:
         assert head is not None, "the target's LM head is read as it is"
         self.register_buffer("d2t", d2t.clone())
         self.lm_head, self.wants_head = FrozenHead(head), False
-
-    @classmethod
-    def shape_like(
-        cls,
-        target_config: Any,
-        draft_vocab_size: int,
-        *,
-        mask_token_id: int,
-        masks: int = 7,
-        **sizes: Any,
-    ) -> DFlashShape:
-        """mask_token_id: a token of the target that texts hardly have; masks: K; sizes: as
-        `sizes_like` takes them."""
-        own = {"masks": masks, "mask_token_id": mask_token_id, "causal": cls.kind == "jetspec"}
-        return shape_like(
-            DFlashShape, target_config, draft_vocab_size, **sizes, **own, qk_norm=True
-        )
 
     def weights(self) -> list[float]:
         """Of the K masks' losses in the mean: falling by e in half a block."""
@@ -136,6 +124,7 @@ class JetSpec(DFlash):
     """Differs in that no row of a block sees a later one, and all masks weigh the same."""
 
     kind = "jetspec"
+    defaults: ClassVar = DFlash.defaults | {"causal": True}
 
     def weights(self) -> list[float]:
         return [1.0] * self.config.masks

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,18 +96,8 @@ DECAY = 0.8
 class Medusa(PositionsLearner, MedusaModel):
     """See the module. `head` is the target's LM head: the final norm came before."""
 
-    @staticmethod
-    def shape_like(
-        target_config: Any, draft_vocab_size: int, *, num_heads: int = 5, num_layers: int = 1
-    ) -> MedusaShape:
-        """num_heads: K; num_layers: residual blocks per head."""
-        return MedusaShape(
-            hidden_size=target_config.hidden_size,
-            vocab_size=target_config.vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            num_heads=num_heads,
-            num_layers=num_layers,
-        )
+    config_class = MedusaShape
+    defaults: ClassVar = {"num_heads": 5, "num_layers": 1}
 
     def draw(self) -> None:
         for weight in self.blocks.parameters():

@@ -5,10 +5,6 @@ The entry point in `research/pyproject.toml` names this module.
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
-
 from vllm_specblock.drafters.registry import WeightedOptions, register_drafter
 
 _FILES = "baselines.checkpoint:FILES"
@@ -27,13 +23,3 @@ class ParallelSpecConfig(WeightedOptions):
 @register_drafter("falcon", "baselines.falcon:FalconDrafter", _FILES)
 class FalconConfig(WeightedOptions):
     """Falcon drafts a tree of fixed shape, which the checkpoint's hit rates give."""
-
-
-@register_drafter(
-    "sps", "baselines.sps:SpSDrafter", _FILES, reads_text=True, needs_block_drop=False
-)
-class SpSConfig(WeightedOptions):
-    """How a small language model drafts, as speculative sampling has it."""
-
-    depth: Annotated[int, Field(ge=1, le=32)] = 5
-    """Tokens of its chain. More nodes (`num_speculative_tokens`) than that stay empty."""

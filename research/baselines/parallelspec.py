@@ -12,13 +12,13 @@ best N of the product of the positions' distributions.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from baselines.group_attention import GroupRows, joined, newest_rows, rows_after
-from baselines.groups import Trunk, draw_weights, earlier_rows, group_attention, sizes_like
+from baselines.groups import Trunk, draw_weights, earlier_rows, group_attention
 from baselines.options import ParallelSpecConfig
 from baselines.positions import Positions, PositionsLearner, served, write_folder
 from vllm_specblock.candidates import NEVER
@@ -83,12 +83,8 @@ class ParallelSpecDrafter(NetworkDrafter):
 class ParallelSpec(PositionsLearner, ParallelSpecModel):
     """See the module; `config.block_size` is K."""
 
-    @staticmethod
-    def shape_like(
-        target_config: Any, draft_vocab_size: int, *, positions: int = 8, **sizes: Any
-    ) -> DrafterConfig:
-        """positions: K; sizes: as `sizes_like` takes them."""
-        return DrafterConfig(**sizes_like(target_config, draft_vocab_size, positions, **sizes))
+    config_class = DrafterConfig
+    defaults: ClassVar = {"block_size": 8}
 
     def draw(self) -> None:
         draw_weights(self.trunk)

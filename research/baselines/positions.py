@@ -1,4 +1,4 @@
-"""Learners, and those whose every row drafts K positions with one LM head.
+"""Learners whose every row drafts K positions with one LM head.
 
 Row i has the target's features of x_i and the token x_{i+1}, the root; its position k = 1..K
 predicts x_{i+1+k}.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import safetensors.torch
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
-from baselines.groups import draw_weights
+from baselines.groups import draw_weights, shape_like
 from vllm_specblock.drafters.common.checkpoint_files import CONFIG, MAPPING, WEIGHTS
 from vllm_specblock.drafters.common.layers import DraftLM
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
@@ -87,16 +88,21 @@ class Positions(DraftLM):
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
 
 
-class NamedLearner(Learner):
-    """First weights and draft vocabulary; goes before the network among the base classes.
+class PositionsLearner(Learner):
+    """First weights, and the loss of K positions; goes before the network among the base classes.
 
     Args:
         d2t: [Vd] int64, target id − draft id.
         t2d: [V] bool, whether a target id has a draft id.
         head: [Vd, H], first weights of the LM head; None: random.
         budget: N, nodes of a drafted tree.
+
+    Attributes:
+        config_class: of the network; defaults: its fields that are not as the target's.
     """
 
+    config_class: type[BaseModel]
+    defaults: ClassVar[dict[str, Any]] = {}
     lm_head: nn.Linear
     d2t: Tensor
     norm: Any
@@ -122,10 +128,6 @@ class NamedLearner(Learner):
             head = torch.randn(weight.shape) * weight.shape[1] ** -0.5
         weight.data.copy_(head)
 
-    @staticmethod
-    def shape_like(target_config: Any, draft_vocab_size: int, **sizes: Any) -> Any:
-        raise NotImplementedError
-
     @classmethod
     def for_target(
         cls,
@@ -140,16 +142,12 @@ class NamedLearner(Learner):
     ) -> Self:
         """Return a drafter for a target; the global generator is left alone.
 
-        target_config: of transformers; seed: of the weights; sizes: see `shape_like`.
+        target_config: of transformers; seed: of the weights; sizes: fields of `config_class`.
         """
-        shape = cls.shape_like(target_config, len(d2t), **sizes)
+        shape = shape_like(cls.config_class, target_config, len(d2t), **cls.defaults | sizes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls(shape, d2t, t2d, head, budget)
-
-
-class PositionsLearner(NamedLearner):
-    """The loss of K positions."""
 
     def outcome(
         self, states: Tensor, train_batch: TrainBatch, weights: Sequence[float], blocks: int = 1

@@ -130,19 +130,13 @@ def test_a_fall_of_tau_brings_the_last_good_version_back(pair, monkeypatch):
     assert adaptation.pool.current is adaptation.pool.origin
 
 
-class Rejected(Always):
-    """Every four requests."""
-
-    def __init__(self) -> None:
-        super().__init__(every=EVERY)
-
-
 def test_osd_learns_from_rejected_positions_of_new_records_alone(pair, monkeypatch):
     """Of new records each once, in their order; nothing is rehearsed."""
     config = AdaptationConfig(lr=3e-3, every=EVERY)
-    adaptation = Adaptation(checkpoint.load(pair.drafter), pair.teacher, Rejected(), config)
-    learner = adaptation.updater.learner
-    assert learner.recipe.rejected_only and not config.recipe.rejected_only
+    adaptation = Adaptation(
+        checkpoint.load(pair.drafter), pair.teacher, Always(every=EVERY), config
+    )
+    assert adaptation.updater.learner.rejected_only
     given = []
     train_batch = adaptation.teacher.train_batch
     monkeypatch.setattr(

@@ -12,13 +12,12 @@ from vllm_specblock.adapt.serving.observer import trainer_config
 from vllm_specblock.config import OptionError
 
 
-def refused(given, *parts: str, kind: str = "specblock", where: str = "") -> None:
+def refused(parts, call, *args) -> None:
     with pytest.raises(OptionError) as error:
-        parse_adapt(given, kind, where)
+        call(*args)
     sentence = str(error.value)
     assert "\n" not in sentence and sentence.endswith(".") and sentence.count(". ") == 0, sentence
-    for part in parts:
-        assert part in sentence, sentence
+    assert all(part in sentence for part in parts), sentence
 
 
 def test_defaults():
@@ -42,36 +41,24 @@ def test_given():
     ("given", "parts"),
     [
         ("watch", ["'adapt' is 'watch'", "true, false or a dictionary"]),
-        (None, ["'adapt' is None"]),
         ({"polic": "watch"}, ["'adapt.polic' is not known", "under 'adapt'", "policy"]),
-        ({"policy": "greedy"}, ["'adapt.policy' is 'greedy'", "'watch'"]),
         ({"policy": "watch", "out": "versions"}, ["'watch' makes no versions"]),
         ({"policy": "watch", "rule": "paper"}, ["rule 'paper'", "policy is 'watch'"]),
         ({"trainer": "cuda"}, ["trainer is 'cuda'", "cuda:1"]),
-        ({"trainer": ""}, ["trainer is empty"]),
         ({"trainer": "a/folder", "lr": 1e-4}, ["the folder 'a/folder'", "'lr'", "adapt run"]),
         ({"trainer": "a/folder", "policy": "watch"}, ["takes 'policy'", "drop the key"]),
-        ({"actions": "full"}, ["'adapt.actions' is 'full'", "'all'"]),
-        ({"lr": 0}, ["'adapt.lr' is 0", "greater than 0"]),
-        ({"lr": float("inf")}, ["'adapt.lr' is inf"]),
-        ({"every": 0}, ["'adapt.every' is 0"]),
-        ({"every": 2.5}, ["'adapt.every' is 2.5"]),
-        ({"memory": -1}, ["'adapt.memory' is -1"]),
-        ({"memory": "512"}, ["'adapt.memory' is '512'"]),
-        ({"requests": "some"}, ["'adapt.requests' is 'some'", "'marked'"]),
-        ({"out": 3}, ["'adapt.out' is 3"]),
     ],
     ids=str,
 )
 def test_wrong(given, parts):
-    refused(given, *parts)
+    refused(parts, parse_adapt, given, "specblock")
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "ngram", "dflash"])
 def test_other_heads(kind):
     assert parse_adapt(False, kind) is None
-    refused(True, f"kind {kind!r}", "only specblock can adapt", "drop the key", kind=kind)
-    refused({}, "'second_drafter.adapt'", kind=kind, where="second_drafter.")
+    refused([f"kind {kind!r}", "only specblock can adapt"], parse_adapt, True, kind)
+    refused(["'second_drafter.adapt'"], parse_adapt, {}, kind, "second_drafter.")
 
 
 @pytest.mark.parametrize(
@@ -96,13 +83,9 @@ def test_where_a_trainer_cannot_be(trainer, serving, parts, monkeypatch, tmp_pat
         serving,
     )
     if parts is None:
-        return check_adapt(*given)
-    with pytest.raises(OptionError) as error:
         check_adapt(*given)
-    sentence = str(error.value)
-    assert sentence.endswith(".") and sentence.count(". ") == 0 and "\n" not in sentence
-    assert all(part in sentence for part in parts), sentence
-    return None
+    else:
+        refused(parts, check_adapt, *given)
 
 
 @pytest.mark.parametrize(

@@ -3,60 +3,31 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from vllm_specblock.bench.config import BenchError
-from vllm_specblock.bench.questions import (
-    Question,
-    Reader,
-    read_questions,
-    read_sets,
-)
+from vllm_specblock.bench.questions import Question, Reader, read_questions, read_sets
 from vllm_specblock.train.data.chat_tokens import ChatTokens
 
+TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
     "{% if add_generation_prompt %}a{% if loud %}!{% endif %}:{% endif %}"
 )
-
-
-def tokenizer(template: str | None):
-    """A letter is a token, by its code; of transformers' interface what `ChatTokens` needs."""
-    from jinja2 import Template
-
-    def apply_chat_template(messages, add_generation_prompt, tokenize, return_dict, **options):
-        text = Template(template).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **options
-        )
-        return list(map(ord, text))
-
-    class Letters(SimpleNamespace):
-        def __call__(self, text, **_):
-            return {"input_ids": list(map(ord, text))}
-
-        def decode(self, ids, **_):
-            return text(ids)
-
-    return Letters(
-        bos_token_id=1,
-        eos_token_id=2,
-        chat_template=template,
-        apply_chat_template=apply_chat_template,
-    )
+CHAT = Question("c", ("one", "two"))
 
 
 def reader(template: str | None = TEMPLATE, raw: bool = False, **options) -> Reader:
-    return Reader(ChatTokens(tokenizer(template), 1000, options), raw)
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    tokenizer.chat_template = template
+    return Reader(ChatTokens(tokenizer, 2048, options), raw)
 
 
-def text(ids: list[int]) -> str:
-    return "".join(map(chr, ids))
-
-
-YES = [*map(ord, "yes")]
-CHAT = Question("c", ("one", "two"))
+def prompt(asked: Reader, *answers: str) -> str:
+    return asked.tokens.said(asked.prompt(CHAT, [*map(asked.tokens.ids, answers)]))
 
 
 def test_a_folder_is_every_file_in_it(make_config, questions):
@@ -69,17 +40,16 @@ def test_a_folder_is_every_file_in_it(make_config, questions):
     ("line", "says"),
     [
         (b'{"id": 1, "turns": ["\xff"]}', "Line 2 of .* is no question"),
-        ("{", "Line 2 of .* is no question"),
-        ('{"id": 1}', "Line 2 of .* is no question"),
-        ('{"id": 1, "turns": []}', "Line 2 of .* is no question"),
-        ('{"id": 1, "turns": [2]}', "Line 2 of .* is no question"),
-        ('{"id": "a", "turns": ["x"]}', "Two questions of .* have one id"),
+        (b"{", "Line 2 of .* is no question"),
+        (b'{"id": 1}', "Line 2 of .* is no question"),
+        (b'{"id": 1, "turns": []}', "Line 2 of .* is no question"),
+        (b'{"id": 1, "turns": [2]}', "Line 2 of .* is no question"),
+        (b'{"id": "a", "turns": ["x"]}', "Two questions of .* have one id"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, line, says):
     path = tmp_path / "s.jsonl"
-    line = line if isinstance(line, bytes) else line.encode()
-    path.write_bytes(json.dumps({"id": "a", "turns": ["x"]}).encode() + b"\n" + line + b"\n")
+    path.write_bytes(b'{"id": "a", "turns": ["x"]}\n' + line + b"\n")
     with pytest.raises(BenchError, match=says):
         read_questions(path)
 
@@ -107,15 +77,12 @@ def test_a_set_that_is_not_there(make_config, tmp_path, questions):
 
 def test_a_turn_comes_after_the_engines_own_answer():
     asked = reader()
-    assert text(asked.prompt(CHAT, [])) == "u:one;a:"
-    assert text(asked.prompt(CHAT, [YES])) == "u:one;a:yes;u:two;a:"
-    assert text(reader(loud=True).prompt(CHAT, [])) == "u:one;a!:"
-
-
-def test_raw_text_goes_on():
+    assert prompt(asked) == "u:one;a:"
+    assert prompt(asked, "yes") == "u:one;a:yes;u:two;a:"
+    assert prompt(reader(loud=True)) == "u:one;a!:"
     asked = reader(None, raw=True)
-    assert asked.prompt(CHAT, []) == [1, *map(ord, "one")]
-    assert text(asked.prompt(CHAT, [YES])[1:]) == "oneyestwo"
+    assert asked.prompt(CHAT, []) == asked.tokens.raw("one")
+    assert prompt(asked, "yes") == "oneyestwo"
 
 
 def test_chats_need_a_template():

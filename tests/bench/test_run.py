@@ -55,7 +55,7 @@ def test_engines_take_turns_chat_by_chat(make_bench, journal):
 def test_rounds_and_temperatures_ask_everything_again(make_config):
     config = make_config(questions=2, rounds=2, temperature=(0.0, 1.0))
     found = list(units(config, read_sets(config)))
-    assert len({unit.key() for unit in found}) == len(found) == 2 * 2 * 4
+    assert len({unit.key for unit in found}) == len(found) == 2 * 2 * 4
     assert [unit.round for unit in found] == [0] * 8 + [1] * 8
     assert [unit.temperature for unit in found] == [0.0, 1.0] * 8
 
@@ -140,4 +140,5 @@ def test_all_files_of_a_run(make_bench):
         ("single", 2.0),
         ("mean", 2.0),
     ]
-    assert whole["settings"]["machine"]["cpu"] and whole["commands"] and whole["revision"] != ""
+    assert whole["commands"] and whole["settings"]["machine"]["cpu"]
+    assert whole["settings"]["revision"] != ""

@@ -11,10 +11,10 @@ from vllm_specblock.bench.config import BenchError
 from vllm_specblock.bench.questions import Question, Unit
 from vllm_specblock.bench.store import Answer, Store
 
-SETTINGS = {"dtype": "float32", "temperature": (0.0,), "methods": {"a": 1}, "sets": {"s": 1}}
+SETTINGS = {"dtype": "float32", "temperature": (0.0,), "method a": 1, "set s": 1}
 QUESTIONS = (Question("x", ("1", "2")), Question("y", ("3", "4")))
 FIRST, SECOND = (Unit(number, 0.0, "s", QUESTIONS) for number in (0, 1))
-ANSWER = Answer(8, 1.5, 2.5, 4, 5, 6, [[[1], [2]], [[3], [4]]])
+ANSWER = Answer([[[1], [2]], [[3], [4]]], 1.5, 2.5, 4, 5, 6)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_run_resumes_and_drops_a_line_that_a_kill_cut_off(folder):
     ("changes", "says"),
     [
         ({"dtype": "bfloat16", "temperature": (1.0,)}, "other dtype, temperature: give another"),
-        ({"methods": {"a": 2}}, "other methods: a: give another --out, or delete the folder"),
+        ({"method a": 2}, "other method a: give another --out, or delete the folder"),
         ({"more": 1}, "other more:"),
     ],
 )
@@ -57,20 +57,20 @@ def test_other_settings_are_refused(folder, changes, says):
 
 
 def test_methods_and_sets_may_be_added(folder):
-    added = {"methods": {"b": 2}, "sets": {"s": 1, "t": 3}}
-    assert len(Store(folder, SETTINGS | added).records) == 1
-    head = json.loads((folder / "run.json").read_text())
-    assert head["settings"]["methods"] == {"a": 1, "b": 2}
-    assert head["settings"]["sets"] == {"s": 1, "t": 3}
-    with pytest.raises(BenchError, match="other methods: b"):
-        Store(folder, SETTINGS | {"methods": {"b": 3}})
+    others = {name: value for name, value in SETTINGS.items() if name != "method a"}
+    added = {"method b": 2, "set t": 3}
+    assert len(Store(folder, others | added).records) == 1
+    settings = json.loads((folder / "run.json").read_text())["settings"]
+    assert settings.items() >= {"method a": 1, "method b": 2, "set s": 1, "set t": 3}.items()
+    with pytest.raises(BenchError, match="other method b"):
+        Store(folder, SETTINGS | {"method b": 3})
 
 
 @pytest.mark.parametrize("content", ['{"settings": {"dty', "[]", "{}", "\xff"])
 @pytest.mark.parametrize("name", ["run.json", "units.jsonl"])
 def test_a_damaged_file_is_one_sentence(folder, name, content):
     (folder / name).write_text(content + "\n", encoding="latin-1")
-    with pytest.raises(BenchError, match=f"{name} is damaged: give another --out."):
+    with pytest.raises(BenchError, match=f"{folder} are damaged: give another --out."):
         Store(folder, SETTINGS)
 
 

@@ -9,8 +9,8 @@ from vllm_specblock.bench.store import Answer, Record
 from vllm_specblock.bench.summary import MEAN, fastest, summarise
 
 
-def answer(tokens, wall, cpu=1.0, steps=0, draft_ns=0, draft_steps=0, ids=(1,)):
-    return Answer(tokens, wall, cpu, steps, draft_ns, draft_steps, [[[each]] for each in ids])
+def answer(tokens, wall, cpu=1.0, steps=0, draft_ns=0, draft_steps=0):
+    return Answer([[[1] * tokens]], wall, cpu, steps, draft_ns, draft_steps)
 
 
 def record(name, number, plain, ours, unit=0, temperature=0.0, other=None):
@@ -30,10 +30,10 @@ def test_one_set_one_round():
     records = [
         record("a", 0, answer(10, 10.0, 8.0), answer(10, 5.0, 2.0, 4, 20_000_000, 4), 0),
         record("a", 0, answer(8, 8.0, 8.0), answer(20, 5.0, 5.0, 6, 40_000_000, 6), 1),
-        record("a", 0, answer(4, 8.0, 3.0), answer(4, 4.0, 3.0, 2, 10_000_000, 2, [9]), 2),
+        record("a", 0, answer(4, 8.0, 3.0), answer(4, 4.0, 3.0, 2, 10_000_000, 2), 2),
     ]
     ours = figures(records)["ours", "a"]
-    assert ours.speedup == 2.0 and ours.units == 3
+    assert ours.speedup == 2.0
     # 0.8 / 0.2, 1 / 0.25, 0.75 / 0.75: 4, 4 and 1 times.
     assert ours.speedup_cpu == 4.0
     assert ours.throughput == pytest.approx(34 / 14) and ours.tokens == 34
@@ -53,7 +53,7 @@ def test_the_mean_over_sets():
     records = [
         record("a", 0, answer(1, 2.0), answer(3, 3.0, 1.0, 1, 2_000_000, 1)),
         record("a", 1, answer(1, 4.0), answer(3, 3.0, 1.0, 1, 2_000_000, 1)),
-        record("b", 0, answer(1, 8.0), answer(5, 10.0, 1.0, 1, 4_000_000, 1, [9])),
+        record("b", 0, answer(1, 8.0), answer(5, 10.0, 1.0, 1, 4_000_000, 1)),
         record("b", 1, answer(1, 6.0), answer(5, 10.0, 1.0, 1, 4_000_000, 1)),
     ]
     found = figures(records, ["a", "b"])
@@ -64,14 +64,14 @@ def test_the_mean_over_sets():
     assert (a.tau, b.tau, mean.tau) == (2.0, 4.0, 3.0)
     assert (a.throughput, b.throughput, mean.throughput) == (1.0, 0.5, 0.75)
     assert (a.draft_ms, b.draft_ms, mean.draft_ms) == (2.0, 4.0, 3.0)
-    assert (mean.tokens, mean.outputs, mean.different, mean.units) == (16, 4, 1, 4)
+    assert (mean.tokens, mean.outputs, mean.different) == (16, 4, 4)
 
 
 def test_only_engines_that_took_turns_are_compared():
     apart = Record("a 0 1", 0, 0.0, "a", {"ours": answer(1, 100.0)})
     records = [record("a", 0, answer(1, 3.0), answer(1, 1.0)), apart]
     ours = figures(records)["ours", "a"]
-    assert ours.speedup == 3.0 and ours.units == 2 and ours.different == 0
+    assert ours.speedup == 3.0 and ours.outputs == 2 and ours.different == 0
     assert figures([apart])["ours", "a"].speedup is None
 
 

@@ -56,8 +56,8 @@ def test_replays_each_policy_and_resumes(prompts, tmp_path):
 @pytest.mark.parametrize(
     ("given", "status", "message"),
     [
-        (("--policy", "osd"), 1, "no policy 'osd'"),
-        (("--stream", "swich"), 1, "no stream 'swich'"),
+        (("--policy", "osd"), 2, "no policy 'osd'"),
+        (("--stream", "swich"), 2, "no stream 'swich'"),
         (("--requests", 60), 1, "holds 12 prompts"),
         (("--update-seconds", "0.1"), 2, "two numbers of seconds"),
     ],

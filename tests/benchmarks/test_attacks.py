@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lib.attacks import attacked, kept, scaled
-from lib.policies import make_policy
+from lib.policies import POLICIES
 from lib.simulation import Simulation, SimulationConfig, simulate
 from lib.streams import HOME
 from support.world import World
@@ -26,7 +26,7 @@ def test_clean_requests_keep_their_speed():
     ]
     found = {}
     for name in ("frozen", "gain"):
-        simulation = Simulation(drafter, world.teacher, make_policy(name, 0), CONFIG)
+        simulation = Simulation(drafter, world.teacher, POLICIES[name](0), CONFIG)
         found[name] = simulate(simulation, attacked(LENGTH), texts)
     result = kept(found["gain"].served, found["frozen"].served)
     assert found["gain"].updates

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.trees import nodes, to_tree
 
 from vllm_specblock.combine.route import agreement, confidence, route
-from vllm_specblock.config import CombineConfig, OptionError
+from vllm_specblock.config import CombineConfig
 from vllm_specblock.tree import DraftTree
 
 HOWS = ["mean", "sum"]
@@ -115,8 +115,3 @@ def test_origin_follows_the_best_path():
 )
 def test_shares(num_nodes, policy, budget, expected):
     assert CombineConfig(draft_policy=policy, budget=budget).shares(num_nodes) == expected
-
-
-def test_one_node_cannot_be_split():
-    with pytest.raises(OptionError, match="A budget of 1 cannot be split between two drafters"):
-        CombineConfig(draft_policy="merge", budget="split").shares(1)

@@ -21,8 +21,7 @@ from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.dflash import config as dflash
 from vllm_specblock.drafters.dflash.model import DFlashModel
 from vllm_specblock.drafters.eagle3 import config as eagle3
-from vllm_specblock.drafters.eagle3.checkpoint import FILES
-from vllm_specblock.drafters.eagle3.model import Eagle3Model
+from vllm_specblock.drafters.eagle3.model import FILES, Eagle3Model
 from vllm_specblock.drafters.registry import drafter_kind
 
 SIZES = {

@@ -10,7 +10,7 @@ from support.committed import rows_of
 from support.drafted_blocks import coarse_block, random_block
 from support.lone_drafters import PAGE, head_of
 from support.naive_expand import NaiveExpansion
-from support.trees import all_paths, texts
+from support.trees import best_paths, texts
 from torch import nn
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
@@ -187,7 +187,7 @@ def test_product_trees_are_the_best_of_all_paths(depth, width, budget, seed):
     token = torch.rand(2, depth, 50, generator=draw).argsort(-1)[..., :width]
     tree = ProductTrees(depth, width, budget, "cpu").grow(logprob, token)
     for request in range(2):
-        paths = all_paths(logprob[request].double().tolist())
+        paths = best_paths(logprob[request].double().tolist())
         best = sorted(paths.values(), reverse=True)[:budget]
         assert int(tree.size[request]) == len(best) and tree.token.shape == (2, budget)
         assert tree.logprob[request, : len(best)].tolist() == pytest.approx(best, rel=1e-5)

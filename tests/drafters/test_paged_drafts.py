@@ -10,13 +10,12 @@ import torch
 from support.committed import rows_of
 from support.dense_cache import DenseCache
 from support.eagle3 import PlainEagle3, small_eagle3
-from support.host_reads import NoHostReads
+from support.host_reads import no_host_reads
 from support.mask_blocks import (
     MAX_LEN,
     PAGE,
     TABLES,
     V,
-    best_paths,
     made_up,
     masks_of,
     plain_logprobs,
@@ -24,7 +23,7 @@ from support.mask_blocks import (
 )
 from support.mask_blocks import make_drafter as of_masks
 from support.records import small_drafter
-from support.trees import assert_same_tree, texts
+from support.trees import assert_same_tree, best_paths, texts
 
 from vllm_specblock.drafters.common import network_drafter
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
@@ -256,7 +255,7 @@ def test_nothing_is_read_on_the_host(kind):
     drafter = make(kind)
     states, text = made_up(2)
     rows, wanted = rows_of([(0, 19), (0, 6)], TABLES, states, text, PAGE), torch.tensor([1])
-    with NoHostReads():
+    with no_host_reads():
         drafter.advance(rows)
         drafter.draft()
         drafter.draft(wanted)

@@ -133,7 +133,8 @@ def launch_llama(attention: Any, expand: Any, select_tree: Any) -> None:
         said = torch.zeros(1, 8, 1, 10, dtype=torch.int64)
         grown = levels.attach(grown, said.float(), said)
     whole = torch.zeros(1, 577, dtype=torch.int64)
-    select_tree.select_triton(whole, whole, whole.float(), whole, whole, 60, 12)
+    given = select_tree.Candidates(whole, whole, whole.float(), whole, whole)
+    select_tree.select_triton(given, 60, 12)
 
 
 def faults(table: list[dict[str, Any]]) -> list[str]:

@@ -3,15 +3,7 @@
     PYTHON tests/emulated_gpu/run.py [FLAG …] SCRIPT|-m MODULE [ARGUMENT …]
 
 PYTHON belongs to an environment with vLLM's CUDA build, and `make` here has run with it.
---lazy: a stream runs its work only when the host waits for it.
---poison: fresh memory reads as NaN or -1, at every replay of a graph as well.
---bounds: a Triton access outside of the kernel's arguments is an error.
---shuffle: the programs of a launch run in random order.
---host-forms: most launches of row-wise and attention kernels run as torch on the host, which takes
-    a hundredth of the time; one in 256 is interpreted, and has to agree.
---trace: print refused calls, and the time of each Triton kernel.
---trace-all: print each operation, too.
---skip-kernels: a compiled kernel without an emulation does nothing, and is no error.
+README.md says what the flags do.
 """
 
 from __future__ import annotations

@@ -40,7 +40,18 @@ def reference(plain) -> Reference:
     return Reference(plain)
 
 
-@pytest.fixture(scope="session")
+def with_trees(**more) -> Engine:
+    """The example pair with 24 nodes, which learns anew in each test; reports for each request."""
+    report = {"per_request_spec_decode_metrics": "summary"}
+    return shared_engine({"num_speculative_tokens": 24, **more}, **report)
+
+
+@pytest.fixture
 def tree() -> Engine:
-    """The example pair, 24 nodes."""
-    return shared_engine({"num_speculative_tokens": 24})
+    return with_trees()
+
+
+@pytest.fixture
+def budgeted() -> Engine:
+    """Budgets follow from costs."""
+    return with_trees(enable_adaptive_verification=True)

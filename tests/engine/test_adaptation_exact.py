@@ -8,24 +8,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 import torch
 from lib.weight_swaps import Swaps, Versions, make_versions
-from support.engines import (
-    DRAFTER,
-    ROOT,
-    Engine,
-    make_engine,
-    note_calls,
-    record_preemptions,
-    shared_engine,
-)
+from support.engines import DRAFTER, ROOT, Engine, make_engine, note_calls, record_preemptions
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from support.recorded_graph import capture
 from vllm.platforms import current_platform
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
@@ -33,11 +23,9 @@ from vllm_specblock.adapt.policy.interface import FinishedRequest
 from vllm_specblock.adapt.serving import recorder as recording
 from vllm_specblock.adapt.serving.slabs import SLABS
 from vllm_specblock.drafters.specblock.refresh import refresh
-from vllm_specblock.engine.runner.model_state import TreeModelState
 
 WATCH = {"adapt": {"policy": "watch"}}
 TABLES = ROOT / "examples/two_heads/tables"
-MERGED = {"second_drafter": {"model": str(TABLES)}, "draft_policy": "merge"}
 NAMES = ["greedy", "sampled log-probabilities", "presence penalty, sampled"]
 on_a_cpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a recording knows no compiled kernels"
@@ -56,38 +44,45 @@ def swapping(engine: Engine, versions: Versions, monkeypatch, heads=(0,), seed=0
     return swaps
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return make_engine({"num_speculative_tokens": 24})
+@pytest.fixture
+def engine(tree, versions):
+    """The shared engine, which gets its own weights back."""
+    yield tree
+    refresh(tree.speculator.draft_policy.drafters[0].model, versions["trained"])
+    tree.llm.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_swaps_change_no_token(engine, versions, reference, monkeypatch, name):
+    """The second time, prefix hits bring keys and values of weights that are gone."""
     swaps = swapping(engine, versions, monkeypatch, seed=NAMES.index(name))
-    requests, texts = params(8, max_tokens=90, **CASES[name]), PROMPTS[:8]
-    check(engine, requests, reference(f"{name}, 90", requests, texts), texts)
-    swaps.require(100, accepted=20)
-
-
-def test_swaps_between_prefix_cache_hits(engine, plain, versions, monkeypatch):
-    """Keys and values that the hits bring are of weights that are gone."""
-    texts = [PROMPTS[9], PROMPTS[7], PROMPTS[9][:160], PROMPTS[9] + PROMPTS[2]]
-    requests = params(len(texts))
-    expected = plain.generate(texts, requests)
-    swaps = swapping(engine, versions, monkeypatch)
+    requests, texts = params(8, max_tokens=60, **CASES[name]), PROMPTS[:8]
     for _ in range(2):
-        check(engine, requests, expected, texts)
+        check(engine, requests, reference(f"{name}, 60", requests, texts), texts)
     swaps.require(100, accepted=20)
 
 
-def test_swaps_while_crowded(versions, reference, monkeypatch):
-    """Both of two drafters change; chunked prompts, preemption, budgets and the length limit."""
+@pytest.fixture(scope="module")
+def small_cache() -> Engine:
+    """Two drafters, of which the second is recorded, and room for half of eight requests."""
+    second = {"second_drafter": {"model": str(TABLES), **WATCH}, "draft_policy": "merge"}
     adaptive = {"num_speculative_tokens": 10, "enable_adaptive_verification": True}
-    crowded = crowded_engine(MERGED | adaptive)
+    return crowded_engine(second | adaptive)
+
+
+@pytest.fixture
+def crowded(small_cache, monkeypatch) -> Engine:
     if current_platform.is_cpu():
-        # Drafts this poor are soon not worth their time.
-        manager = crowded.runner.adaptive_verification
+        # Drafts by other weights are soon not worth their time.
+        manager = small_cache.runner.adaptive_verification
+        manager.all_paused = False
         monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
+    flush(small_cache)
+    return small_cache
+
+
+def test_swaps_while_crowded(crowded, versions, reference, monkeypatch):
+    """Both drafters change; chunked prompts, preemption, budgets and the length limit."""
     preempted = record_preemptions(crowded)
     swaps = swapping(crowded, versions, monkeypatch, heads=(0, 1))
     for temperature in (0.0, 1.0):
@@ -160,7 +155,9 @@ def flush(engine: Engine, slabs: int = SLABS) -> None:
 
 @pytest.fixture(scope="module")
 def watching() -> Engine:
-    return make_engine({"num_speculative_tokens": 24, **WATCH})
+    engine = make_engine({"num_speculative_tokens": 24, **WATCH})
+    assert not any(engine.speculator.recorder.counts().values()), "warm-up requests were recorded"
+    return engine
 
 
 def rebuilt(record: Record, text: list[int], prompt: int) -> int:
@@ -174,14 +171,13 @@ def rebuilt(record: Record, text: list[int], prompt: int) -> int:
     raise AssertionError("a record is of no text")
 
 
-def test_watching_changes_no_draft_and_no_token(watching, reference, monkeypatch):
+def test_watching_changes_no_draft_and_no_token(tree, watching, reference, monkeypatch):
     drafts, sink = [], kept(watching, monkeypatch)
-    off = shared_engine({"num_speculative_tokens": 24})
     requests, texts = params(8, max_tokens=90, presence_penalty=0.9), PROMPTS[:8]
     for number, request in enumerate(requests):
         request.temperature = 0.8 * (number % 2)
     expected = reference("half sampled, 90", requests, texts)
-    for engine in (off, watching):
+    for engine in (tree, watching):
         # As if nothing had been served.
         engine.llm.reset_prefix_cache()
         engine.speculator.forget_warm_up()
@@ -216,51 +212,30 @@ def assert_no_gap(records: list[Record], texts: list[list[int]]) -> None:
         assert any(spelled in ",".join(map(str, text)) for text in texts)
 
 
-def test_recording_while_crowded(monkeypatch, reference):
-    """The second of two drafters, with chunked prompts, preemption and the length limit.
-
-    Resumed requests are others.
-    """
-    second = {"second_drafter": {"model": str(TABLES), **WATCH}, "num_speculative_tokens": 10}
-    engine = crowded_engine(MERGED | second)
-    preempted, sink = record_preemptions(engine), kept(engine, monkeypatch)
+def test_recording_while_crowded(crowded, monkeypatch, reference):
+    """Resumed requests are others."""
+    preempted, sink = record_preemptions(crowded), kept(crowded, monkeypatch)
     requests = to_the_limit(0.0)[:8]
     expected = reference("crowded 0.0", requests, PROMPTS[:8])
-    check(engine, requests, expected, PROMPTS[:8])
-    flush(engine)
+    check(crowded, requests, expected, PROMPTS[:8])
+    flush(crowded)
     assert preempted, "the cache was large enough for every request: this tested no preemption"
     assert len(sink.offers) > 8
     texts = [[*text, *answer[0].tokens] for text, answer in zip(PROMPTS, expected)]
     assert_no_gap(sink.records, texts)
 
 
-def test_pauses_end_recordings(monkeypatch, reference):
-    adaptive = {"num_speculative_tokens": 10, "enable_adaptive_verification": True}
-    engine = make_engine(adaptive | WATCH)
-    sink, manager = kept(engine, monkeypatch), engine.runner.adaptive_verification
-    steps = itertools.count(1)
-    monkeypatch.setattr(manager.controller, "drafts", lambda *_: next(steps) % 12 <= 8)
-    requests, texts = params(8, max_tokens=90), PROMPTS[:8]
-    expected = reference("greedy, 90", requests, texts)
-    check(engine, requests, expected, texts)
-    flush(engine)
-    assert sink.offers and next(steps) > 13
+def test_pauses_end_recordings(crowded, monkeypatch, reference):
+    preempted, sink = record_preemptions(crowded), kept(crowded, monkeypatch)
+    steps, controller = itertools.count(1), crowded.runner.adaptive_verification.controller
+    monkeypatch.setattr(controller, "drafts", lambda *_: next(steps) % 12 <= 8)
+    requests, texts = params(3, max_tokens=90), PROMPTS[:3]
+    expected = reference("three, 90", requests, texts)
+    check(crowded, requests, expected, texts)
+    flush(crowded)
+    assert sink.offers and next(steps) > 13 and not preempted
     assert_no_gap(sink.records, [[*t, *a[0].tokens] for t, a in zip(texts, expected)])
     assert any(len(record.tokens) < 60 for record in sink.records)
-
-
-@pytest.mark.parametrize(
-    ("name", "observed"), [("_warmup_3_", 0), ("_v2_mixed_warmup_decode_", 0), ("7-a3f2", 1)]
-)
-def test_vllms_warm_up_is_not_observed(monkeypatch, name, observed):
-    begun = []
-    monkeypatch.setattr(DefaultModelState, "add_request", lambda *_: None)
-    recorder = SimpleNamespace(begin=lambda slot, request: begun.append(slot))
-    state = TreeModelState.__new__(TreeModelState)
-    state.tree_states = SimpleNamespace(reset=lambda slot: None)
-    state.speculator = SimpleNamespace(recorder=recorder, note_request=lambda *_: None)
-    state.add_request(5, SimpleNamespace(req_id=name, sampling_params=None))
-    assert begun == [5] * observed
 
 
 def test_more_requests_than_slabs(watching, monkeypatch):

@@ -6,9 +6,7 @@ import shutil
 from textwrap import dedent
 
 import pytest
-import torch
 from support.processes import run_python
-from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from vllm_specblock.engine import compat
 from vllm_specblock.engine.compat import Hook, Sources, broken, hooks, installed
@@ -129,14 +127,3 @@ def test_nothing_is_imported_to_look():
         "print([name for name in ('vllm', 'torch', 'triton') if name in sys.modules])"
     )
     assert run_python("-c", code) == ["[]"]
-
-
-@pytest.mark.parametrize("counted", [False, True])
-def test_as_many_values_as_the_runner_unpacks(counted, monkeypatch):
-    name = "AdmittedDraftCounts"
-    monkeypatch.delattr(adaptive_verification, name, raising=False)
-    if counted:
-        monkeypatch.setattr(adaptive_verification, name, object, raising=False)
-    starts = torch.tensor([0, 3]), torch.tensor([0, 4])
-    expected = (*starts, 2, None) if counted else (*starts, 2)
-    assert compat.reallocated(*starts, 2) == expected

@@ -80,8 +80,11 @@ def update(updated: Worker, tensors: dict[str, torch.Tensor]) -> None:
     updated.finish_weight_update()
 
 
-@pytest.mark.parametrize("prefix", [("",), HEADS], ids=["all", "heads"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("prefix", "dtype"),
+    [(("",), torch.float32), (HEADS, torch.float32), (HEADS, torch.bfloat16)],
+    ids=["all", "heads", "heads in bfloat16"],
+)
 def test_an_update_serves_what_a_refresh_serves(prefix, dtype):
     heads = []
     for _ in range(2):
@@ -123,13 +126,6 @@ def test_updates_are_refused_before_they_begin(kind, adapting, said):
     with pytest.raises(ValueError, match=rf"^start_draft_weight_update.*{said}"):
         refused.start_draft_weight_update()
     assert not refused._weight_update_active
-
-
-def test_targets_are_updated_as_before():
-    plain = worker(head_of("specblock")[0], speculative=False)
-    plain.start_weight_update()
-    plain.finish_weight_update()
-    assert not plain._weight_update_active
 
 
 def test_sleep_of_level_two_is_refused_for_trees_alone(monkeypatch):

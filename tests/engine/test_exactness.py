@@ -21,37 +21,30 @@ def test_sampling_parameters(tree: Engine, reference, name):
     check(tree, params(**CASES[name]), reference(name, params(**CASES[name])))
 
 
-def test_bad_words(tree: Engine, plain: Engine, reference):
+def forbid_words(request: SamplingParams, _, tokens: list[int], __) -> None:
+    request._bad_words_token_ids = [tokens[4:5], tokens[8:10]]
+    request.bad_words = ["a word"]  # what marks a request; the ids above are what counts
+
+
+def stop_at_tokens(request: SamplingParams, index: int, tokens: list[int], _) -> None:
+    """Inside accepted paths, whose rest must not be seen."""
+    request.stop_token_ids = [tokens[11 + index]]
+    request.min_tokens = 9 if index % 2 else 0
+    request.__post_init__()
+
+
+def stop_at_strings(request: SamplingParams, _, tokens: list[int], tokenizer) -> None:
+    request.stop = [tokenizer.decode(tokens[13:16])]
+    request.output_kind = RequestOutputKind.CUMULATIVE
+    request.__post_init__()
+
+
+@pytest.mark.parametrize("change", [forbid_words, stop_at_tokens, stop_at_strings])
+def test_parameters_that_name_tokens_of_the_answer(tree: Engine, plain: Engine, reference, change):
+    requests, tokenizer = params(), plain.llm.get_tokenizer()
     said = reference("greedy", params())
-    forbidden = []
-    for request, (answer,) in zip(params(), said):
-        one, two = answer.tokens[4:5], answer.tokens[8:10]
-        request._bad_words_token_ids = [one, two]
-        request.bad_words = ["a word"]  # what marks a request; the ids above are what counts
-        forbidden.append(request)
-    check(tree, forbidden, plain.generate(PROMPTS, forbidden))
-
-
-def test_min_tokens_and_stops(tree: Engine, plain: Engine, reference):
-    """Stops land inside accepted paths: the path's rest must not be seen."""
-    said = reference("greedy", params())
-    requests = []
-    for index, (request, (answer,)) in enumerate(zip(params(), said)):
-        request.stop_token_ids = [answer.tokens[11 + index]]
-        request.min_tokens = 9 if index % 2 else 0
-        request.__post_init__()
-        requests.append(request)
-    check(tree, requests, plain.generate(PROMPTS, requests))
-
-
-def test_stop_strings(tree: Engine, plain: Engine, reference):
-    said = reference("greedy", params())
-    tokenizer = plain.llm.get_tokenizer()
-    requests = params()
-    for request, (answer,) in zip(requests, said):
-        request.stop = [tokenizer.decode(answer.tokens[13:16])]
-        request.output_kind = RequestOutputKind.CUMULATIVE
-        request.__post_init__()
+    for index, (request, (answer,)) in enumerate(zip(requests, said)):
+        change(request, index, answer.tokens, tokenizer)
     check(tree, requests, plain.generate(PROMPTS, requests))
 
 

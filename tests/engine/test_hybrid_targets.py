@@ -85,25 +85,17 @@ def test_tokens_are_vllms_own_beside_prompts_in_chunks(plain, ours, prompts, tem
 
 
 @only_mamba
-def test_pauses_leave_the_states_right(target, plain, prompts, monkeypatch):
-    ours = make_engine({**DRAFTS, "enable_adaptive_verification": True}, **target)
+def test_pauses_and_preemptions_leave_the_states_right(target, plain, prompts, monkeypatch):
+    few = {**target, "num_gpu_blocks_override": 7}
+    ours = make_engine({**DRAFTS, "enable_adaptive_verification": True}, **few)
     controller, turns = ours.runner.adaptive_verification.controller, iter(range(10**6))
-    monkeypatch.setattr(controller, "drafts", lambda *args: next(turns) % 7 < 4)
     monkeypatch.setattr(controller, "budget", lambda survival, *args: survival.size // 3)
     requests = requests_for(prompts, 0.0)
-    check = Checker()
-    check(ours, requests, plain.generate(prompts, requests), prompts)
-    assert next(turns) > 15
-
-
-@only_mamba
-def test_preempted_requests_begin_again(target, plain, prompts):
-    few = {**target, "num_gpu_blocks_override": 7}
-    ours = make_engine(DRAFTS, **few)
-    requests = requests_for(prompts, 0.0)
-    check = Checker()
-    check(ours, requests, plain.generate(prompts, requests), prompts)
-    assert ours.metrics["vllm:num_preemptions"] > 0
+    expected, check = plain.generate(prompts, requests), Checker()
+    for most in (7, 4):  # of seven steps, how many draft
+        monkeypatch.setattr(controller, "drafts", lambda *_, most=most: next(turns) % 7 < most)
+        check(ours, requests, expected, prompts)
+    assert next(turns) > 15 and ours.metrics["vllm:num_preemptions"] > 0
 
 
 @only_mamba

@@ -2,52 +2,24 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-import torch
 import vllm
 from packaging.version import Version
-from support.engines import assert_identical, make_engine, note_calls, prompts
+from support.engines import Engine, assert_identical, note_calls, prompts, shared_engine
 from vllm import SamplingParams
 
-from vllm_specblock.cpu import install
-
-SIZE, REACH = 16, 40
+CHUNK, NODES = 24, 5
 
 
-@pytest.mark.parametrize(
-    ("window", "beyond"),
-    [
-        (0, {}),  # up to 0.32
-        (0, {"_sliding_window_reach": [0], "_num_dirty_rows": 0}),
-        (REACH, {"_sliding_window_reach": [REACH], "_num_dirty_rows": 0}),
-    ],
-)
-def test_block_tables_without_what_a_window_has_passed(window, beyond):
-    """Rows of a larger batch before are cleared."""
-    blocks = torch.arange(1, 61, dtype=torch.int32).view(6, 10)
-    tables = SimpleNamespace(
-        block_tables=[SimpleNamespace(gpu=blocks)],
-        input_block_tables=[torch.full((6, 10), 7, dtype=torch.int32)],
-        block_sizes=[SIZE],
-        **beyond,
-    )
-    computed = torch.tensor([0, 100, 0, 0, 31, 0])
-    install._gather_block_tables(tables, torch.tensor([0, 1, 2, 3]), 4)
-    slots = torch.tensor([4, 1])
-    (found,) = install._gather_block_tables(tables, slots, 2, num_computed_tokens=computed)
-    expected = blocks[slots].clone()
-    if window:  # token 60 is the first that token 100 sees
-        expected[1, :3] = 0
-    assert torch.equal(found[:2], expected) and tables._num_dirty_rows == 2
-    (table,) = tables.input_block_tables
-    assert not table[2:4].any() and (table[4:] == 7).all()
+@pytest.fixture
+def engine() -> Engine:
+    """Prompts come in several chunks, as in test_sessions.py."""
+    chunks = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 3}
+    return shared_engine({"num_speculative_tokens": NODES}, **chunks)
 
 
-def test_no_drafts_where_no_request_could_use_them(plain, monkeypatch):
+def test_no_drafts_where_no_request_could_use_them(engine, plain, monkeypatch):
     """From 0.33 on chunks of prompts propose none; the drafters have to follow all the same."""
-    engine = make_engine({"num_speculative_tokens": 24}, max_num_batched_tokens=64)
     propose, skipped = engine.speculator.propose, []
 
     def skipping(batch, *args, **kwargs):
@@ -62,7 +34,7 @@ def test_no_drafts_where_no_request_could_use_them(plain, monkeypatch):
 
     monkeypatch.setattr(engine.speculator, "propose", skipping)
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=2)
-    texts = [text for text in prompts(12) if len(text) > 100]  # several chunks each
+    texts = [text for text in prompts(12) if len(text) > 100]
     # One after the other: in a larger batch some request could nearly always draft.
     answers = [engine.generate([text], params)[0] for text in texts]
     assert assert_identical(answers, plain.generate(texts, params)) > 60 and len(skipped) > 2
@@ -72,9 +44,8 @@ def test_no_drafts_where_no_request_could_use_them(plain, monkeypatch):
 
 
 @pytest.mark.skipif(Version(vllm.__version__) < Version("0.33"), reason="vLLM from 0.33 on")
-def test_the_scheduler_says_when_no_request_could_use_them(plain, monkeypatch):
+def test_the_scheduler_says_when_no_request_could_use_them(engine, plain, monkeypatch):
     """As vLLM does it itself from 0.33 on: in chunks of a prompt, and in the last step."""
-    engine = make_engine({"num_speculative_tokens": 24}, max_num_batched_tokens=64)
     assert engine.core.scheduler.can_skip_drafts
     wanted = note_calls(
         monkeypatch,
@@ -84,8 +55,10 @@ def test_the_scheduler_says_when_no_request_could_use_them(plain, monkeypatch):
     )
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
     (text,) = [text for text in prompts(12) if len(text) == 200]
+    assert engine.llm.reset_prefix_cache()
     answers = engine.generate([text], params)
-    assert wanted[:3] == [0, 0, 0] and wanted[3] == 24, "of 200 tokens 64 at a time, the last draws"
+    chunks = -(-len(text) // CHUNK)
+    assert wanted[:chunks] == [0] * (chunks - 1) + [NODES], "only the last chunk draws a token"
     assert_identical(answers, plain.generate([text], params))
     one = SamplingParams(temperature=0, max_tokens=1)
     del wanted[:]

@@ -6,7 +6,7 @@ import time
 from itertools import count
 
 import pytest
-from support.engines import Engine, asynchronous_engine, make_engine, shared_engine
+from support.engines import Engine, asynchronous_engine, shared_engine
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -102,16 +102,12 @@ def assert_alive(engine: Engine) -> None:
     assert len(answer.tokens) == 4
 
 
-def smaller_than_most_chunks() -> Engine:
-    """The token budget of a step is."""
-    return make_engine({"num_speculative_tokens": 5}, max_num_batched_tokens=24, max_num_seqs=3)
+def few_tokens_a_step() -> Engine:
+    """Fewer than most chunks have."""
+    return shared_engine({"num_speculative_tokens": 5}, max_num_batched_tokens=24, max_num_seqs=3)
 
 
-def usual() -> Engine:
-    return shared_engine({"num_speculative_tokens": 24})
-
-
-@pytest.mark.parametrize("make", [usual, smaller_than_most_chunks, asynchronous_engine])
+@pytest.mark.parametrize("make", [few_tokens_a_step, asynchronous_engine])
 def test_sessions_that_stop_inside_accepted_paths(make, expected):
     engine = make()
     assert run(engine) == expected

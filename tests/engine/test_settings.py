@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,34 +35,14 @@ def test_a_length_that_vllm_fits_to_the_cache(plain: Engine):
     assert_identical(engine.generate(texts, to_the_limit), plain.generate(texts, to_the_limit))
 
 
-def look_back(folder: Path) -> dict[str, str]:
-    """The example's target, which looks back 48 tokens only in every other layer."""
-    layers = json.loads((TARGET / "config.json").read_text())["num_hidden_layers"]
-    kinds = [["sliding_attention", "full_attention"][i % 2] for i in range(layers)]
-    shutil.copytree(TARGET, folder / "target")
-    edit_config(folder / "target", sliding_window=48, layer_types=kinds)
-    return {"model": str(folder / "target")}
-
-
-@pytest.mark.parametrize(
-    ("speculative", "settings"),
-    [
-        # The sweep of targets has models with windows alone.
-        pytest.param(LOOKUP, look_back, id="sliding windows"),
-        pytest.param(
-            {"num_speculative_tokens": 24},
-            lambda _: {"kv_cache_dtype": "fp8"},
-            id="KV cache of 8 bits",
-            marks=pytest.mark.skipif(
-                torch.cuda.is_available() or not torch.cpu._is_avx512_supported(),
-                reason="vLLM has it on CPUs with AVX-512; on a GPU it is refused",
-            ),
-        ),
-    ],
+@pytest.mark.skipif(
+    torch.cuda.is_available() or not torch.cpu._is_avx512_supported(),
+    reason="vLLM has it on CPUs with AVX-512; on a GPU it is refused",
 )
-def test_settings_that_change_what_is_said(speculative, settings, reference, tmp_path):
-    given = settings(tmp_path)
-    plain, ours = (make_engine(each, **given) for each in (None, speculative))
+def test_a_kv_cache_of_8_bits(reference):
+    plain, ours = (
+        make_engine(each, kv_cache_dtype="fp8") for each in (None, {"num_speculative_tokens": 24})
+    )
     for temperature in (0.0, 1.0):
         requests = params(4, temperature=temperature, max_tokens=100)
         expected = plain.generate(PROMPTS[:4], requests)
@@ -75,10 +54,15 @@ def test_settings_that_change_what_is_said(speculative, settings, reference, tmp
     assert accepted > 100, "hardly a tree was right: this tested little"
 
 
-def test_long_prompts_in_chunks():
-    """Thousands of tokens, with RoPE scaled beyond the trained length."""
+def test_long_prompts_in_chunks(tmp_path):
+    """Thousands, with RoPE scaled beyond the trained length; every other layer sees 48."""
+    layers = json.loads((TARGET / "config.json").read_text())["num_hidden_layers"]
+    kinds = [["sliding_attention", "full_attention"][i % 2] for i in range(layers)]
+    target = shutil.copytree(TARGET, tmp_path / "target")
+    edit_config(target, sliding_window=48, layer_types=kinds)
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
     settings = {
+        "model": str(target),
         "hf_overrides": {
             "max_position_embeddings": 4096,
             "rope_parameters": {"rope_theta": 10000.0, **yarn},

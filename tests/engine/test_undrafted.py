@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.drafters import install
-from support.engines import (
-    Engine,
-    asynchronous_engine,
-    make_engine,
-    note_calls,
-    record_drafts,
-    shared_engine,
-)
+from support.engines import Engine, asynchronous_engine, note_calls, record_drafts, shared_engine
 from support.matrix import CASES, PROMPTS, Checker, params
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -21,16 +14,13 @@ check = Checker()
 NO = {"specblock_draft": 0}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["fixed", "adaptive"])
-def engine(request) -> Engine:
-    """An engine with per-request metrics."""
-    engine = make_engine(
-        {"num_speculative_tokens": 12, "enable_adaptive_verification": request.param},
-        per_request_spec_decode_metrics="summary",
-    )
+@pytest.fixture(params=["tree", "budgeted"])
+def engine(request, monkeypatch) -> Engine:
+    engine = request.getfixturevalue(request.param)
     manager = engine.runner.adaptive_verification
     if manager is not None:  # a busy machine would pause drafting
-        manager.controller.drafts = lambda *_: True
+        manager.all_paused = False
+        monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
     return engine
 
 
@@ -41,23 +31,22 @@ def opting_out(requests: list[SamplingParams], every: int = 1) -> list[SamplingP
     return requests
 
 
-def drafts_of(engine: Engine, texts: list[list[int]], requests: list[SamplingParams]) -> list[int]:
+def drafts_of(engine: Engine, every: int) -> list[int]:
     """Return the draft tokens that vLLM scheduled for each request."""
-    answers = engine.llm.generate(
-        [{"prompt_token_ids": text} for text in texts], requests, use_tqdm=False
-    )
+    texts = [{"prompt_token_ids": text} for text in PROMPTS]
+    answers = engine.llm.generate(texts, opting_out(params(), every), use_tqdm=False)
     metrics = [answer.outputs[0].spec_decode_metrics for answer in answers]
     return [0 if each is None else each.num_draft_tokens for each in metrics]
 
 
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("name", ["greedy", "temperature 1", "repetition penalty"])
-def test_requests_opt_out(engine, reference, monkeypatch, name, every):
+def test_requests_opt_out(engine, reference, monkeypatch, every):
     (drafter,) = engine.speculator.draft_policy.drafters
     trees = note_calls(monkeypatch, drafter, "draft", lambda *_: "a tree")
-    requests = opting_out(params(**CASES[name]), every)
-    check(engine, requests, reference(name, params(**CASES[name])))
-    counts = drafts_of(engine, PROMPTS, opting_out(params(**CASES[name]), every))
+    for name in ("greedy", "temperature 1", "repetition penalty"):
+        requests = opting_out(params(**CASES[name]), every)
+        check(engine, requests, reference(name, params(**CASES[name])))
+    counts = drafts_of(engine, every)
     assert not any(counts[::every])
     if every == 1:
         assert not trees
@@ -65,13 +54,13 @@ def test_requests_opt_out(engine, reference, monkeypatch, name, every):
         assert all(count for at, count in enumerate(counts) if at % every)
 
 
-def test_logprobs_of_chosen_tokens_take_no_drafts(engine, plain):
+def test_logprobs_of_chosen_tokens_take_no_drafts(tree, plain):
     """vLLM's rejection sampler would leave them out."""
     wanted = [5, 300]
     (request,) = params(1, max_tokens=8, logprobs=2)
     request.logprob_token_ids = wanted
     rows = []
-    for each in (engine, plain):
+    for each in (tree, plain):
         ((answer,),) = each.generate(PROMPTS[:1], request)
         rows.append([{token: row[token][0] for token in wanted} for row in answer.logprobs])
     assert len(rows[0]) == 8
@@ -96,7 +85,7 @@ def test_a_prompt_of_one_token_is_not_padded(engine, monkeypatch, extra):
     core.add_request("late", {"prompt_token_ids": [7]}, late)
     while core.has_unfinished_requests():
         core.step()
-    assert steps[1][-1] == (1 if extra else 13)
+    assert steps[1][-1] == (1 if extra else 25)
 
 
 def test_asynchronous_scheduling(reference):
@@ -106,18 +95,18 @@ def test_asynchronous_scheduling(reference):
         for name in ("greedy", "temperature 1"):
             requests = opting_out(params(**CASES[name]), every)
             check(engine, requests, reference(name, params(**CASES[name])))
-        counts = drafts_of(engine, PROMPTS, opting_out(params(), every))
+        counts = drafts_of(engine, every)
         assert not any(counts[::every])
         assert every == 1 or all(counts[1::2])
 
 
-@pytest.mark.parametrize("given", [2, "no", None, [0], -1])
-def test_a_wrong_value_is_refused(engine, given):
-    request = SamplingParams(extra_args={"specblock_draft": given})
-    with pytest.raises(VLLMValidationError, match=r'"specblock_draft" is .* true, false, 1 or 0'):
-        engine.generate([PROMPTS[0]], request)
+def test_a_wrong_value_is_refused(tree):
     (greedy,) = params(1)
-    assert len(engine.generate([PROMPTS[0]], greedy)[0][0].tokens) == greedy.max_tokens
+    for given in (2, "no", None, [0], -1):
+        request = SamplingParams(extra_args={"specblock_draft": given})
+        with pytest.raises(VLLMValidationError, match=r'"specblock_draft" is .* true, false, 1 or'):
+            tree.generate([PROMPTS[0]], request)
+    assert len(tree.generate([PROMPTS[0]], greedy)[0][0].tokens) == greedy.max_tokens
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.scripts import load_script
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from support.targets import tiny_target
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 gguf = pytest.importorskip("gguf", reason="reads and writes GGUF files")
@@ -33,21 +34,17 @@ def example():
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    model = tiny_target(
+        0,
         vocab_size=len(TOKENS),
         hidden_size=64,
-        intermediate_size=96,
         num_hidden_layers=2,
-        num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         max_position_embeddings=128,
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
         tie_word_embeddings=True,
-        initializer_range=0.3,
     )
-    model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for values in model.parameters():
             values.copy_(values.to(torch.bfloat16))
@@ -56,18 +53,11 @@ def model():
 
 def side_by_side(values, heads):
     """Rows of a projection as GGUF has them: row 2i and 2i + 1 of a head rotate together."""
-    size = len(values) // heads
-    order = [
-        head * size + half * size // 2 + pair
-        for head in range(heads)
-        for pair in range(size // 2)
-        for half in (0, 1)
-    ]
-    return values[order]
+    return values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape)
 
 
 @pytest.fixture(scope="module")
-def gguf_file(example, model, tmp_path_factory):
+def gguf_file(model, tmp_path_factory):
     """The model as a GGUF file, which has no LM head: it is tied."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     writer = gguf.GGUFWriter(path, "llama")
@@ -90,19 +80,13 @@ def gguf_file(example, model, tmp_path_factory):
         getattr(writer, f"add_{name}_token_id")(number)
     writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    theirs = {ours: name for name, ours in example._NAMES.items()}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, values in model.state_dict().items():
         if name == "lm_head.weight":
             continue
         if ".q_proj." in name or ".k_proj." in name:
             values = side_by_side(values, HEADS if ".q_proj." in name else KV_HEADS)
-        stem = name.removesuffix(".weight")
-        if stem.startswith("model.layers."):
-            _, _, number, part = stem.split(".", 3)
-            stem = f"blk.{number}.{theirs[part]}"
-        else:
-            stem = theirs[stem]
-        writer.add_tensor(f"{stem}.weight", values.numpy())
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -203,7 +187,7 @@ def test_another_file_is_refused(example, package, tmp_path):
     assert not (tmp_path / "target").exists()
 
 
-def test_a_folder_of_somebody_else_is_left_alone(example, package, tmp_path):
+def test_a_folder_with_other_files_is_left_alone(example, package, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")

@@ -104,13 +104,3 @@ def test_survival_never_rises_and_steps_multiply_to_it(data):
     assert (survival[logprob == NEVER] == 0).all()
     assert ((survival >= 0) & (survival <= 1.001)).all()
     torch.testing.assert_close(table.steps(kind, logprob).cumprod(1), survival)
-
-
-def test_the_survival_of_slots():
-    table = AcceptanceEstimator("cpu")
-    teach(table, scores([0.9, 0.5, 0.1]), [0.7, 0.6, 0.2], kind=1)
-    by_slot = scores([0.9, 0.9, 0.9], [0.8, 0.4, 0.2], [0.0, 0.0, 0.0])
-    steps = torch.full((3, 3), -1.0)
-    table.write_survival(by_slot, torch.tensor([0.0, 0.7]), torch.tensor([2, 1]), steps)
-    assert (steps[0] == 0).all() and (steps[2] == -1).all()
-    torch.testing.assert_close(steps[1:2], table.steps(kinds(1, 1), by_slot[1:2]))

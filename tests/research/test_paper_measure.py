@@ -9,36 +9,29 @@ from vllm_specblock.train.eval.chain import Chain, ChainFigures
 from vllm_specblock.train.eval.steps import Step
 
 
-def step(parent: list[int], forward: list[int], accepted: list[int]) -> Step:
+def step(parent: list[int], accepted: list[int]) -> Step:
     """A tree of nodes 1, 2, … in descending order of score; tokens do not matter."""
     count = len(parent) + 1
     score = [-0.1 * node for node in range(count)]
-    return Step(0, list(range(count)), [-1, *parent], score, [0, *forward], [0, *accepted], 99)
+    return Step(0, list(range(count)), [-1, *parent], score, [0] * count, [0, *accepted], 99)
 
 
 def test_the_main_path_is_the_best_child_of_every_node():
-    tree = step([0, 0, 2, 1, 3, 4, 4, 6], [1] * 8, [])
+    tree = step([0, 0, 2, 1, 3, 4, 4, 6], [])
     assert main_path(tree) == [1, 4, 6, 8]
-    assert main_path(step([], [], [])) == []
-
-
-# The same tree three times. Main path 1, 3, 4, 6: block 1 gives 1, block 2 all below; node 2 is
-# 1's sibling, 5 hangs from 2.
-PARENT, FORWARD = [0, 0, 1, 3, 2, 4], [1, 1, 2, 2, 1, 2]
+    assert main_path(step([], [])) == []
 
 
 def test_alpha_k_counts_the_main_path_alone():
-    whole = step(PARENT, FORWARD, [1, 3, 4, 6])
-    short = step(PARENT, FORWARD, [1, 3])  # 4 is wrong
-    aside = step(PARENT, FORWARD, [2, 5])  # 1 is wrong, though two tokens are accepted
-    early = step([0, 1], [1, 1], [1, 2])  # right to its end, a chain of two
+    parent = [0, 0, 1, 3, 2, 4]  # main path 1, 3, 4, 6
+    whole = step(parent, [1, 3, 4, 6])
+    short = step(parent, [1, 3])  # 4 is wrong
+    aside = step(parent, [2, 5])  # 1 is wrong, though two tokens are accepted
+    early = step([0, 1], [1, 2])  # right to its end, a chain of two
     found = MainPathFigures.of([whole, short, aside, early], depth=5)
     assert found.reached == [4, 3, 2, 1, 0]
     assert found.hits == [3, 3, 1, 1, 0]
-    assert found.ended == [0, 0, 1, 0, 1]
     assert found.alpha == [3 / 4, 1, 1 / 2, 1, None]
-    # The boundary is the tree's own: position 2 is block 1's once and block 2's twice.
-    assert found.forward == [{1: 4}, {1: 1, 2: 2}, {2: 2}, {2: 1}, {}]
 
 
 def test_alpha_mj_is_given_that_the_blocks_before_were_entirely_right():

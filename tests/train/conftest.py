@@ -10,11 +10,6 @@ from support.training import short_run, write_pair
 
 
 @pytest.fixture
-def make_drafter():
-    return small_drafter
-
-
-@pytest.fixture
 def lucky():
     """A drafter whose first choice is draft id 3 or 7, by the sign of one product, and tokens
     [B, L] that are mostly those two: paths of every length occur."""

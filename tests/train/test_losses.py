@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.records import small_drafter
 
 from vllm_specblock.train import losses
 from vllm_specblock.train.learner import IGNORE_INDEX
@@ -9,9 +10,9 @@ from vllm_specblock.train.losses import block_loss
 
 
 @pytest.fixture
-def block(make_drafter):
+def block():
     """Arguments of `block_loss` for 40 rows whose labels are often the drafter's choice."""
-    drafter = make_drafter()
+    drafter = small_drafter()
     rows, K = 40, drafter.config.block_size
     hidden = torch.randn(rows, K, drafter.config.hidden_size, requires_grad=True)
     with torch.no_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -13,21 +15,11 @@ from vllm_specblock.train.optimizers import make_optimizers, slow_arithmetic
 NEEDED = {"target": "T", "data": "D", "out": "O"}
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(8, 6, bias=False)
-        self.norm = nn.RMSNorm(6)
-        self.lm_head = nn.Linear(6, 10, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.norm(self.proj(x)))
-
-
 @pytest.fixture
-def small() -> Small:
+def small() -> nn.Module:
     torch.manual_seed(0)
-    return Small()
+    proj, head = nn.Linear(8, 6, bias=False), nn.Linear(6, 10, bias=False)
+    return nn.Sequential(OrderedDict(proj=proj, norm=nn.RMSNorm(6), lm_head=head))
 
 
 def muon(module: nn.Module, **options) -> list[torch.optim.Optimizer]:

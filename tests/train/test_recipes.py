@@ -98,7 +98,7 @@ def test_a_recipe_parses(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_have_the_papers_values_for_one_eight_or_sixteen_gpus(path):
-    config = parse(**read_recipe(path))
+    config = parse(TrainConfig, **read_recipe(path))
     assert {name: getattr(config, name) for name in PAPER} == PAPER
     assert config.prefix_broadcast and config.layer_shift and config.valid_prefix
     for gpus in (1, 8, 16):

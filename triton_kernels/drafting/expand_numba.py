@@ -18,7 +18,7 @@ from ..tree.candidate_keys import (
     PATH_FACTOR,
     ROOT_HASH,
 )
-from ..tree.select_tree import TreeTensors
+from ..tree.select_tree import Candidates, TreeTensors
 from ..tree.select_tree_numba import select_numba
 from .expand import Growing, NextStarts
 
@@ -57,7 +57,7 @@ class CompiledGrowing(Growing):
         if block == shape.num_blocks:
             own, path_hash, key, parent = self.fields[:4]
             texts = None if shape.by_level else path_hash
-            return select_numba(own, parent, self.score, key, texts, shape.budget)
+            return select_numba(Candidates(own, parent, self.score, key, texts), shape.budget)
         size = requests, shape.num_starts
         next_starts = [torch.empty(size, dtype=torch.int64) for _ in range(4)]
         next_starts.append(torch.empty(size, dtype=torch.bool))

@@ -33,45 +33,33 @@ def record_step_triton(slabs: SlabTensors, step: StepToRecord) -> None:
 
 @op(record_step_triton)
 def record_step(slabs: SlabTensors, step: StepToRecord) -> None:
-    """Write a step's rows into the slabs, and add to the sums, with fixed shapes.
+    """Write a step's rows into the slabs, and add to the sums.
 
     Padding, requests without a slab and positions outside it are skipped.
     """
-    count, width = slabs.token.shape
-    result, req_idx = step.result, step.result.req_idx.long()
+    width, result, req_idx = slabs.token.shape[1], step.result, step.result.req_idx.long()
     slab = slabs.of_slot[req_idx].long()
-    first = slabs.begin.long()[slab.clamp(min=0)]
-
-    place = step.position - first[step.request]
     owner = slab[step.request]
+    place = step.position - slabs.begin[owner]  # owner −1: any number
     kept = (owner >= 0) & (step.cache_slot >= 0) & (place >= 0) & (place < width)
-    # The row for each place; one more place for rows without any.
-    rows = torch.arange(len(place), device=place.device)
-    writer = torch.full((count * width + 1,), -1, device=place.device)
-    writer[torch.where(kept, owner * width + place, count * width)] = rows
-    writer = writer[:-1].view(count, width)
-    if len(rows):
-        written, row = writer >= 0, writer.clamp(min=0)
-        source = step.source[row]
-        states = torch.cat([state[source] for state in step.states], -1)
-        slabs.states.copy_(torch.where(written[..., None], states, slabs.states))
-        slabs.last.copy_(torch.where(written[..., None], step.last[source], slabs.last))
-        slabs.token.copy_(torch.where(written, step.token[row].int(), slabs.token))
+    row = kept.nonzero()[:, 0]  # a host tensor
+    at, source = (owner[row], place[row]), step.source[row]
+    slabs.states[at] = torch.cat([state[source] for state in step.states], -1)
+    slabs.last[at] = step.last[source]
+    slabs.token[at] = step.token[row].int()
 
-        newest = (step.position[step.newest] + 1).minimum(first + width)
-        end = torch.nn.functional.pad(slabs.end, (0, 1))
-        at = torch.where(slab >= 0, slab, count)
-        end[at] = end[at].maximum(newest.int())
-        slabs.end.copy_(end[:count])
-
-    run, origin, parent = result.num_run, result.origin[req_idx], step.parent[req_idx]
-    live = (slab >= 0) & (run > 0) & (origin[:, 0] > 0)
-    stopped = result.path.gather(1, result.accepted.long()[:, None])
-    node = torch.arange(parent.shape[1], device=parent.device)
-    missed = ((parent == stopped) & (node < run[:, None])).any(1) & live
-    slabs.missed.index_add_(0, req_idx, missed.float())
-    slabs.steps.index_add_(0, req_idx, live.int())
-    slabs.committed.index_add_(0, req_idx, (result.accepted.int() + 1) * live)
+    recorded = (slab >= 0).nonzero()[:, 0]  # a host tensor
+    slab, req_idx = slab[recorded], req_idx[recorded]
+    newest = (step.position[step.newest[recorded]] + 1).minimum(slabs.begin[slab] + width)
+    slabs.end[slab] = slabs.end[slab].maximum(newest.int())
+    run, accepted = result.num_run[recorded, None], result.accepted[recorded].long()
+    live = (run[:, 0] > 0) & (result.origin[req_idx, 0] > 0)
+    stopped = result.path[recorded, accepted]
+    node = torch.arange(step.parent.shape[1], device=run.device)
+    missed = (step.parent[req_idx] == stopped[:, None]) & (node < run)
+    slabs.missed[req_idx] += missed.any(1) & live
+    slabs.steps[req_idx] += live
+    slabs.committed[req_idx] += (accepted.int() + 1) * live
 
 
 @jit(do_not_specialize=["num_rows"])

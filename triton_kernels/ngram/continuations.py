@@ -46,7 +46,7 @@ def follow_triton(texts: Texts, how: Following) -> TreeTensors:
     if count:
         stretches = found.shape[1]
         constants = _Constants(
-            STRETCH=stretch_of(texts.width, how.branches),
+            STRETCH=stretch_of(texts.places, how.branches),
             KEYS=next_power_of_2(stretches * how.branches),
             B=how.branches,
             BRANCHES=next_power_of_2(how.branches),
@@ -59,6 +59,7 @@ def follow_triton(texts: Texts, how: Following) -> TreeTensors:
             *texts,
             strides_of(texts),
             texts.width,
+            len(texts.earlier),
             found,
             fields,
             score,
@@ -88,10 +89,13 @@ class _Constants(NamedTuple):
 
 
 @jit
-def _best_places(found_ptr, request, stretches, length, width, FOLLOW: tl.constexpr):
-    """[BRANCHES] int32 twice: the best places of all stretches, and how many tokens agree; 0, 0."""
+def _best_places(found_ptr, request, stretches, end, places, FOLLOW: tl.constexpr):
+    """[BRANCHES] int32 twice: the best places of all stretches, and how many tokens agree; 0, 0.
+
+    end: the place of the text's last token.
+    """
     at = tl.arange(0, FOLLOW.KEYS)
-    written = (at < stretches * FOLLOW.B) & (at // FOLLOW.B * FOLLOW.STRETCH < length - 1)
+    written = (at < stretches * FOLLOW.B) & (at // FOLLOW.B * FOLLOW.STRETCH < end)
     key = tl.load(found_ptr + request * stretches * FOLLOW.B + at, mask=written, other=-1)
     branch = tl.arange(0, FOLLOW.BRANCHES)
     chosen = tl.full([FOLLOW.BRANCHES], 0, tl.int32)
@@ -99,24 +103,34 @@ def _best_places(found_ptr, request, stretches, length, width, FOLLOW: tl.conste
         best = tl.max(key, 0)
         chosen = tl.where(branch == b, tl.maximum(best, 0), chosen)
         key = tl.where(key == best, -1, key)
-    return chosen % width, chosen // width
+    return chosen % places, chosen // places
 
 
 @jit
-def _source(place, ahead, length, width):
-    """Return where to read what followed `place`; beyond the text's end it repeats the period."""
-    period = tl.maximum(length - 1 - place, 1)
-    return tl.minimum(place + 1 + ahead % period, width - 1)
+def _following(text, earlier_ptr, place, ahead, length, width, begin, mask):
+    """Return what followed `place` < E + width; beyond the text's end it repeats the period.
+
+    −1 beyond the last one of the earlier texts.
+    """
+    own = place >= begin
+    period = tl.where(own, tl.maximum(begin + length - 1 - place, 1), 1 << 30)
+    at = place + 1 + ahead % period
+    said = tl.load(text + tl.minimum(at - begin, width - 1), mask=mask & own, other=-1)
+    return tl.maximum(
+        said, tl.load(earlier_ptr + at, mask=mask & (place < begin) & (at < begin), other=-1)
+    )
 
 
-@jit(do_not_specialize=["row_ptr", "position_ptr", "last_ptr", "size"])
+@jit(do_not_specialize=["row_ptr", "position_ptr", "last_ptr", "earlier_ptr", "size"])
 def _follow_kernel(
     table_ptr,  # [S, width] int32
     row_ptr,  # [R] int64
     position_ptr,  # [T] int64
     last_ptr,  # [R] int64
+    earlier_ptr,  # [E] int32
     strides,  # Texts, their strides
     width,
+    begin,  # E, the place of a text's first token
     found_ptr,  # [R, stretches, B] int32
     fields_ptr,  # [4, R, C] int64: room for candidates
     score_ptr,  # [R, C] fp32
@@ -133,11 +147,13 @@ def _follow_kernel(
     request = tl.program_id(0).to(tl.int64)
     length = length_of(position_ptr, last_ptr, strides, request)
     text = table_ptr + tl.load(row_ptr + request * strides.row).to(tl.int64) * strides.table
-    place, matched = _best_places(found_ptr, request, stretches, length, width, FOLLOW)
+    end, places = begin + length - 1, begin + width
+    place, matched = _best_places(found_ptr, request, stretches, end, places, FOLLOW)
     b, k = tl.arange(0, FOLLOW.BRANCHES), tl.arange(0, FOLLOW.DEPTH)
     inside = (b < FOLLOW.B)[:, None] & (k < FOLLOW.D)[None, :]
-    source = _source(place[:, None], k[None, :], length, width)
-    token = tl.load(text + source, mask=inside, other=0)
+    token = _following(text, earlier_ptr, place[:, None], k[None, :], length, width, begin, inside)
+    # Up to the end of an earlier text.
+    goes_on = tl.cumsum((token < 0).to(tl.int32), 1) == 0
 
     # Votes for each node, and at its parent.
     votes = tl.full([FOLLOW.BRANCHES, FOLLOW.DEPTH], 0.0, tl.float32)
@@ -146,16 +162,16 @@ def _follow_kernel(
     parts, leader = tl.full([FOLLOW.BRANCHES], 0, tl.int32), tl.full([FOLLOW.BRANCHES], 0, tl.int32)
     weight = vote * tl.exp2(-0.25 * tl.log2((b + 1).to(tl.float32)))
     for other in range(FOLLOW.B):
-        its_place = tl.sum(tl.where(b == other, place, 0), 0)
+        its_place = tl.sum(tl.where(b == other, place, 0), 0) + tl.zeros_like(k)
         its_match = tl.sum(tl.where(b == other, matched, 0), 0)
-        its_source = _source(its_place, k, length, width)
-        said = tl.load(text + its_source, mask=k < FOLLOW.D, other=0)
+        said = _following(text, earlier_ptr, its_place, k, length, width, begin, k < FOLLOW.D)
         same = token == said[None, :]
         shared = tl.min(tl.where(same | (k >= FOLLOW.D)[None, :], FOLLOW.D, k[None, :]), 1)
         agreed = tl.where(its_match > 0, its_match + k, 1).to(tl.float32)
         its_vote = tl.sum(tl.where(b == other, weight, 0.0), 0)
         cast = its_vote * tl.exp2(power * tl.log2(agreed))
-        cast = tl.where(its_match > 0, tl.floor(cast + 0.5), 0.0)
+        goes_there = tl.cumsum((said < 0).to(tl.int32), 0) == 0
+        cast = tl.where((its_match > 0) & goes_there, tl.floor(cast + 0.5), 0.0)
         heard = tl.where(shared[:, None] >= k[None, :], cast[None, :], 0.0)
         before += heard
         votes += tl.where(same, heard, 0.0)
@@ -163,7 +179,7 @@ def _follow_kernel(
         leader = tl.where(longer, other, leader)
         parts = tl.where(longer, shared, parts)
 
-    follows = inside & (matched > 0)[:, None]
+    follows = inside & (matched > 0)[:, None] & goes_on
     # Unused entries have no votes: a quotient of 1 avoids NaN.
     whole = tl.where(follows, before, 1.0)
     gain = tl.log(tl.where(follows, votes / whole * votes / (votes + FOLLOW.VOTES), 1.0))
@@ -182,7 +198,7 @@ def _follow_kernel(
     tl.store(to_parent, 0)
     tl.store(to_key, 0)
     tl.store(to_score, 0.0)
-    tl.store(to_token + index, token.to(tl.int64), mask=inside)
+    tl.store(to_token + index, tl.maximum(token, 0).to(tl.int64), mask=inside)
     tl.store(to_parent + index, parent.to(tl.int64), mask=inside)
     tl.store(to_key + index, key, mask=inside)
     tl.store(to_score + index, total, mask=inside)

@@ -13,7 +13,7 @@ import torch
 
 from ..optional_numba import njit
 from ..tree.candidate_keys import CLOSED, DEPTH_ONE
-from ..tree.select_tree import TreeTensors
+from ..tree.select_tree import Candidates, TreeTensors
 from ..tree.select_tree_numba import select_numba
 from .continuations import Following
 from .occurrences import Texts
@@ -24,12 +24,34 @@ def follow_numba(texts: Texts, how: Following) -> TreeTensors:
     shape = len(texts.row), how.candidates
     token, parent, key = torch.zeros(3, *shape, dtype=torch.int64)
     score = torch.empty(shape)
-    places = (x.contiguous().numpy() for x in (texts.row, texts.position, texts.last))
+    places = (x.contiguous().numpy() for x in texts[1:])
     made = (x.numpy() for x in (token, parent, score, key))
     search = how.min_match, how.max_match, how.branches, how.depth
     weights = how.vote, how.power, how.votes, how.nats
     _follow(texts.table.numpy(), *places, *search, *weights, *made)
-    return select_numba(token, parent, score, key, None, how.budget)
+    return select_numba(Candidates(token, parent, score, key, None), how.budget)
+
+
+@njit
+def _search(said, first, text, places, min_match, max_match, best):
+    """Put the places in `said`, which begins at `first`, among the `best` [B], in their order."""
+    newest, end, branches = text[-1], len(text) - 1, len(best)
+    for j in range(len(said)):
+        if said[j] != newest:
+            continue
+        count, most = 1, min(max_match, j + 1, end + 1)
+        while count < most and said[j - count] == text[end - count]:
+            count += 1
+        if count < min_match:
+            continue
+        now = first + j + count * places
+        b = branches
+        while b > 0 and best[b - 1] < now:
+            b -= 1
+        for later in range(branches - 1, b, -1):
+            best[later] = best[later - 1]
+        if b < branches:
+            best[b] = now
 
 
 @njit
@@ -38,6 +60,7 @@ def _follow(
     row,  # [R] int64
     position,  # [T] int64
     last,  # [R] int64
+    earlier,  # [E] int32
     min_match,
     max_match,
     branches,
@@ -51,40 +74,35 @@ def _follow(
     score,  # fp32
     key,
 ):
-    width = table.shape[1]
+    begin = len(earlier)  # the place of a text's first token
+    width, places = table.shape[1], begin + table.shape[1]
     best, found = np.empty(branches, np.int64), np.empty((branches, depth), np.int64)
-    place, matched = np.empty(branches, np.int64), np.empty(branches, np.int64)
+    matched, ends = np.empty(branches, np.int64), np.empty(branches, np.int64)
     cast, shared = np.empty((branches, depth)), np.empty((branches, branches), np.int64)
     for r in range(len(row)):
         text = table[row[r]]
         newest = min(max(last[r], 0), len(position) - 1)
         length = min(max(position[newest] + 2, 0), width)
         best[:] = -1
-        for j in range(length - 1):
-            if text[j] != text[length - 1]:
-                continue
-            count = 1
-            while count < max_match and count <= j and text[j - count] == text[length - 1 - count]:
-                count += 1
-            if count < min_match:
-                continue
-            now = j + count * width
-            b = branches
-            while b > 0 and best[b - 1] < now:
-                b -= 1
-            for later in range(branches - 1, b, -1):
-                best[later] = best[later - 1]
-            if b < branches:
-                best[b] = now
+        if length:
+            ending = text[:length]
+            _search(earlier, 0, ending, places, min_match, max_match, best)
+            _search(ending[:-1], begin, ending, places, min_match, max_match, best)
 
         for b in range(branches):
             matched[b] = 0
             if best[b] < 0:
                 continue
-            place[b], matched[b] = best[b] % width, best[b] // width
-            period = max(length - 1 - place[b], 1)
+            place, matched[b] = best[b] % places, best[b] // places
+            period = max(begin + length - 1 - place, 1)
+            ends[b] = depth
             for k in range(depth):
-                found[b, k] = text[min(place[b] + 1 + k % period, width - 1)]
+                if place >= begin:
+                    found[b, k] = text[min(place - begin + 1 + k % period, width - 1)]
+                else:
+                    found[b, k] = earlier[place + 1 + k] if place + 1 + k < begin else -1
+                    if found[b, k] < 0:
+                        ends[b] = min(ends[b], k)
                 weight = votes * vote * (matched[b] + k) ** power / (b + 1) ** 0.25
                 cast[b, k] = np.rint(weight)
         score[r, 0] = 0
@@ -102,12 +120,12 @@ def _follow(
             total = 0.0
             for k in range(depth):
                 c = 1 + b * depth + k
-                if matched[b] == 0:
+                if matched[b] == 0 or k >= ends[b]:
                     score[r, c], key[r, c] = -np.inf, CLOSED
                     continue
                 heard, agree = 0.0, 0.0
                 for other in range(branches):
-                    if matched[other] and shared[b, other] >= k:
+                    if matched[other] and shared[b, other] >= k and k < ends[other]:
                         heard += cast[other, k]
                         if shared[b, other] > k:
                             agree += cast[other, k]

@@ -1,7 +1,8 @@
 """Earlier occurrences of a text's end, for many texts in one launch: the n-gram drafter's search.
 
-The reference is in `continuations_numba.py`. A program searches one stretch of one text; stretches
-past the text's end are skipped.
+The reference is in `continuations_numba.py`. Each text is searched as if E earlier tokens, the
+same for all, stood before it; no match reaches across that border. A program searches one stretch
+of one text; stretches past the text's end are skipped.
 """
 
 from __future__ import annotations
@@ -23,40 +24,47 @@ class Texts(NamedTuple):
     row: torch.Tensor  # [R] int64, each text's row
     position: torch.Tensor  # [T] int64, indices of the tokens before texts' last ones
     last: torch.Tensor  # [R] int64: text r has position[last[r]] + 2 tokens; any value is safe
+    earlier: torch.Tensor  # [E] int32, other texts, −1 after each; contiguous
 
     @property
     def width(self) -> int:
         """Maximum tokens of a text."""
         return self.table.shape[1]
 
+    @property
+    def places(self) -> int:
+        """Places to search at most: E + width."""
+        return len(self.earlier) + self.width
 
-def stretch_of(width: int, branches: int) -> int:
-    """Return the positions that one program searches."""
+
+def stretch_of(places: int, branches: int) -> int:
+    """Return the places that one program searches."""
     stretch = _STRETCH
-    while cdiv(width, stretch) * branches > _MOST_KEYS:
+    while cdiv(places, stretch) * branches > _MOST_KEYS:
         stretch *= 2
     return stretch
 
 
 def occurrences_triton(texts: Texts, min_match: int, max_match: int, branches: int) -> torch.Tensor:
-    """Return the best positions of every stretch.
+    """Return the best places of every stretch.
 
     Args:
         min_match, max_match, branches: see `NGramConfig`.
 
     Returns:
-        [R, stretches, branches] int32, descending per stretch: position + width · (matching tokens
-        backwards from there and from the text's end), or −1. Uninitialised for stretches from a
-        text's last token on.
+        [R, stretches, branches] int32, descending per stretch: place + places · (matching tokens
+        backwards from there and from the text's end), or −1; a text begins at place E.
+        Uninitialised for stretches from a text's last token on.
     """
-    count, stretch = len(texts.row), stretch_of(texts.width, branches)
-    stretches = cdiv(texts.width, stretch)
+    count, stretch = len(texts.row), stretch_of(texts.places, branches)
+    stretches = cdiv(texts.places, stretch)
     found = texts.table.new_empty(count, stretches, branches)
     if count:
         _occurrences_kernel[(count, stretches)](
             *texts,
             strides_of(texts),
             texts.width,
+            len(texts.earlier),
             found,
             LEAST=min_match,
             MOST=max_match,
@@ -75,14 +83,16 @@ def length_of(position_ptr, last_ptr, strides, request):
     return tl.minimum(tl.maximum(stands, -2), 0x3FFFFFFF).to(tl.int32) + 2
 
 
-@jit(do_not_specialize=["row_ptr", "position_ptr", "last_ptr"])
+@jit(do_not_specialize=["row_ptr", "position_ptr", "last_ptr", "earlier_ptr"])
 def _occurrences_kernel(
     table_ptr,  # [S, width] int32
     row_ptr,  # [R] int64
     position_ptr,  # [T] int64
     last_ptr,  # [R] int64
+    earlier_ptr,  # [E] int32
     strides,  # Texts, their strides
     width,
+    begin,  # E, the place of a text's first token
     found_ptr,  # [R, stretches, B] int32
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
@@ -92,19 +102,23 @@ def _occurrences_kernel(
     request = tl.program_id(0).to(tl.int64)
     length = length_of(position_ptr, last_ptr, strides, request)
     first = tl.program_id(1) * STRETCH
-    if first < length - 1:
+    if first < begin + length - 1:
         text = table_ptr + tl.load(row_ptr + request * strides.row).to(tl.int64) * strides.table
         place = first + tl.arange(0, STRETCH)
-        agrees = place < tl.minimum(length - 1, width)
+        own = place >= begin
+        # How far back a match may reach.
+        reach = tl.minimum(tl.where(own, place - begin, place), length - 1)
+        agrees = place < begin + tl.minimum(length - 1, width)
         count = tl.zeros([STRETCH], tl.int32)
         for back in tl.static_range(MOST):
             # A length beyond the table is padding, and reads the last column.
             end = tl.load(text + tl.minimum(tl.maximum(length - 1 - back, 0), width - 1))
-            there = (place >= back) & (place < width)
-            said = tl.load(text + place - back, mask=there, other=0)
-            agrees = agrees & there & (said == end)
+            there = (reach >= back) & (place < begin + width)
+            said = tl.load(text + place - back - begin, mask=there & own, other=0)
+            other = tl.load(earlier_ptr + place - back, mask=there & (place < begin), other=0)
+            agrees = agrees & there & (tl.where(own, said, other) == end)
             count += agrees.to(tl.int32)
-        key = tl.where(count < LEAST, -1, place + count * width)
+        key = tl.where(count < LEAST, -1, place + count * (begin + width))
         found_ptr += (request * tl.num_programs(1) + tl.program_id(1)) * B
         for b in range(B):
             best = tl.max(key, 0)

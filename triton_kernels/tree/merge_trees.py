@@ -99,7 +99,7 @@ def _merge_kernel(
     tl.store(to_key + place, key, mask=inside)
     tl.store(to_score + place, total, mask=inside)
     if JOINS:
-        # As `path_hashes`: the root's own hash counts once per path, in its topmost node.
+        # By pointer doubling. The root's hash counts once per path, in its topmost node.
         factor = tl.full([SELECT.PLACES], FACTOR, tl.int64)
         path = tl.where(place == 0, 0, word + tl.where(above == 0, ROOT, 0) * factor)
         jump = above

@@ -50,13 +50,13 @@ class TreeTensors(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Candidates, each [R, C], contiguous."""
+    """C candidates of R requests, the root first; [R, C] each."""
 
-    token: torch.Tensor
-    parent: torch.Tensor
-    score: torch.Tensor
-    key: torch.Tensor
-    path_hash: torch.Tensor
+    token: torch.Tensor  # int64, target vocabulary
+    parent: torch.Tensor  # int64, the parent candidate
+    score: torch.Tensor  # fp32, cumulative log-score, never above the parent's
+    key: torch.Tensor  # int64, see `candidate_keys.py`
+    path_hash: torch.Tensor | None  # int64, likewise; None: no two texts are equal
 
 
 class SelectConstants(NamedTuple):
@@ -93,28 +93,17 @@ def select_constants(count: int, budget: int, max_depth: int) -> SelectConstants
     )
 
 
-def select_triton(
-    token: torch.Tensor,
-    parent: torch.Tensor,
-    score: torch.Tensor,
-    key: torch.Tensor,
-    path_hash: torch.Tensor | None,
-    budget: int,
-    max_depth: int,
-) -> TreeTensors:
-    """Launch the selection; arguments as in `vllm_specblock.candidates.select`, each [R, C].
-
-    C is at most MOST_CANDIDATES.
-    """
-    hashes = key if path_hash is None else path_hash
-    fields = Candidates(*(x.contiguous() for x in (token, parent, score, key, hashes)))
+def select_triton(given: Candidates, budget: int, max_depth: int) -> TreeTensors:
+    """Launch the selection; see `vllm_specblock.candidates.select`; C: at most MOST_CANDIDATES."""
+    key, joins = given.key, given.path_hash is not None
+    fields = Candidates._make((key if x is None else x).contiguous() for x in given)
     num_requests, count = key.shape
     tree = TreeTensors.empty(num_requests, budget, torch.empty_like(key).contiguous())
     if num_requests:
         _select_kernel[(num_requests,)](
             fields,
             tree,
-            JOINS=path_hash is not None,
+            JOINS=joins,
             SELECT=select_constants(count, budget, max_depth),
             num_warps=warps_for(count),
         )
@@ -240,7 +229,7 @@ def select_part(
 
 @jit
 def _select_kernel(
-    given,  # Candidates
+    given,  # Candidates, contiguous
     tree,  # TreeTensors
     JOINS: tl.constexpr,
     SELECT: tl.constexpr,  # SelectConstants

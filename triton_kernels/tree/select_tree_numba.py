@@ -10,23 +10,15 @@ import torch
 
 from ..optional_numba import njit
 from .candidate_keys import CLOSED, INDEX_BITS
-from .select_tree import TreeTensors
+from .select_tree import Candidates, TreeTensors
 
 
-def select_numba(
-    token: torch.Tensor,
-    parent: torch.Tensor,
-    score: torch.Tensor,
-    key: torch.Tensor,
-    path_hash: torch.Tensor | None,
-    budget: int,
-    max_depth: int | None = None,
-) -> TreeTensors:
+def select_numba(given: Candidates, budget: int, max_depth: int | None = None) -> TreeTensors:
     """Select trees; arguments as in `vllm_specblock.candidates.select`; `max_depth` is unused."""
+    key, joins = given.key, given.path_hash is not None
     tree = TreeTensors.empty(len(key), budget, torch.empty_like(key).contiguous())
-    given = token, parent, score, key, key if path_hash is None else path_hash
-    arrays = (x.contiguous().numpy() for x in given)
-    _select(*arrays, path_hash is not None, *map(torch.Tensor.numpy, tree))
+    arrays = ((key if x is None else x).contiguous().numpy() for x in given)
+    _select(*arrays, joins, *map(torch.Tensor.numpy, tree))
     return tree
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -51,14 +50,10 @@ class Adaptation:
         count: Count = lambda name, by: None,
         seconds_lost: Callable[[Action, float], float] = lambda action, seconds: 0.0,
     ) -> None:
-        config = config or AdaptationConfig()
-        if policy.rejected_only:
-            recipe = replace(config.recipe, rejected_only=True)
-            config = replace(config, rehearsal=False, recipe=recipe)
-        self.policy, self.teacher, self.config = policy, teacher, config
+        self.policy, self.teacher, self.config = policy, teacher, config or AdaptationConfig()
         self.count, self.seconds_lost = count, seconds_lost
-        self.updater = Updater(copy.deepcopy(drafter), self.config)
-        self.judge = Judge(drafter, teacher, self.config.recipe.num_blocks)
+        self.updater = Updater(copy.deepcopy(drafter), self.config, policy.rejected_only)
+        self.judge = Judge(drafter, teacher, self.config.num_blocks)
         self.book = Book(self.config.memory, seed=self.config.seed)
         origin = Version(0, _on_host(held(drafter, Action.FULL)))
         self.pool, self.training = Pool(origin), origin
@@ -117,11 +112,8 @@ class Adaptation:
             self._follow(back)
 
     def _weigh(self, weighed: Weighed, record: Record, hard: bool) -> None:
-        """Compare an update's version with the serving one and with its predecessor.
-
-        The latter on hard requests only: a gain on a few requests of a new domain would drown in
-        the others.
-        """
+        """Compare an update's version with the serving one, and on hard requests with its
+        predecessor: a gain on the few requests of a new domain would drown in the others."""
         before, current = (
             self.judge.steps(each, record) for each in (weighed.before, self.pool.current)
         )
@@ -135,10 +127,8 @@ class Adaptation:
             self._reward()
 
     def _look_again(self, weighed: Weighed) -> None:
-        """Serve a refused version if the newest texts favour it.
-
-        After a change of domain, dozens of judged requests are still of the previous one.
-        """
+        """Serve a refused version if the newest texts favour it: after a change of domain, dozens
+        of judged requests are still of the previous one."""
         after, serves = weighed.after, self.pool.current
         if after is not self.training or after is serves or serves is not weighed.serves:
             return
@@ -154,9 +144,7 @@ class Adaptation:
     def _update(self, action: Action) -> None:
         self._reward()
         config, before = self.config, self.training
-        found = batches(
-            self.book, config.every, config.batch, config.rehearsal, not self.policy.rejected_only
-        )
+        found = batches(self.book, config.every, not self.policy.rejected_only)
         if not found:
             return
         train_batches = [

@@ -102,14 +102,11 @@ class Reservoir:
         while sum(each.size for _, each in self._kept) > self.room:
             self._kept.remove(max(self._kept, key=lambda entry: entry[0]))
 
-    def sample(self, count: int, by_weight: bool = False) -> list[Record]:
-        """Return up to `count` records in random order; by_weight: by `Record.weight`, with
-        replacement."""
+    def sample(self, count: int) -> list[Record]:
+        """Draw up to `count` records by `Record.weight`, with replacement."""
         records = self.records
-        count = min(count, len(records))
-        if not by_weight or not records:
-            return self.draw.sample(records, count)
-        return self.draw.choices(records, [each.weight for each in records], k=count)
+        weights = [each.weight for each in records]
+        return self.draw.choices(records, weights, k=min(count, len(records))) if records else []
 
 
 class Book:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class BenchError(ValueError):
@@ -85,11 +85,6 @@ class BenchConfig(BaseModel):
     engine: dict[str, Any] = Field(
         default={}, description="Further arguments of vLLM's LLM for all methods, as JSON."
     )
-    explain: bool = Field(
-        default=True,
-        description="Report how close the two tokens were where a greedy answer differs from "
-        "plain vLLM's.",
-    )
     out: Path = Field(default=Path("runs/bench"), description="Folder of all results.")
 
     @field_validator("drafter", mode="before")
@@ -102,19 +97,15 @@ class BenchConfig(BaseModel):
             raise ValueError("drafter must be NAME=FOLDER, such as specblock=DIR")
         return dict(each.split("=", 1) for each in given)
 
-    @model_validator(mode="after")
-    def _each_once(self) -> BenchConfig:
-        for name in ("method", "temperature"):
-            values = getattr(self, name)
-            if len({*values}) < len(values):
-                raise ValueError(f"a {name} is given twice")
-        return self
+    @field_validator("temperature")
+    @classmethod
+    def _each_once(cls, given: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(dict.fromkeys(given))
 
     def must_match(self) -> dict[str, Any]:
         """Return the options that all results of one folder share.
 
-        The others say how much is run, or `methods.resolve` and `questions.read_sets` compare them
-        by their results.
+        The others say how much is run, or `run.prepare` compares what they name.
         """
-        free = "target", "set", "method", "drafter", "define", "nodes", "rounds", "explain", "out"
+        free = "target", "set", "method", "drafter", "define", "nodes", "rounds", "out"
         return self.model_dump(mode="json", exclude={*free})

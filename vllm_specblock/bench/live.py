@@ -16,8 +16,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from vllm_specblock.bench.engine_arguments import shared_arguments
-from vllm_specblock.bench.process import EngineProcess
+from vllm_specblock.bench.process import EngineProcess, shared_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,7 +123,6 @@ def start_engines(
     folder.mkdir(parents=True, exist_ok=True)
     arguments = shared_arguments(target, dtype, length, 1) | {"enforce_eager": eager}
     env: dict[str, str | None] = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": None,  # plain vLLM as it comes
         "VLLM_LOGGING_LEVEL": "ERROR",
         # In one process, a second thread of torch only spins beside vLLM's own.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm_specblock.config import METHOD
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _V2: dict[str, str | None] = {RUNNER: "1"}
-_FOLDER = re.compile(r"\{([\w-]+)\}")
+_FOLDER = re.compile(r'"\{([\w-]+)\}"')
 
 
 def _tree(**keys: Any) -> MethodSpec:
@@ -36,13 +37,17 @@ BUILT_IN: dict[str, MethodSpec] = {
     **{
         name: _tree(model=f"{{{name}}}")
         for name in (
-            *("sps", "medusa", "parallelspec", "falcon"),
+            *("medusa", "parallelspec", "falcon"),
             *("eagle3", "dflash", "jetspec", "specblock"),
         )
     },
     # vLLM's own drafting and rejection sampling: one path.
     "eagle3-chain": MethodSpec(
         speculative={"method": "eagle3", "model": "{eagle3}", "num_speculative_tokens": 3}, env=_V2
+    ),
+    "sps": MethodSpec(
+        speculative={"method": "draft_model", "model": "{sps}", "num_speculative_tokens": 5},
+        env=_V2,
     ),
     "route": _two(_EAGLE, draft_policy="route"),
     "route-ngram": _two(_LOOKUP, draft_policy="route"),
@@ -78,7 +83,7 @@ def _resolve(name: str, config: BenchConfig) -> MethodSpec:
             engine=_changed(base.engine, spec.engine),
             env=base.env | spec.env,
         )
-    speculative = _put_folders(spec.speculative, name, config.drafter)
+    speculative = json.loads(_put_folders(json.dumps(spec.speculative), name, config.drafter))
     if speculative and "method" not in speculative:
         raise BenchError(
             f"The method {name} has a speculative_config without 'method': give it "
@@ -101,25 +106,24 @@ def _changed(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in (base | change).items() if value is not None}
 
 
-def _put_folders(value: Any, name: str, drafters: dict[str, Path]) -> Any:
-    """Return `value` with folders in place of "{NAME}"."""
-    if isinstance(value, dict):
-        return {key: _put_folders(each, name, drafters) for key, each in value.items()}
-    wanted = _FOLDER.fullmatch(value) if isinstance(value, str) else None
-    if wanted is None:
-        return value
-    folder = drafters.get(wanted[1])
-    if folder is None:
-        raise BenchError(f"The method {name} needs a drafter: give --drafter {wanted[1]}=FOLDER.")
-    if not folder.is_dir():
-        raise BenchError(f"The drafter {wanted[1]}={folder} is no folder.")
-    return str(folder)
+def _put_folders(text: str, name: str, drafters: dict[str, Path]) -> str:
+    """Return JSON text with folders in place of "{NAME}"."""
+
+    def folder_of(found: re.Match[str]) -> str:
+        folder = drafters.get(found[1])
+        if folder is None:
+            raise BenchError(
+                f"The method {name} needs a drafter: give --drafter {found[1]}=FOLDER."
+            )
+        if not folder.is_dir():
+            raise BenchError(f"The drafter {found[1]}={folder} is no folder.")
+        return json.dumps(str(folder))
+
+    return _FOLDER.sub(folder_of, text)
 
 
 def identity(value: Any) -> Any:
     """Return a method's arguments as JSON types, with digests in place of checkpoints' folders."""
-    if isinstance(value, MethodSpec):
-        value = value.model_dump(exclude={"base"})
     if not isinstance(value, dict):
         return value
     return {
@@ -132,7 +136,12 @@ def identity(value: Any) -> Any:
 
 def weights(folder: Path) -> str:
     """Return a digest of a checkpoint's weights."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    return digest(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """Return 12 digits of the SHA-256 of all parts together."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(part)
+    return whole.hexdigest()[:12]

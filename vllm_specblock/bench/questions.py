@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
 from vllm_specblock.train.data.chat import BrokenLine
 from vllm_specblock.train.data.chat_tokens import ChatTokens
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -90,12 +86,6 @@ def seed_of(name: str, question: Question, turn: int, seed: int) -> int:
     return (zlib.crc32(f"{name}/{question.id}/{turn}".encode()) + seed) % 2**31
 
 
-def fingerprint(sets: Sets) -> dict[str, str]:
-    """Return a digest of the chosen questions of each set."""
-    texts = {name: json.dumps([[q.id, q.turns] for q in each]) for name, each in sets.items()}
-    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
-
-
 @dataclass(frozen=True)
 class Unit:
     """All turns of a batch of questions: each engine answers them before the next unit."""
@@ -105,14 +95,15 @@ class Unit:
     set: str
     questions: tuple[Question, ...]
 
+    @property
     def key(self) -> str:
-        """Return its name in the store."""
+        """Name in the store."""
         ids = ",".join(question.id for question in self.questions)
         return f"round {self.round}, T = {self.temperature:g}, {self.set}/{ids}"
 
     @property
     def turns(self) -> int:
-        """Return the number of turns, the same in all questions."""
+        """Number of turns, the same in all questions."""
         return len(self.questions[0].turns)
 
 
@@ -135,12 +126,6 @@ def _batches(questions: Sequence[Question], size: int) -> Iterator[tuple[Questio
             batch = ()
         batch += (question,)
     yield batch
-
-
-def rotated(those: Sequence[T], by: int) -> list[T]:
-    """Return the sequence rotated by one more item each time, so that the order is fair."""
-    start = by % len(those) if those else 0
-    return [*those[start:], *those[:start]]
 
 
 class Reader:

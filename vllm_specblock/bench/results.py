@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from vllm_specblock.bench.near_ties import explain_differences
 from vllm_specblock.bench.run import Bench
 from vllm_specblock.bench.summary import MEAN, Figures, fastest, markdown_table, summarise
 from vllm_specblock.train.data.shards import write_text
@@ -30,18 +29,9 @@ def write_results(bench: Bench) -> tuple[str, list[Path]]:
         those = [each for each in figures if each.temperature == temperature]
         parts += [f"## T = {temperature:g}", main_table(those, base)]
     parts += caption(bench, base)
-    ties = explain_differences(bench, plain_of(bench)) if config.explain else []
-    if ties:
-        near = sum(each["steps"] is not None and each["steps"] <= 1 for each in ties)
-        lines = ["- {method}, {set}/{question}: {says}".format(**each) for each in ties]
-        parts += [
-            "## Greedy answers that differ from plain vLLM's",
-            f"{near} of {len(ties)}: two logits within one step of bfloat16.",
-            "\n".join(lines),
-        ]
     text = "\n\n".join(parts) + "\n"
     whole = {"fastest_plain": base, "rounds": config.rounds, "failures": bench.failures}
-    whole |= {"figures": [asdict(each) for each in figures], "near_ties": ties, **head}
+    whole |= {"figures": [asdict(each) for each in figures], **head}
     out = config.out
     write_text(out / RESULTS, json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
     write_text(out / TABLE, text)
@@ -99,22 +89,20 @@ def _cells(each: Figures | None) -> list[str]:
 def caption(bench: Bench, base: str) -> list[str]:
     """Explain the columns, and say what was measured, with which commands."""
     config, head = bench.config, bench.store.head
-    engines = {name: head["engines"][name] for name in bench.methods if name in head["engines"]}
+    settings, machine = head["settings"], head["settings"]["machine"]
     ways = defaultdict[str, list[str]](list)
-    for name, facts in engines.items():
-        ways[f"runner {facts['runner']}, {facts['compiled']}"].append(name)
-    machine, versions = head["settings"]["machine"], head["provenance"]["versions"]
+    for name in bench.methods:
+        if facts := head["engines"].get(name):
+            ways["runner {runner}, {compiled}, {dtype}".format(**facts)].append(name)
     measured = [
         machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores",
-        ", ".join(dict.fromkeys(facts["dtype"] for facts in engines.values())),
         f"batch {config.batch}",
         f"at most {config.max_new_tokens} new tokens",
         "questions: " + ", ".join(f"{name} {len(asked)}" for name, asked in bench.sets.items()),
         f"rounds: {config.rounds}",
-        f"seed {config.seed}",
         "engines: " + "; ".join(f"{', '.join(names)} ({way})" for way, names in ways.items()),
-        ", ".join(f"{name} {version}" for name, version in versions.items()),
-        f"revision {head['revision']}",
+        ", ".join(f"{name} {version}" for name, version in settings["versions"].items()),
+        f"revision {settings['revision']}",
     ]
     parts = [
         f"Spd: speed of a token over that of {base}, the fastest plain vLLM of "
@@ -124,7 +112,6 @@ def caption(bench: Bench, base: str) -> list[str]:
         "prompts, and their share of all time. Outputs are compared with plain vLLM's of the same "
         "model runner.",
         f"Measured on {'; '.join(measured)}.",
+        *bench.failures.values(),
     ]
-    if bench.failures:
-        parts.append("Not measured: " + " ".join(bench.failures.values()))
     return [*parts, "\n".join(f"    {command}" for command in head["commands"])]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,19 +18,16 @@ import torch
 from tqdm import tqdm
 
 from vllm_specblock.bench.config import BenchConfig, BenchError, MethodSpec
-from vllm_specblock.bench.engine_arguments import shared_arguments
-from vllm_specblock.bench.methods import identity, resolve
-from vllm_specblock.bench.process import COMMAND, EngineFailed, EngineProcess, end_all, job_of
-from vllm_specblock.bench.questions import (
-    Reader,
-    Sets,
-    Unit,
-    fingerprint,
-    read_sets,
-    rotated,
-    seed_of,
-    units,
+from vllm_specblock.bench.methods import digest, identity, resolve
+from vllm_specblock.bench.process import (
+    COMMAND,
+    EngineFailed,
+    EngineProcess,
+    end_all,
+    job_of,
+    shared_arguments,
 )
+from vllm_specblock.bench.questions import Reader, Sets, Unit, read_sets, seed_of, units
 from vllm_specblock.bench.store import Answer, Store
 from vllm_specblock.engine.metrics.acceptance import STEPS
 from vllm_specblock.engine.offline.answering import DRAFTING
@@ -104,13 +101,15 @@ def prepare(config: BenchConfig) -> Bench:
     settings = config.must_match() | {
         "target": {
             "name": config.target.resolve().name,
-            "config": hashlib.sha256((config.target / "config.json").read_bytes()).hexdigest()[:12],
+            "config": digest([(config.target / "config.json").read_bytes()]),
             "bytes": str(sum(p.stat().st_size for p in config.target.glob("*.safetensors"))),
         },
         "machine": describe_machine(),
-        "methods": {name: identity(method) for name, method in methods.items()},
-        "sets": fingerprint(sets),
     }
+    for name, method in methods.items():
+        settings[f"method {name}"] = identity(method.model_dump(exclude={"base"}))
+    for name, questions in sets.items():
+        settings[f"set {name}"] = digest(json.dumps([q.id, q.turns]).encode() for q in questions)
     store = Store(config.out, settings)
     return Bench(config, methods, sets, reader, common | config.engine, store)
 
@@ -123,22 +122,30 @@ def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
     """
     plain, store = bench.plain, bench.store
     compared = [name for name in bench.methods if name not in plain] or plain
-    todo = [u for u in units(bench.config, bench.sets) if store.missing(u, compared, plain)]
-    lacking = {name for unit in todo for name in store.missing(unit, compared, plain)}
+    # Methods that have answered are skipped; plain vLLM answers again beside the others.
+    wanted = {
+        unit: store.missing(unit, compared, plain) for unit in units(bench.config, bench.sets)
+    }
+    todo = [unit for unit, names in wanted.items() if names]
+    needed = {name for unit in todo for name in (*plain, *wanted[unit])}
     engines: dict[str, EngineProcess] = {}
 
-    def failed(name: str, error: EngineFailed) -> None:
-        if name in plain:
-            raise error
-        bench.failures[name] = str(error)
-        say(f"{error} The others go on.")
-        if name in engines:
-            end_all([engines.pop(name)])
+    @contextmanager
+    def left_out_if_it_fails(name: str) -> Iterator[None]:
+        try:
+            yield
+        except EngineFailed as error:
+            if name in plain:
+                raise
+            bench.failures[name] = str(error)
+            say(f"{error} The others go on.")
+            if name in engines:
+                end_all([engines.pop(name)])
 
     left: list[int] = []
-    wanted = [name for name in bench.methods if todo and name in {*plain, *lacking}]
+    names = [name for name in bench.methods if name in needed]
     try:
-        with tqdm(wanted, "engines", unit="engine", disable=not todo) as bar:
+        with tqdm(names, "engines", unit="engine", disable=not todo) as bar:
             for name in bar:
                 bar.set_postfix_str(name)
                 left.append(psutil.virtual_memory().available)
@@ -149,24 +156,17 @@ def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
                         f"are left, and one takes up to {most / 2**30:.1f}: give fewer --method; "
                         "later calls may add others."
                     )
-                try:
+                with left_out_if_it_fails(name):
                     engines[name] = _start(bench, name, todo[0])
-                except EngineFailed as error:
-                    failed(name, error)
-        turns = tqdm(todo, "answers", unit="turn", disable=not todo)
-        for number, unit in enumerate(turns):
-            # Methods that have answered are skipped; plain vLLM answers again beside the others.
-            missing = store.missing(unit, [name for name in compared if name in engines], plain)
-            if not missing:
+        for number, unit in enumerate(tqdm(todo, "answers", unit="turn", disable=not todo)):
+            if engines.keys().isdisjoint(wanted[unit]):
                 continue
-            turns.set_postfix_str(f"{unit.set}, T = {unit.temperature:g}", refresh=False)
             answers: dict[str, Answer] = {}
-            asked = [name for name in engines if name in {*missing, *plain}]
-            for name in rotated(asked, number):
-                try:
+            asked = [name for name in engines if name in {*wanted[unit], *plain}]
+            first = number % len(asked)  # another one each time, so that the order is fair
+            for name in [*asked[first:], *asked[:first]]:
+                with left_out_if_it_fails(name):
                     answers[name] = _answer(bench, engines[name], unit)
-                except EngineFailed as error:
-                    failed(name, error)
             store.add(unit, answers)
     finally:
         end_all(engines.values())
@@ -176,9 +176,8 @@ def _start(bench: Bench, name: str, unit: Unit) -> EngineProcess:
     """Start an engine and warm it up."""
     config, method, logs = bench.config, bench.methods[name], bench.config.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", **method.env}
     arguments = bench.common | method.engine | {"speculative_config": method.speculative or None}
-    engine = EngineProcess(name, arguments, env, logs / f"{name}.log", bench.command)
+    engine = EngineProcess(name, arguments, method.env, logs / f"{name}.log", bench.command)
     try:
         bench.store.note_engine(name, engine.facts)
         prompts = [bench.reader.prompt(each, []) for each in unit.questions]
@@ -204,11 +203,10 @@ def _answer(bench: Bench, engine: EngineProcess, unit: Unit) -> Answer:
             before.append(new)
         found.update(answer["counters"] | {key: answer[key] for key in ("wall", "cpu")})
     return Answer(
-        tokens=sum(len(each) for turns in ids for each in turns),
+        ids=ids,
         wall=found["wall"],
         cpu=found["cpu"],
         steps=found[STEPS],
         draft_ns=found[DRAFTING[0]],
         draft_steps=found[DRAFTING[1]],
-        ids=ids,
     )

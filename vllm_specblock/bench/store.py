@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,8 +19,8 @@ from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.provenance import provenance, revision
 
 RUN, UNITS = "run.json", "units.jsonl"
-_GROWING = ("methods", "sets")
-"""Settings by name: a later call may add some and leave some out."""
+_GROWING = ("method ", "set ")
+"""Settings of which a later call may add some and leave some out."""
 
 
 @dataclass(frozen=True)
@@ -29,20 +28,23 @@ class Answer:
     """One engine's answers to a unit, and their cost.
 
     Attributes:
-        tokens: generated, of all questions of the unit.
+        ids: the token ids of every turn of every question.
         wall, cpu: seconds.
         steps: decode steps of all questions, see `engine/metrics/acceptance.py`.
         draft_ns, draft_steps: time of the drafters, and the steps that it covers.
-        ids: the token ids of every turn of every question.
     """
 
-    tokens: int
+    ids: list[list[list[int]]]
     wall: float
     cpu: float
     steps: int
     draft_ns: int
     draft_steps: int
-    ids: list[list[list[int]]]
+
+    @property
+    def tokens(self) -> int:
+        """Number of generated tokens."""
+        return sum(len(each) for turns in self.ids for each in turns)
 
     @property
     def outputs(self) -> int:
@@ -66,7 +68,7 @@ class Store:
 
     Args:
         folder: created, or resumed.
-        settings: shared by all results; JSON types only.
+        settings: shared by all results, but for "method NAME" and "set NAME"; JSON types only.
 
     Raises:
         BenchError: the folder's results are damaged, or of other settings, code or dependencies.
@@ -75,45 +77,42 @@ class Store:
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder
         self.records: list[Record] = []
-        self._of_unit = defaultdict[str, list[Record]](list)
         facts = provenance()
+        # New files do not count: the results may lie in the repository.
+        commit = revision(Path(__file__).parent, new_files=False)
+        now = {**settings, "revision": commit, "versions": facts["versions"]}
         self.head: dict[str, Any] = {
-            "settings": json.loads(json.dumps(settings)),  # as it is read back
+            "settings": json.loads(json.dumps(now)),  # as it is read back
             "provenance": facts,
             "commands": [],
             "engines": {},
-            # New files do not count: the results may lie in the repository.
-            "revision": revision(Path(__file__).parent, new_files=False),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / RUN
-        if path.exists():
-            try:
-                self._resume(json.loads(path.read_bytes()))
-                path = folder / UNITS
-                self._read(path)
-            except BenchError:
-                raise
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise BenchError(f"{path} is damaged: give another --out.") from None
+        if (folder / RUN).exists():
+            self._resume()
         self.head["commands"] = [*dict.fromkeys([*self.head["commands"], facts["command"]])]
         write_json(folder / RUN, self.head)
 
-    def _resume(self, known: dict[str, Any]) -> None:
-        """Take the facts of the folder's results, if they are of this run's circumstances."""
-        now, then = _circumstances(self.head), _circumstances(known)
+    def _resume(self) -> None:
+        try:
+            known = json.loads((self.folder / RUN).read_bytes())
+            now, then = self.head["settings"], {**known["settings"]}
+            self._read_units()
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise BenchError(
+                f"The results in {self.folder} are damaged: give another --out."
+            ) from None
         other = {key for key in now.keys() & then.keys() if now[key] != then[key]}
-        other |= {key for key in now.keys() ^ then.keys() if ": " not in key}
+        other |= {key for key in now.keys() ^ then.keys() if not key.startswith(_GROWING)}
         if other:
             raise BenchError(
                 f"{self.folder} has results with other {', '.join(sorted(other))}: give another "
                 "--out, or delete the folder."
             )
-        for key in _GROWING:
-            known["settings"][key] |= self.head["settings"][key]
-        self.head |= known
+        self.head |= known | {"settings": then | now}
 
-    def _read(self, path: Path) -> None:
+    def _read_units(self) -> None:
+        path = self.folder / UNITS
         whole = path.read_bytes() if path.exists() else b""
         kept = whole[: whole.rfind(b"\n") + 1]
         if len(kept) < len(whole):  # incomplete line of a killed run
@@ -121,11 +120,7 @@ class Store:
         for line in kept.splitlines():
             raw = json.loads(line)
             answers = {name: Answer(**each) for name, each in raw.pop("answers").items()}
-            self._take(Record(**raw, answers=answers))
-
-    def _take(self, record: Record) -> None:
-        self.records.append(record)
-        self._of_unit[record.unit].append(record)
+            self.records.append(Record(**raw, answers=answers))
 
     def note_engine(self, name: str, facts: dict[str, Any]) -> None:
         """Store the facts of an engine."""
@@ -134,25 +129,17 @@ class Store:
 
     def add(self, unit: Unit, answers: dict[str, Answer]) -> None:
         """Write the answers to a unit to disk."""
-        record = Record(unit.key(), unit.round, unit.temperature, unit.set, answers)
+        record = Record(unit.key, unit.round, unit.temperature, unit.set, answers)
         with (self.folder / UNITS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self._take(record)
+        self.records.append(record)
 
     def missing(self, unit: Unit, methods: Iterable[str], plain: Iterable[str]) -> list[str]:
         """Return the `methods` that have not answered `unit` in turns with all of `plain`."""
-        done: set[str] = set()
-        for record in self._of_unit[unit.key()]:
-            if record.answers.keys() >= {*plain}:
+        key, beside, done = unit.key, {*plain}, set[str]()
+        for record in self.records:
+            if record.unit == key and record.answers.keys() >= beside:
                 done |= record.answers.keys()
         return [name for name in methods if name not in done]
-
-
-def _circumstances(head: dict[str, Any]) -> dict[str, Any]:
-    """Return what must be equal; "KEY: NAME" only if both runs have it."""
-    settings = dict(head["settings"])
-    named = {f"{key}: {name}": each for key in _GROWING for name, each in settings.pop(key).items()}
-    versions = head["provenance"]["versions"]
-    return {**settings, **named, "revision": head["revision"], "versions": versions}

@@ -37,7 +37,6 @@ class Figures:
     method: str
     set: str
     temperature: float
-    units: int
     speedup: float | None
     speedup_spread: Spread
     speedup_cpu: float | None
@@ -76,7 +75,7 @@ def summarise(
         base: the plain vLLM whose speed is 1.
         plain_of: by method, the plain vLLM to compare with; None: there is none.
     """
-    found = []
+    found: list[Figures] = []
     for temperature in temperatures:
         here = [record for record in records if record.temperature == temperature]
         for method in methods:
@@ -92,11 +91,10 @@ def summarise(
 def _figures(records: Sequence[Record], method: str, base: str, plain: str | None) -> Figures:
     """Return the figures of one set and temperature; the method has answered all records."""
     answers, name = [record.answers[method] for record in records], records[0].set
-
-    def total(field: str) -> float:
-        return sum(getattr(each, field) for each in answers)
-
-    wall, nanoseconds, steps = total("wall"), total("draft_ns"), total("draft_steps")
+    tokens, outputs, steps, wall, draft_ns, draft_steps = (
+        sum(getattr(answer, field) for answer in answers)
+        for field in ("tokens", "outputs", "steps", "wall", "draft_ns", "draft_steps")
+    )
     compared = [
         one != other
         for record in records
@@ -104,19 +102,17 @@ def _figures(records: Sequence[Record], method: str, base: str, plain: str | Non
         for ours, theirs in zip(record.answers[method].ids, record.answers[plain].ids, strict=True)
         for one, other in zip(ours, theirs, strict=True)
     ]
-    tokens, outputs = int(total("tokens")), int(total("outputs"))
     return Figures(
         method=method,
         set=name,
         temperature=records[0].temperature,
-        units=len(records),
         speedup=_speedup(records, method, base),
         speedup_spread=_spread(records, method, base, [name]),
         speedup_cpu=_speedup(records, method, base, "cpu"),
         throughput=tokens / wall,
-        tau=acceptance_length(tokens, outputs, int(total("steps"))),
-        draft_ms=nanoseconds / steps * 1e-6 if steps else None,
-        draft_share=nanoseconds * 1e-9 / wall if steps else None,
+        tau=acceptance_length(tokens, outputs, steps),
+        draft_ms=draft_ns / draft_steps * 1e-6 if draft_steps else None,
+        draft_share=draft_ns * 1e-9 / wall if draft_steps else None,
         tokens=tokens,
         outputs=outputs,
         different=sum(compared) if compared else None,
@@ -126,12 +122,10 @@ def _figures(records: Sequence[Record], method: str, base: str, plain: str | Non
 def _mean(cells: Sequence[Figures], records: Sequence[Record], base: str) -> Figures:
     """Return the mean over the sets; the spread is that of the rounds' own means."""
     method, sets = cells[0].method, [cell.set for cell in cells]
-    joined: dict[str, Any] = {
-        "set": MEAN,
-        "speedup_spread": _spread(records, method, base, sets),
-    }
+    spread = _spread(records, method, base, sets)
+    joined: dict[str, Any] = {"set": MEAN, "speedup_spread": spread}
     means = ("speedup", "speedup_cpu", "throughput", "tau", "draft_ms", "draft_share")
-    for name in (*means, "units", "tokens", "outputs", "different"):
+    for name in (*means, "tokens", "outputs", "different"):
         values = [getattr(cell, name) for cell in cells]
         join = fmean if name in means else sum
         joined[name] = None if None in values else join(values)

@@ -38,7 +38,7 @@ def doctor(
     """
     given = chosen_drafter(model, speculative_config)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
-    from vllm_specblock.engine.doctor.examine import examine
+    from vllm_specblock.engine.doctor import examine
 
     count = 0
     for finding in examine(target, given):

@@ -32,7 +32,7 @@ def train(
     The drafter in --out is what vLLM loads; the state to resume from lies in OUT/training. On
     several GPUs: torchrun --nproc-per-node N -m vllm_specblock train RECIPE.
     """
-    config = parse(**(read_recipe(recipe) if recipe else {}) | given)
+    config = parse(TrainConfig, **(read_recipe(recipe) if recipe else {}) | given)
     from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
     from vllm_specblock.train.run import train as run
 

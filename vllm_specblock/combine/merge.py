@@ -7,18 +7,33 @@ from typing import Literal
 
 import torch
 
-from vllm_specblock.candidates import tree_of
-from vllm_specblock.tree import DraftTree, check_budget
-from vllm_specblock.triton_kernels.tree import merge_trees_numba
+from vllm_specblock.candidates import NEVER, select, tree_of, with_root
+from vllm_specblock.combine.route import agreement
+from vllm_specblock.tree import DraftTree
+from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.tree.candidate_keys import PATH_FACTOR
 from vllm_specblock.triton_kernels.tree.merge_trees import merge_trees_triton
+from vllm_specblock.triton_kernels.tree.select_tree import TreeTensors
+
+How = Literal["disjoint", "trie"]
 
 
+def _merge_triton(
+    first: DraftTree, second: DraftTree, how: How, num_nodes: int, max_depth: int
+) -> tuple[DraftTree, torch.Tensor]:
+    return merged(*merge_trees_triton(first, second, how == "trie", num_nodes, max_depth))
+
+
+def merged(
+    made: TreeTensors, origin: torch.Tensor, agreed: torch.Tensor
+) -> tuple[DraftTree, torch.Tensor]:
+    """Return the result of `merge` from a launcher's."""
+    return replace(tree_of(made), origin=origin), agreed
+
+
+@op(_merge_triton)
 def merge(
-    first: DraftTree,
-    second: DraftTree,
-    how: Literal["disjoint", "trie"],
-    num_nodes: int,
-    max_depth: int | None = None,
+    first: DraftTree, second: DraftTree, how: How, num_nodes: int, max_depth: int
 ) -> tuple[DraftTree, torch.Tensor]:
     """Return one tree of the best nodes of both trees.
 
@@ -29,15 +44,27 @@ def merge(
     Args:
         first, second: R trees; their numbers of node slots may differ.
         num_nodes: N, nodes of the merged tree; the best of both are kept.
-        max_depth: longest path, if known; saves steps.
+        max_depth: no path is longer.
 
     Returns:
         the trees, and [R] bool: `agreement` of the two drafters.
     """
-    check_budget(num_nodes)
-    if max_depth is None:
-        max_depth = max(first.token.shape[1], second.token.shape[1])
-    loop = merge_trees_numba.merge_trees_numba
-    launch = merge_trees_triton if first.token.is_cuda else loop
-    made, origin, agreed = launch(first, second, how == "trie", num_nodes, max_depth)
-    return replace(tree_of(made), origin=origin), agreed
+    ours, trees = first.token.shape[1], (first, second)
+    fields = ("token", "logprob", "depth")
+    token, score, depth = (torch.cat([getattr(x, y) for x in trees], 1) for y in fields)
+    # The paper's indices (§4.1): φ(0) = 0, and φ(i) = n₁ + i in the second tree.
+    moved = torch.where(second.parent > 0, second.parent + ours, 0)
+    parent = torch.cat([first.parent.clamp(min=0), moved], 1).long()
+    texts = None
+    if how == "trie":  # a hash per text: a polynomial of the tokens on a node's path
+        factor = torch.full((max_depth + 1,), PATH_FACTOR, device=token.device).cumprod(0)
+        term = (token + 1) * factor[depth.clamp(max=max_depth)]
+        terms = zip(trees, term[:, None].split([ours, second.token.shape[1]], 2))
+        texts = torch.cat([(x.ancestor_mask()[:, 1:, 1:] * y).sum(-1) for x, y in terms], 1)
+    candidates = with_root(token, parent, score, depth.long(), texts)
+    tree, node = select(candidates, num_nodes, max_depth)
+    # Candidates that are no node go to a first or a last column, which are cut off.
+    place = torch.where(score > NEVER, node[:, 1:], 0).clamp(max=num_nodes + 1)
+    none = torch.zeros(len(place), num_nodes + 2, dtype=torch.uint8, device=place.device)
+    origin = none.scatter(1, place[:, :ours], 1) | none.scatter(1, place[:, ours:], 2)
+    return replace(tree, origin=origin[:, 1:-1]), agreement(first, second)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from vllm_specblock.candidates import select, tree_of
-from vllm_specblock.triton_kernels.feedback.record_step import record_step
-from vllm_specblock.triton_kernels.feedback.record_step_numba import record_step_numba
+from vllm_specblock.candidates import select, tree_and_nodes
+from vllm_specblock.combine.merge import merge, merged
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
+from vllm_specblock.triton_kernels.tree.merge_trees_numba import merge_trees_numba
 from vllm_specblock.triton_kernels.tree.select_tree_numba import select_numba
 from vllm_specblock.triton_kernels.verify.accept_path_numba import accept_path_numba
 from vllm_specblock.verify.accept_path import accept_path_rows
@@ -16,5 +16,5 @@ def register() -> None:
     """Give every op its CPU form."""
     accept_path_rows.loop = accept_path_numba
     lm_and_rank_head.loop = lm_and_rank_head_numba
-    record_step.loop = record_step_numba
-    select.loop = lambda *given: tree_of(select_numba(*given))
+    merge.loop = lambda a, b, how, *sizes: merged(*merge_trees_numba(a, b, how == "trie", *sizes))
+    select.loop = lambda *given: tree_and_nodes(select_numba(*given))

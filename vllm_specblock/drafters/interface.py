@@ -110,6 +110,16 @@ class Drafter(ABC):
     def advance(self, rows: CommittedTokens) -> None:
         """Write every row's keys and values, since other requests may reuse its block."""
 
+    def finish(self, text: torch.Tensor, first: int, length: torch.Tensor) -> None:  # noqa: B027
+        """Note the answer of a request that ended, to draft for others by it.
+
+        text: [longest request] int32; first: where the answer begins; length: [] integer, where it
+        ends, on the device.
+        """
+
+    def forget(self) -> None:  # noqa: B027
+        """Forget all finished requests."""
+
     @abstractmethod
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
         """Return trees of `num_nodes` slots, rooted in `token[last]`.

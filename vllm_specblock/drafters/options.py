@@ -42,7 +42,7 @@ class SpecBlockConfig(WeightedOptions):
 @register_drafter(
     "eagle3",
     "vllm_specblock.drafters.eagle3.drafter:Eagle3Drafter",
-    "vllm_specblock.drafters.eagle3.checkpoint:FILES",
+    "vllm_specblock.drafters.eagle3.model:FILES",
 )
 class Eagle3Config(WeightedOptions):
     """How an EAGLE-3 drafter grows its tree: EAGLE-2's, level by level (arXiv 2406.16858).
@@ -85,7 +85,7 @@ _CANDIDATES = 2048
     needs_block_drop=False,
 )
 class NGramConfig(DrafterOptions):
-    """How the request's own text is looked up."""
+    """How texts are looked up."""
 
     min_match: Annotated[int, Field(ge=1, le=32)] = 1
     """Tokens at the end of the text that must have occurred before."""
@@ -99,6 +99,10 @@ class NGramConfig(DrafterOptions):
     branches: Annotated[int, Field(ge=1, le=32)] = 8
     """Occurrences to follow: the longest matches first, then the latest. `branches` times `depth`
     must be below 2,048."""
+
+    earlier_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 1 << 14
+    """Tokens of earlier requests' answers to keep and look up as well; 0: only the request's own
+    text. One request's drafts may then show, by their speed, what another was answered."""
 
     @model_validator(mode="after")
     def _check(self) -> NGramConfig:

@@ -56,7 +56,7 @@ class Hook(NamedTuple):
         part = sources.find(self.file, name)
         if isinstance(part, str):
             return part
-        trouble: str | None = None
+        trouble = ""
         if kind == "(":
             wanted, found = re.findall(r"\.\.\.|\w+", rest), part.parameters
             if wanted[-1] == "...":
@@ -64,27 +64,17 @@ class Hook(NamedTuple):
             if wanted != found:
                 trouble = f"takes ({', '.join(part.parameters)}), not ({rest}"
         elif kind == ":":
-            missing = [each for each in rest.split() if each not in part.members]
-            trouble = f"has no {', '.join(missing)}" if missing else None
-        elif kind == "!~":
-            trouble = f"says {rest!r} now" if _says(part.text, rest) else None
-        elif not any(_says(part.text, each) for each in rest.split(" || ")):
-            trouble = f"does not say {rest!r}"
-        return trouble and f"{name or self.file} {trouble}"
+            if missing := [each for each in rest.split() if each not in part.members]:
+                trouble = f"has no {', '.join(missing)}"
+        elif any(_says(part.text, each) for each in rest.split(" || ")) == (kind == "!~"):
+            trouble = f"says {rest!r} now" if kind == "!~" else f"does not say {rest!r}"
+        return f"{name or self.file} {trouble}" if trouble else None
 
 
 def _says(text: str, pieces: str) -> bool:
     """Return whether the pieces, `...` between them, stand in this order in `text`."""
-    text, place = _squeezed(text), 0
-    for piece in map(_squeezed, pieces.split(" ... ")):
-        place = text.find(piece, place)
-        if place < 0:
-            return False
-    return True
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
+    squeezed = (re.escape("".join(piece.split())) for piece in pieces.split(" ... "))
+    return re.search(".*".join(squeezed), "".join(text.split())) is not None
 
 
 class Part:

@@ -10,7 +10,7 @@ At start-up (`registration.py`):
         recurrent layers, whose states trees do not leave at the ends of blocks.
     spec_decode.init_speculator: speculators cannot be registered.
     SamplingParams._validate_spec_decode: refuses min_p and logit_bias with any speculation; with
-        trees they are exact. It also checks `specblock_draft`.
+        trees they are exact. It also checks the keys of a request.
     SchedulerConfig.get_scheduler_cls: does not depend on the method; see `scheduler.py`.
 With our first engine in a frontend (`metrics/acceptance.py`):
     OutputProcessor.process_outputs: counts the tokens after a stop string that it drops.
@@ -74,13 +74,7 @@ def replaces(owner: Any, name: str) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
-        def make(original: Function) -> Function:
-            def replacement(*args: Any, **kwargs: Any) -> Any:
-                return function(original, *args, **kwargs)
-
-            return replacement
-
-        patch(owner, name, make)
+        patch(owner, name, lambda given: lambda *args, **more: function(given, *args, **more))
         return function
 
     return decorate

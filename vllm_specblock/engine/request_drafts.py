@@ -1,6 +1,7 @@
 """What a request's sampling parameters mean for its drafts.
 
-`"specblock_draft": 0` in `extra_args` (`vllm_xargs` over HTTP) declines them.
+In `extra_args` (`vllm_xargs` over HTTP), `"specblock_draft": 0` declines them, and
+`"specblock_share": 0` keeps its answer from the drafts of later requests.
 """
 
 from __future__ import annotations
@@ -10,27 +11,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-KEY = "specblock_draft"
+DRAFT, SHARE = "specblock_draft", "specblock_share"
 
 
 def check(params: SamplingParams) -> None:
-    """Refuse a value of `specblock_draft` that is not a boolean."""
+    """Refuse values of these keys that are not booleans."""
     from vllm.exceptions import VLLMValidationError
 
-    given: Any = (params.extra_args or {}).get(KEY, 1)
-    if not isinstance(given, (bool, int, float)) or given not in (0, 1):
-        raise VLLMValidationError(
-            f'"{KEY}" is {given!r}, but it must be true, false, 1 or 0.',
-            parameter="extra_args",
-            value=given,
-        )
+    for key in DRAFT, SHARE:
+        given: Any = (params.extra_args or {}).get(key, 1)
+        if not isinstance(given, (bool, int, float)) or given not in (0, 1):
+            raise VLLMValidationError(
+                f'"{key}" is {given!r}, but it must be true, false, 1 or 0.',
+                parameter="extra_args",
+                value=given,
+            )
 
 
 def wants_drafts(params: SamplingParams | None) -> bool:
     """Return whether a request accepts drafts; vLLM verifies none with `logprob_token_ids`."""
     if params is None:
         return True
-    return not params.logprob_token_ids and (params.extra_args or {}).get(KEY, 1) != 0
+    return not params.logprob_token_ids and (params.extra_args or {}).get(DRAFT, 1) != 0
+
+
+def shares(params: SamplingParams | None) -> bool:
+    """Return whether later requests may be drafted for by this one's answer."""
+    return params is None or (params.extra_args or {}).get(SHARE, 1) != 0
 
 
 def looks_back(params: SamplingParams | None) -> bool:

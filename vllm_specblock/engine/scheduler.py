@@ -18,6 +18,11 @@ UNDRAFTED = "specblock_undrafted"
 """Attribute of a `ModelRunnerOutput`: ids of its requests without new drafts, a set."""
 
 
+FORGET = "~specblock_forget"
+"""Id of no request, reported as finished: workers are to forget all finished requests. It sorts
+after vLLM's ids, so that they see those of the same step first."""
+
+
 class _TrimmedMetrics(RequestSpecDecodeMetrics):
     """RequestSpecDecodeMetrics that ignores vLLM's own call, which precedes the trim."""
 
@@ -47,6 +52,10 @@ class TreeScheduling(Scheduler):
             if self._paused or not wants_drafts(request.sampling_params):
                 request.spec_token_ids = []
         return super().schedule(*args, **kwargs)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self.finished_req_ids.add(FORGET)
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         if not self._paused:  # else placeholders

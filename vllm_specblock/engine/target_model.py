@@ -19,7 +19,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
 from vllm.model_executor.models.interfaces_base import VllmModel
-from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu import attn_utils
 
@@ -139,7 +138,7 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
     """Raise TargetError for a target that ignores the tree mask.
 
     That is a custom model state, or a layer that is neither vLLM's `Attention` with our backend and
-    equal key and value sizes nor a recurrent one; also an fp8 cache that cannot be packed.
+    equal key and value sizes nor a recurrent one.
     """
     if hasattr(model, "get_model_state_cls"):
         raise TargetError(f"its own model state ({type(model).__name__})")
@@ -147,9 +146,9 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
     names = [name for name, layer in layers.items() if isinstance(layer, AttentionLayerBase)]
     if config.model_config.is_hybrid:
         # vLLM's recurrent layers load kernels for a GPU on import.
-        from vllm_specblock.engine.recurrent.layers import recurrent_kind
+        from vllm_specblock.engine.recurrent.layers import KINDS
 
-        names = [name for name in names if recurrent_kind(layers[name]) is None]
+        names = [name for name in names if type(layers[name]) not in KINDS]
     for name in names:
         layer = layers[name]
         backend = layer.get_attn_backend()
@@ -159,8 +158,6 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
             or layer.head_size_v != layer.head_size
         ):
             raise TargetError(f"{type(layer).__name__} layers ({name}, {backend.__name__})")
-        if layer.impl.fp8 and current_platform.is_cpu() and layer.head_size % 32:
-            raise TargetError(f"an fp8 KV cache with head size {layer.head_size} ({name})")
 
 
 # ---- hidden states by forward hooks, for targets without vLLM's EAGLE-3 interface ----
@@ -195,7 +192,8 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
     """
     depth = config.model_config.hf_text_config.num_hidden_layers
     lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
-    layers = next((each for each in lists if len(each) == depth and _attends(each)), None)
+    attention = {each for each in model.modules() if isinstance(each, Attention)}
+    layers = next((x for x in lists if len(x) == depth and attention & {*x.modules()}), None)
     if layers is None:
         raise TargetError(f"no list of {depth} decoder layers for the drafter to read")
     if type(layers[0]).__name__ in _SEVERAL_STREAMS:
@@ -222,10 +220,6 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
     interface.has_own_lm_head = interface.has_own_embed_tokens = False
     interface.set_aux_hidden_state_layers = set_aux_hidden_state_layers
     interface.get_eagle3_default_aux_hidden_state_layers = lambda: (2, depth // 2, depth - 3)
-
-
-def _attends(layers: nn.ModuleList) -> bool:
-    return any(isinstance(module, Attention) for module in layers.modules())
 
 
 def _copy_input(layer: nn.Module, buffer: torch.Tensor) -> Any:

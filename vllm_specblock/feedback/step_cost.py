@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-SPREAD, SURE = 0.5, 0.1
-"""Standard deviation of start-up costs in nats, on a CPU and on a GPU (no other load). Errors of
+SPREAD = 0.5
+"""Standard deviation of start-up costs in nats, which other work may have disturbed. Errors of
 similar sizes are correlated."""
 
 NOISE = 0.15
@@ -101,7 +101,7 @@ class StepCost:
         self.verify = _Curve(rows, logs, 0)  # relative costs of steps with trees, by rows
         self._drafts = [_Curve(counts, logs, len(rows) + by * len(counts)) for by in range(3)]
         self._covariance: np.ndarray | None = None  # until the first step
-        self._spread = SPREAD if noisy else SURE
+        self._spread = SPREAD if noisy else NOISE
         self._noise = [NOISE**2, NOISE**2]  # variance of ratios of steps, and of drafts to steps
         self._last, self._seconds = _Step(int(rows[0]), 0, True), float(times[0])
         self.read = 0.0  # drafters' cost of a missed row

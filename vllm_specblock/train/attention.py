@@ -12,11 +12,10 @@ later block into a few starts at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -107,7 +106,6 @@ class NextBlock(TrainingAttention):
         super().__init__(before.kernel)
         self.before, self.source, self.restart_position = before, source, restart_position
         self.block_size: int = before.block_size
-        self._grouped: list[_Group] | None = None
         if isinstance(before, FirstBlock):
             self.first, self.row = before, source
             self.reach = restart_position
@@ -154,71 +152,43 @@ class NextBlock(TrainingAttention):
             own.append(mine if between is None else torch.cat([between, mine], dim=2))
         self.kept.setdefault(layer, (own[0], own[1]))  # [B, R, own, nkv, D] each
         prefix = self.first.kept[layer]
-        q = query.reshape(windows, -1, *query.shape[2:])
         if self.kernel == "flex":
+            q = query.reshape(windows, -1, *query.shape[2:])
             k, v = (torch.cat([p, o.flatten(1, 2)], 1) for p, o in zip(prefix, own))
             return self._flex(q, k, v).reshape(query.shape)
-        return self._by_groups(q, prefix, own).view(query.shape)
+        return self._by_groups(query, prefix, own).view(query.shape)
 
     def _by_groups(self, query: Tensor, prefix: tuple[Tensor, Tensor], own: list[Tensor]) -> Tensor:
-        """query [B, R·K, nh, D]; keys and values: prefix [B, S·K, nkv, D], own [B, R, own, nkv, D]
+        """query [B·R, K, nh, D]; keys and values: prefix [B, S·K, nkv, D], own [B, R, own, nkv, D]
         -> [B·R·K, nh, D]."""
-        if self._grouped is None:
-            self._grouped = self._groups()
-        groups = self._grouped
-        documents = [x.flatten(0, 1).split(self.first.lengths) for x in prefix]
-        queries = query.flatten(0, 1).split([group.starts * self.block_size for group in groups])
-        paths = [x.flatten(0, 1).split([group.starts for group in groups]) for x in own]
+        sizes = [len(mask) // self.block_size for _, _, mask in self._groups]
+        queries = query.split(sizes)
+        paths = zip(*(x.flatten(0, 1).split(sizes) for x in own))
+        windows = list(zip(*(x.unbind() for x in prefix)))
         mixed = []
-        for number, group in enumerate(groups):
+        for (window, seen, mask), mine, path in zip(self._groups, queries, paths):
             key, value = (
-                torch.cat([pieces[group.document][group.seen], path[number].flatten(0, 1)])
-                for pieces, path in zip(documents, paths)
+                torch.cat([before[seen], after.flatten(0, 1)])
+                for before, after in zip(windows[window], path)
             )
-            mixed.append(sdpa(queries[number], key, value, group.mask))
+            mixed.append(sdpa(mine.flatten(0, 1), key, value, mask))
         return torch.cat(mixed)
 
-    def _groups(self) -> list[_Group]:
-        """Yield groups of all windows' starts, in order."""
-        ends = list(accumulate(self.first.lengths))  # over all windows
-        groups = []
+    @cached_property
+    def _groups(self) -> list[tuple[int, slice, Tensor]]:
+        """Return groups of a window's starts, in order: the window, the entries of block 1 that
+        they see, and their mask [starts · K, entries seen + starts · own] bool."""
+        device, groups = self.row.device, []
         for window, (lows, highs) in enumerate(zip(self.low.tolist(), self.high.tolist())):
-            begin = 0
-            while begin < len(lows):
-                low, end = lows[begin], begin + 1
-                while end < min(len(lows), begin + _STARTS) and lows[end] == low:
-                    end += 1
-                high = max(highs[begin:end])
-                document = bisect_right(ends, window * self.prefix + low)
-                first = ends[document] - self.first.lengths[document] - window * self.prefix
-                groups.append(
-                    _Group(
-                        end - begin,
-                        document,
-                        slice(low - first, high - first),
-                        self._mask_of(window, range(begin, end), range(low, high)),
-                    )
-                )
-                begin = end
+            for first in range(0, len(lows), _STARTS):
+                last = min(first + _STARTS, len(lows))
+                seen = slice(min(lows[first:last]), max(highs[first:last]))
+                query = torch.arange(first * self.block_size, last * self.block_size)
+                own = torch.arange(first * self.own, last * self.own) + self.prefix
+                key = torch.cat([torch.arange(seen.start, seen.stop), own]).to(device)
+                number = torch.tensor(window, device=device)
+                groups.append((window, seen, self.sees(number, query.to(device)[:, None], key)))
         return groups
-
-    def _mask_of(self, window: int, starts: range, seen: range) -> Tensor:
-        """Return the mask of some starts over prefix entries `seen` and their own, [n, m] bool."""
-        device = self.row.device
-        query = torch.arange(starts.start * self.block_size, starts.stop * self.block_size)
-        own = torch.arange(starts.start * self.own, starts.stop * self.own) + self.prefix
-        key = torch.cat([torch.arange(seen.start, seen.stop), own]).to(device)
-        return self.sees(torch.tensor(window, device=device), query.to(device)[:, None], key)
-
-
-class _Group(NamedTuple):
-    """Neighbouring starts of one document (an index into `FirstBlock.lengths`), which attend
-    together to its entries `seen`; mask [starts · K, entries seen + starts · own] bool."""
-
-    starts: int
-    document: int
-    seen: slice
-    mask: Tensor
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:

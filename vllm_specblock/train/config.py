@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -22,11 +22,6 @@ class RunConfig(BaseModel):
     target: Path = Field(description="Folder or hub id of the frozen target model.")
     data: Path = Field(
         description="What `specblock data` wrote, or a .safetensors with tokens and lengths."
-    )
-    data_license: str | None = Field(
-        default=None,
-        description="Licence of the data's prompts, for the drafter's model card; default: "
-        "it says that none is stated.",
     )
     out: Path = Field(description="Where the drafter goes; training state lies in OUT/training.")
     features: Path | None = Field(
@@ -109,7 +104,31 @@ class RunConfig(BaseModel):
         return self.model_dump(mode="json", exclude=_FREE)
 
 
-class TrainConfig(RunConfig):
+class Recipe(BaseModel):
+    """How a SpecBlock drafter learns."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_blocks: int = Field(default=2, ge=1, description="M, blocks drafted one after the other.")
+    rank_from: int = Field(default=2000, ge=0, description="First update with the rank loss.")
+    loss_floor: float = Field(
+        default=0.25,
+        ge=0,
+        le=1,
+        description="Share of the rows that eq. 6 divides by at the least; 0 is the paper's.",
+    )
+    valid_prefix: bool = Field(
+        default=True, description="Ablation: without, loss is counted after a wrong position too."
+    )
+    mask_restart: bool = Field(
+        default=False, description="The valid-prefix mask starts anew in each block."
+    )
+    recompute: bool = Field(
+        default=False, description="Activation checkpointing: less memory, a third more work."
+    )
+
+
+class TrainConfig(Recipe, RunConfig):
     """Options of `specblock train`."""
 
     init: Path | None = Field(
@@ -134,24 +153,6 @@ class TrainConfig(RunConfig):
         default=True, description="Ablation: without, nothing stands between the layers."
     )
 
-    num_blocks: int = Field(default=2, ge=1, description="M, blocks drafted one after the other.")
-    rank_from: int = Field(default=2000, ge=0, description="First update with the rank loss.")
-    loss_floor: float = Field(
-        default=0.25,
-        ge=0,
-        le=1,
-        description="Share of the rows that eq. 6 divides by at the least; 0 is the paper's.",
-    )
-    valid_prefix: bool = Field(
-        default=True, description="Ablation: without, loss is counted after a wrong position too."
-    )
-    mask_restart: bool = Field(
-        default=False, description="The valid-prefix mask starts anew in each block."
-    )
-    recompute: bool = Field(
-        default=False, description="Activation checkpointing: less memory, a third more work."
-    )
-
     @model_validator(mode="after")
     def _window_holds_a_block(self) -> TrainConfig:
         if self.length < self.block_size + 2:
@@ -165,7 +166,6 @@ _FREE = {
     "target",
     "target_name",
     "data",
-    "data_license",
     "out",
     "features",
     "init",
@@ -238,11 +238,7 @@ class DataOptions(BaseModel):
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-@overload
-def parse(**options: Any) -> TrainConfig: ...
-@overload
-def parse(model: type[_Model], /, **options: Any) -> _Model: ...
-def parse(model: type[BaseModel] = TrainConfig, /, **options: Any) -> BaseModel:
+def parse(model: type[_Model], /, **options: Any) -> _Model:
     """Return a `model` of keyword options; raise `TrainError` on the first wrong one."""
     try:
         return model(**options)

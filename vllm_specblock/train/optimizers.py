@@ -36,7 +36,11 @@ def make_optimizers(weights: Sequence[Named], config: RunConfig) -> list[torch.o
             raise TrainError(
                 "optimizer muon needs whole matrices: train with parallel replicate, or with adamw."
             )
-        inner = {name: weight for name, weight in learning.items() if _is_hidden(name, weight)}
+        inner = {
+            name: weight
+            for name, weight in learning.items()
+            if weight.dim() == 2 and not any(word in name for word in _NOT_HIDDEN)
+        }
     rest = [weight for name, weight in learning.items() if name not in inner]
     found: list[torch.optim.Optimizer] = []
     if inner:
@@ -72,8 +76,3 @@ def learning_rate(config: RunConfig, step: int, steps: int) -> float:
         return config.lr * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
     return config.lr * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _is_hidden(name: str, weight: nn.Parameter) -> bool:
-    """Return whether a weight is a matrix between hidden states."""
-    return weight.dim() == 2 and not any(word in name for word in _NOT_HIDDEN)

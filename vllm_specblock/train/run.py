@@ -15,7 +15,6 @@ from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import TargetInfo
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train import provenance, untrained
-from vllm_specblock.train.attention import Kernel
 from vllm_specblock.train.config import RunConfig, TrainConfig, TrainError
 from vllm_specblock.train.data.batch import Batch, Segment
 from vllm_specblock.train.data.packed_dataset import PackedDataset, load_texts, token_counts
@@ -24,7 +23,7 @@ from vllm_specblock.train.distributed import ranks, world
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.loop import STATE_DIR, Trainer
 from vllm_specblock.train.optimizers import slow_arithmetic
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target import feature_store, target_rows
 from vllm_specblock.train.target.features import (
     OnlineTeacher,
@@ -91,7 +90,8 @@ def build(config: TrainConfig, device: torch.device) -> Trainer:
     if config.init is None:
         start_from_head(drafter, config.target)
     drafter = drafter.to(device, torch.float32).train()
-    learner = SpecBlockLearner(drafter, recipe(config, device))
+    # Flex attention has no backward pass on a CPU.
+    learner = SpecBlockLearner(drafter, config, "flex" if device.type == "cuda" else "sdpa")
     _describe(config, run_context, learner, device)
     sequences, facts = sequences_of(run_context, teacher, device), run_context.facts
     return Trainer(config, learner, teacher, run_context.windows, sequences, device, facts)
@@ -184,13 +184,6 @@ def prompt_of(text: Text) -> int:
     """Return the number of prompt tokens: those before the target's first, or a share."""
     first = int(text.loss_mask.byte().argmax())
     return first if first else max(1, len(text.tokens) // PROMPT_SHARE)
-
-
-def recipe(config: TrainConfig, device: torch.device) -> Recipe:
-    """Return the options of the objective. Flex attention has no backward pass on a CPU."""
-    names = {field.name for field in dataclasses.fields(Recipe)}
-    kernel: Kernel = "flex" if device.type == "cuda" else "sdpa"
-    return Recipe(**config.model_dump(include=names), kernel=kernel)
 
 
 def new_drafter(config: TrainConfig, run_context: RunContext) -> SpecBlockModel:

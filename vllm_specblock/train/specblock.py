@@ -8,7 +8,6 @@ has offset 0, and a cut at s adds s.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.specblock import checkpoint as drafter_files
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train.attention import FirstBlock, Kernel, NextBlock
+from vllm_specblock.train.config import Recipe
 from vllm_specblock.train.distributed import BatchCounts
 from vllm_specblock.train.eval.drafting import draft_trees, serving_shape
 from vllm_specblock.train.learner import (
@@ -32,26 +32,6 @@ from vllm_specblock.train.learner import (
     draft_labels,
 )
 from vllm_specblock.train.losses import BlockLoss, block_loss
-from vllm_specblock.triton_kernels.drafting.expand import TreeShape
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a SpecBlock drafter learns; see `TrainConfig`.
-
-    loss_floor: N_k of eq. 6 counts as at least this share of block 1's rows. With 0, while paths
-        are still short, the noise of a few rows drowns the first position.
-    rejected_only: see `block_loss`; for updates while serving, as in OSD.
-    """
-
-    num_blocks: int = 2
-    rank_from: int = 2000
-    loss_floor: float = 0.25
-    valid_prefix: bool = True
-    mask_restart: bool = False
-    kernel: Kernel = "sdpa"
-    recompute: bool = False
-    rejected_only: bool = False
 
 
 class SpecBlockLearner(Learner):
@@ -59,15 +39,21 @@ class SpecBlockLearner(Learner):
 
     Args:
         drafter: float32, in training mode.
-        shape: of the trees it is judged by (default: those of serving).
+        rejected_only: see `block_loss`; for updates while serving, as in OSD.
     """
 
     def __init__(
-        self, drafter: SpecBlockModel, recipe: Recipe, shape: TreeShape | None = None
+        self,
+        drafter: SpecBlockModel,
+        recipe: Recipe,
+        kernel: Kernel = "sdpa",
+        rejected_only: bool = False,
     ) -> None:
         super().__init__()
         self.drafter, self.recipe = drafter, recipe
-        self.shape = shape or serving_shape(drafter)
+        self.kernel: Kernel = kernel
+        self.rejected_only = rejected_only
+        self.shape = serving_shape(drafter)
         if recipe.recompute:
             for layer in drafter.layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -77,8 +63,7 @@ class SpecBlockLearner(Learner):
         draws = torch.Generator().manual_seed(train_batch.seed)
         # Start of later blocks in this batch: one position 1..K per boundary.
         starts = torch.randint(1, block + 1, (recipe.num_blocks - 1,), generator=draws).tolist()
-        unroll = Unroll(self.drafter, train_batch, recipe)
-        blocks = unroll.blocks(starts)
+        blocks = Unroll(self, train_batch).blocks(starts)
         return outcome(blocks, recipe.num_blocks, recipe.loss_floor, train_batch.counts)
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
@@ -117,12 +102,13 @@ def outcome(
 class Unroll:
     """Drafts blocks 1..M of a batch of windows for training."""
 
-    def __init__(self, drafter: SpecBlockModel, train_batch: TrainBatch, recipe: Recipe) -> None:
-        self.drafter, self.config, self.recipe = drafter, drafter.config, recipe
+    def __init__(self, learner: SpecBlockLearner, train_batch: TrainBatch) -> None:
+        self.learner, self.recipe = learner, learner.recipe
+        self.drafter, self.config = learner.drafter, learner.drafter.config
         self.batch, self.embed = train_batch.batch, train_batch.embed
         self.target_outputs = train_batch.target_outputs
-        self.rank = train_batch.step >= recipe.rank_from
-        self.label = draft_labels(drafter.t2d, train_batch.batch)
+        self.rank = train_batch.step >= self.recipe.rank_from
+        self.label = draft_labels(self.drafter.t2d, train_batch.batch)
 
     def blocks(self, restart_positions: list[int]) -> list[BlockLoss]:
         """Run block 1 and one more block after each of `restart_positions` (each 1..K), up to the
@@ -130,7 +116,7 @@ class Unroll:
         batch, length = self.batch.tokens.shape
         row = torch.arange(length - 1, device=self.label.device).expand(batch, -1)  # [B, S]
         attend: FirstBlock | NextBlock = FirstBlock(
-            self.batch, self.config.block_size, self.recipe.kernel
+            self.batch, self.config.block_size, self.learner.kernel
         )
         condition = self.drafter.condition(self.target_outputs.hidden[:, :-1].flatten(0, 1))
         # Roots are tokens that the target generated, as in serving.
@@ -188,7 +174,7 @@ class Unroll:
             live.flatten(),
             self.rank,
             self.recipe.valid_prefix,
-            self.recipe.rejected_only,
+            self.learner.rejected_only,
         )
 
 

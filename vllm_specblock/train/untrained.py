@@ -22,14 +22,11 @@ _DRAFT_VOCAB_SIZE = 32000
 def init(
     target_dir: str | os.PathLike[str],
     *,
-    block_size: int = 4,
     num_layers: int = 2,
     draft_vocab_size: int | None = None,
     layer_ids: tuple[int, int, int] | None = None,
     token_counts: Tensor | None = None,
     target_name: str | None = None,
-    qk_norm: bool | None = None,
-    intermediate_size: int | None = None,
     seed: int = 0,
     **choices: Any,
 ) -> SpecBlockModel:
@@ -43,9 +40,8 @@ def init(
         draft_vocab_size: Vd (default: 32000, or all of a smaller vocabulary).
         token_counts: [V], frequencies: the draft vocabulary is then the Vd most frequent tokens,
             else the first Vd ids.
-        qk_norm, intermediate_size: as in DrafterConfig (default: as the target).
         seed: of the weights; the global generator is left alone.
-        choices: further keys of DrafterConfig, such as `block_rope`.
+        choices: further keys of DrafterConfig, such as `block_size`; None: as the target.
 
     Raises:
         CheckpointError: no target there, or one of another architecture; sizes or layers that
@@ -70,15 +66,15 @@ def init(
             "target_hidden_size": size,
             "num_attention_heads": raw["num_attention_heads"],
             **layers_of(raw),
-            "intermediate_size": intermediate_size or raw.get("intermediate_size"),
+            "intermediate_size": raw.get("intermediate_size"),
             "num_hidden_layers": num_layers,
-            "block_size": block_size,
+            "block_size": 4,
             "vocab_size": target.vocab_size,
             "draft_vocab_size": draft_vocab_size,
             "rms_norm_eps": raw.get("rms_norm_eps", 1e-6),
-            "qk_norm": _QK_NORM[family] if qk_norm is None else qk_norm,
+            "qk_norm": _QK_NORM[family],
             "target": target,
-            **choices,
+            **{key: value for key, value in choices.items() if value is not None},
         },
         DrafterConfig,
     )

@@ -76,16 +76,6 @@ def test_roll_back_is_to_the_last_good_version():
     assert back is not None and back.number == 1 == pool.current.number
 
 
-def test_at_most_four_versions_are_kept():
-    pool = Pool(version(0))
-    for number in range(1, 40):
-        pool.offer(version(number))
-        if number % 3 == 0:
-            pool.call_good()
-        assert len(pool.kept) <= 4
-        assert pool.origin in pool.kept and pool.current is pool.kept[0]
-
-
 def test_a_version_that_saves_steps_is_kept_though_most_texts_reach_further_with_the_other():
     """Seven texts in ten: 4.0 tokens a step in place of 3.8; the others 1.5 in place of 1.9."""
     pool = Pool(version(0))

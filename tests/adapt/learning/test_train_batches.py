@@ -8,9 +8,10 @@ from lib.simulation import record_of
 from support.records import HIDDEN, VOCAB, random_record, small_drafter, small_teacher
 
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
+from vllm_specblock.train.config import Recipe
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import EvalSequence, TrainBatch
-from vllm_specblock.train.specblock import Recipe, SpecBlockLearner
+from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target.features import TargetOutputs, target_probs_of
 
 

@@ -19,9 +19,7 @@ from vllm_specblock.adapt.link import folder_link
 from vllm_specblock.adapt.link.finished import Finished
 from vllm_specblock.adapt.link.folder_link import FolderLink, FolderSource, make_shared_folder
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
-from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.drafters.common.checkpoint_files import WEIGHTS
-from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
 
 REQUEST = FinishedRequest(1.5, 7, 19, 0.1 + 0.2)
@@ -162,33 +160,6 @@ def test_too_little_shared_memory_is_one_sentence(tmp_path, monkeypatch, where):
     assert not list(tmp_path.iterdir())
 
 
-def written(pair: Pair, out: Path, seed: int = 0) -> tuple[VersionFolder, str]:
-    """A version of other weights that a person chose."""
-    versions = pair.versions(out)
-    versions.lock()
-    name = versions.write(small_drafter(seed, vocab=VOCAB), {"parent": None})
-    versions.use(name)
-    versions.unlock()
-    return versions, name
-
-
-def test_what_is_current_is_there_at_once(pair, folder):
-    """Before a thread looks: an engine serves it from its first step on."""
-    _, name = written(pair, folder / "versions")
-    link = link_of(pair, folder)
-    found = link.staged()
-    stored = dict(checkpoint.load(folder / "versions" / name).named_parameters())
-    assert (found.number, found.parent, found.action) == (1, 0, Action.FULL)
-    assert all(torch.equal(found.tensors[name], value) for name, value in stored.items())
-    assert link.current() is None
-    link.versions.use(None)
-    delivered = dict(checkpoint.load(pair.drafter).named_parameters())
-    found = staged(link)
-    assert found.number == 0
-    assert torch.equal(found.tensors["lm_head.weight"], delivered["lm_head.weight"])
-    link.close()
-
-
 def test_heads_alone_are_read_where_the_trunk_serves_already(pair, folder):
     versions = pair.versions(folder / "versions")
     versions.lock()
@@ -218,7 +189,10 @@ def test_heads_alone_are_read_where_the_trunk_serves_already(pair, folder):
 
 
 def test_a_version_that_cannot_serve_is_reported_once(pair, folder, caplog):
-    versions, name = written(pair, folder / "versions")
+    versions = pair.versions(folder / "versions")
+    versions.lock()
+    name = versions.write(small_drafter(vocab=VOCAB), {"parent": None})
+    versions.use(name)
     (versions.out / name / WEIGHTS).write_bytes(b"half")
     link = link_of(pair, folder)
     (line,) = [each for each in caplog.messages if "current version" in each]

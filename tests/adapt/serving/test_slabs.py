@@ -13,16 +13,12 @@ from support.slab_traffic import HIDDEN, Engine, serve, serve_late
 from vllm_specblock.adapt.serving.slabs import Slabs
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["host", "late device"])
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 1 << 30), st.integers(1, 120))
-def test_records_are_what_was_said(seed, length):
-    serve(Engine(seed), length)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 1 << 30), st.integers(1, 120))
-def test_records_of_a_device_that_is_behind_are_what_was_said(seed, length):
-    serve_late(seed, length)
+@given(seed=st.integers(0, 1 << 30), length=st.integers(1, 120))
+def test_records_are_what_was_said(late, seed, length):
+    """Late: of a device that is behind."""
+    serve_late(seed, length) if late else serve(Engine(seed), length)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["host", "late device"])

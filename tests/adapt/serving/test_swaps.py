@@ -25,34 +25,32 @@ from support.records import small_drafter
 from vllm_specblock.adapt.serving.swaps import EVERY, Swaps
 
 
-def changes(seen: list[str], begins: str | None = None) -> dict[int, str]:
+def changes(seen: list[str]) -> dict[int, str]:
     """By turn, counted from 1, what serves from then on."""
-    before = [begins or digest_of(0), *seen]
-    return {
-        turn: seen[turn - 1] for turn in range(1, len(before)) if seen[turn - 1] != before[turn - 1]
-    }
+    before = [digest_of(0), *seen]
+    return {turn: now for turn, now in enumerate(seen, 1) if now != before[turn - 1]}
 
 
-def test_a_version_serves_in_the_turn_in_which_all_have_it(tmp_path):
-    """One rank sees it much later; the next one both see between two agreements."""
-    late = [{3: 1, 2 * EVERY + 20: 2}, {EVERY + 6: 1, 3 * EVERY: 2}]
-    first, second = on_both_ranks(scripted, late, 4 * EVERY)
+@pytest.mark.parametrize(
+    ("arrivals", "moments", "refused"),
+    [
+        # One rank sees it much later; the next one both see between two agreements.
+        (
+            ({3: 1, 2 * EVERY + 20: 2}, {EVERY + 6: 1, 3 * EVERY: 2}),
+            {2 * EVERY: 1, 3 * EVERY: 2},
+            [],
+        ),
+        # The first rank reads 1, replaced before the second looked; then both come to 3.
+        (({1: 1, EVERY + 1: 3}, {1: 2, 2 * EVERY + 1: 3}), {3 * EVERY: 3}, []),
+        (({2: 1, 90: 2}, {2: -1, 90: 2}), {2 * EVERY: 2}, [1]),  # one rank refuses it
+    ],
+)
+def test_a_version_serves_in_the_turn_in_which_all_have_it(arrivals, moments, refused):
+    first, second = on_both_ranks(scripted, arrivals, 4 * EVERY)
     assert first.seen == second.seen
-    assert changes(first.seen) == {2 * EVERY: digest_of(1), 3 * EVERY: digest_of(2)}
-    assert first.taken == second.taken == [(2 * EVERY, 1), (3 * EVERY, 2)]
-
-
-def test_versions_that_one_rank_has_and_another_has_not_serve_on_none():
-    """The first rank reads 1, replaced before the second looked; then both come to 3."""
-    arrivals = [{1: 1, EVERY + 1: 3}, {1: 2, 2 * EVERY + 1: 3}]
-    first, second = on_both_ranks(scripted, arrivals, 3 * EVERY)
-    assert first.seen == second.seen and changes(first.seen) == {3 * EVERY: digest_of(3)}
-
-
-def test_what_one_rank_refuses_serves_on_none():
-    first, second = on_both_ranks(scripted, [{2: 1, 90: 2}, {2: -1, 90: 2}], 2 * EVERY)
-    assert first.seen == second.seen and changes(first.seen) == {2 * EVERY: digest_of(2)}
-    assert (first.refused, second.refused) == ([], [1])
+    assert changes(first.seen) == {turn: digest_of(number) for turn, number in moments.items()}
+    assert first.taken == second.taken == list(moments.items())
+    assert (first.refused, second.refused) == ([], refused)
 
 
 def test_a_version_that_one_rank_has_not_prepared_serves_on_none():

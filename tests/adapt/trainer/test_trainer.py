@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -103,32 +103,31 @@ def holds(tensors, found) -> bool:
     return all(torch.equal(tensors[name], each) for name, each in found.tensors.items())
 
 
-def test_what_was_recorded_is_learned_and_reaches_the_engine(pair, engine):
-    both = Both(pair, engine)
-    taken = both.serve(range(32))
-    assert len(taken) >= 4 and both.counts["updates_full"] == len(taken)
-    assert both.counts["versions_offered"] == len(taken)
-    assert [each.number for each in taken] == list(range(1, len(taken) + 1))
-    before, after = checkpoint.load(pair.drafter), served(pair, taken[-1])
-    sequence = pair.teacher.sequence(pair.record(1000))
-    assert depth_along(after, sequence, 2) > depth_along(before, sequence, 2) + 0.3
-    assert both.counts["update_microseconds_full"] > 0
-    assert engine.versions.names() == [f"version-{len(taken):05d}"], "earlier ones are removed"
-    assert wait(lambda: engine.counts["updates_full"] == len(taken))
-
-
-@pytest.mark.parametrize("policy", ["gain", "paper"])
-def test_the_judge_or_the_bandit_lets_versions_serve(pair, engine, policy):
-    both = Both(pair, engine, policy=policy, actions="heads")
-    taken = both.serve(range(60))
-    assert taken and all(set(each.tensors) == HEADS for each in taken)
-    assert both.counts["updates_heads"] > 0 == both.counts["updates_full"]
+@pytest.mark.parametrize(
+    ("policy", "actions", "requests"),
+    [("always", "all", 32), ("gain", "heads", 60), ("paper", "heads", 60)],
+)
+def test_what_was_recorded_is_learned_and_reaches_the_engine(
+    pair, engine, policy, actions, requests
+):
+    both = Both(pair, engine, policy=policy, actions=actions)
+    taken, counts = both.serve(range(requests)), both.counts
+    updates, others = counts["updates_heads"], counts["updates_full"]
+    if actions == "all":
+        updates, others = others, updates
+        assert len(taken) == updates == counts["versions_offered"] >= 4
+        assert [each.number for each in taken] == list(range(1, len(taken) + 1))
+        assert counts["update_microseconds_full"] > 0
+        assert engine.versions.names() == [f"version-{len(taken):05d}"], "earlier ones are removed"
+    assert taken and updates > 0 == others
+    assert all((set(each.tensors) == HEADS) == (actions == "heads") for each in taken)
+    assert wait(lambda: engine.counts[f"updates_{LARGEST[actions]}"] == updates)
+    if policy == "gain":
+        assert counts["judged_requests"] == 60 and counts["judged_gain_millitokens"] > 0
     sequence = pair.teacher.sequence(pair.record(1000))
     before = depth_along(checkpoint.load(pair.drafter), sequence, 2)
-    assert depth_along(served(pair, taken[-1]), sequence, 2) > before
-    if policy != "paper":
-        assert both.counts["judged_requests"] == 60
-        assert both.counts["judged_gain_millitokens"] > 0
+    gain = depth_along(served(pair, taken[-1]), sequence, 2) - before
+    assert gain > (0.3 if policy == "always" else 0)
 
 
 def test_rows_of_another_target_are_dropped(pair, engine):
@@ -200,37 +199,30 @@ def warned(monkeypatch) -> list[str]:
 
 def test_a_trainer_that_is_killed_harms_no_request(pair, keeping, out, warned):
     """Killed twice; serving goes on, another one follows, and then none is started."""
-    engine, draw = keeping, random.Random(1)
+    engine, number, taken = keeping, itertools.count(), []
     process = TrainerProcess(config_of(pair, out=str(out)), engine, waits=(0.01,))
     process.start()
     with pytest.raises(TrainError, match="Another engine or trainer"):
         pair.versions(out).lock()
-    number, taken = 0, []
 
     def request() -> bool:
         """One request; whether a version came. No call waits for the trainer."""
-        nonlocal number
-        given, began = pair.request(number), time.perf_counter()
+        given, began = pair.request(next(number)), time.perf_counter()
         engine.offer(*given)
         found = engine.staged()
         assert time.perf_counter() - began < 0.5
-        number += 1
         if found is not None:
             assert all(torch.isfinite(each).all() for each in found.tensors.values())
             engine.took(found)
             taken.append(found.number)
         return found is not None
 
-    pids = set()
-    for death in range(2):
-        pid = wait(lambda: process.pid not in pids and process.pid)
-        pids.add(pid)
-        if death:
-            wait(request)
-        else:
-            assert wait(lambda pid=pid: os.getpriority(os.PRIO_PROCESS, pid) == 19)
-        time.sleep(0.3 * draw.random())
-        os.kill(pid, signal.SIGKILL)
+    first = wait(lambda: process.pid)
+    assert wait(lambda: os.getpriority(os.PRIO_PROCESS, first) == 19)
+    os.kill(first, signal.SIGKILL)
+    second = wait(lambda: process.pid != first and process.pid)
+    wait(request)
+    os.kill(second, signal.SIGKILL)
     wait(lambda: process.gave_up)
     assert process.pid is None and "serving goes on" in warned[0]
     assert taken == sorted(set(taken)) and engine.counts["trainer_restarts"] == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lib.policies import Fixed, Frozen
 from lib.simulation import Simulation, SimulationConfig, simulate, tau_of
-from lib.streams import AWAY, HOME, make_stream
+from lib.streams import AWAY, HOME, switch
 from support.world import World
 
 from vllm_specblock.adapt.policy.interface import Action, Always, Policy
@@ -25,7 +25,7 @@ def world():
 def run(world, policy: Policy):
     made, drafter, texts = world
     simulation = Simulation(drafter, made.teacher, policy, CONFIG)
-    return simulate(simulation, make_stream("switch", 72, 0), texts)
+    return simulate(simulation, switch(72, 0), texts)
 
 
 def late(found, phase: str = "away") -> float:

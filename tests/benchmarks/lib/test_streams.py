@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from lib.simulation import Served, Simulated, figures, table
-from lib.streams import AWAY, HOME, STREAMS, make_stream, texts_needed
+from lib.streams import AWAY, HOME, STREAMS, texts_needed
 
 
 def test_what_each_stream_is():
-    of = {name: [place.domain for place in make_stream(name, 48, 0)] for name in STREAMS}
+    of = {name: [place.domain for place in make(48, 0)] for name, make in STREAMS.items()}
     assert of["switch"] == [HOME] * 8 + [AWAY] * 32 + [HOME] * 8
     assert sum(of["mixed"]) == 24 and of["mixed"] != [0, 1] * 24
     assert set(of["stationary"]) == {HOME}
     assert sum(of["gradual"][:16]) < 6 < 10 < sum(of["gradual"][-16:])
     assert of["passes"] == of["passes"][:6] * 8
     assert of["ordered"] == [HOME] * 24 + [AWAY] * 24
-    for name in STREAMS:
-        found = make_stream(name, 48, 3)
-        assert len(found) == 48 and found == make_stream(name, 48, 3)
+    for name, make in STREAMS.items():
+        found = make(48, 3)
+        assert len(found) == 48 and found == make(48, 3)
         texts = {(place.domain, place.text) for place in found}
         assert len(texts) == (6 if name == "passes" else 48)  # all texts are new but for passes
         assert sum(texts_needed([found])) == len(texts)

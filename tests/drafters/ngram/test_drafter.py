@@ -23,36 +23,42 @@ ROUNDING = 1 / 64
 """Nats that whole votes and rounded scores may make on a path of a few tokens."""
 
 
-def plain_draft(text: list[int], options: NGramConfig, depth: int) -> dict[tuple, float]:
-    """Every drafted path and its score in nats, by reading the text over and over."""
+def plain_draft(
+    text: list[int], options: NGramConfig, depth: int, earlier: list[int]
+) -> dict[tuple, float]:
+    """Every drafted path and its score in nats, by reading the texts over and over."""
 
-    def match(place: int) -> int:
+    def match(said: list[int], place: int) -> int:
         count = 0
-        while count < options.max_match and count <= place:
-            if text[place - count] != text[-1 - count]:
+        while count < min(options.max_match, place + 1, len(text)):
+            if said[place - count] != text[-1 - count]:
                 break
             count += 1
         return count
 
-    found = [(match(place), place) for place in range(len(text) - 1)]
-    found = sorted((pair for pair in found if pair[0] >= options.min_match), reverse=True)
+    found = [(match(earlier, place), 0, place) for place in range(len(earlier))]
+    found += [(match(text, place), 1, place) for place in range(len(text) - 1)]
+    found = sorted((each for each in found if each[0] >= options.min_match), reverse=True)
     said = []
-    for rank, (matched, place) in enumerate(found[: options.branches], 1):
+    for rank, (matched, own, place) in enumerate(found[: options.branches], 1):
         # Copied one by one, the copy may reach into itself: a period goes on for ever.
         grown = list(text)
         for i in range(depth):
-            grown.append(grown[place + 1 + i])
+            source = grown if own else [*earlier, -1]
+            if source[place + 1 + i] < 0:
+                break
+            grown.append(source[place + 1 + i])
         said.append((rank, matched, tuple(grown[len(text) :])))
 
     scores = {(): 0.0}
     for length in range(1, depth + 1):
-        for path in {path[:length] for _, _, path in said}:
+        for path in {path[:length] for _, _, path in said if len(path) >= length}:
 
             def votes(prefix: tuple, length: int = length) -> float:
                 return sum(
                     VOTE * (matched + length - 1) ** POWER / rank**0.25
                     for rank, matched, other in said
-                    if other[: len(prefix)] == prefix
+                    if other[: len(prefix)] == prefix and len(other) >= length
                 )
 
             trust = votes(path) / (votes(path) + 1)
@@ -62,13 +68,24 @@ def plain_draft(text: list[int], options: NGramConfig, depth: int) -> dict[tuple
     return scores
 
 
-def advanced(batch: list[list[int]], options: NGramConfig, nodes: int, stale=None) -> NGramDrafter:
+def finish(head: NGramDrafter, answer: list[int], prompt: int = 3) -> None:
+    """Let a request end whose text goes on in its slot."""
+    text = torch.tensor([7] * prompt + answer + [9] * 4, dtype=torch.int32)
+    head.finish(text, prompt, torch.tensor(prompt + len(answer)))
+
+
+def advanced(
+    batch: list[list[int]], options: NGramConfig, nodes: int, stale=None, ended=()
+) -> NGramDrafter:
     """A head that took in one step of several requests; their texts lie in scattered slots.
 
     Args:
         stale: [SLOTS, LONGEST] int64, what the slots held before.
+        ended: answers of earlier requests.
     """
     head = NGramDrafter(options, nodes, LONGEST)
+    for answer in ended:
+        finish(head, answer)
     tables = torch.arange(len(batch) * 8).view(len(batch), 8)
     padded = torch.zeros(len(batch), LONGEST, dtype=torch.int64)
     for row, text in enumerate(batch):
@@ -105,31 +122,47 @@ def situations(draw):
         max_match=draw(st.integers(least, 6)),
         depth=draw(st.integers(1, 9)),
         branches=draw(st.integers(1, 7)),
+        earlier_tokens=draw(st.integers(0, 60)),
     )
     seed = draw(st.integers(0, 9))
     stale = torch.randint(vocab, (SLOTS, LONGEST), generator=torch.Generator().manual_seed(seed))
-    return draw(st.lists(text, min_size=1, max_size=4)), options, stale
+    batch, ended = (draw(st.lists(text, min_size=least, max_size=4)) for least in (1, 0))
+    return batch, options, stale, ended
 
 
 @settings(max_examples=150, deadline=None)
 @given(situations())
 def test_drafts_what_a_slow_reading_drafts(situation):
     """Also: other requests' lengths, places and leftovers in a slot make no difference."""
-    batch, options, stale = situation
+    batch, options, stale, ended = situation
     nodes = options.branches * options.depth
-    tree = advanced(batch, options, nodes, stale).draft()
+    head = advanced(batch, options, nodes, stale, ended)
+    tree, earlier = head.draft(), head.earlier.tolist()
     check_invariants(tree, 4, options.depth)
     for request, text in enumerate(batch):
-        expected = plain_draft(text, options, min(options.depth, nodes))
+        expected = plain_draft(text, options, min(options.depth, nodes), earlier)
         assert texts(tree, request) == pytest.approx(expected, abs=ROUNDING)
 
 
 @settings(max_examples=40, deadline=None)
 @given(situations(), st.integers(1, 12))
 def test_a_smaller_budget_is_a_cut(situation, nodes):
-    batch, options, stale = situation
-    whole = advanced(batch, options, 64, stale).draft()
-    assert_same(advanced(batch, options, nodes, stale).draft(), prefix(whole, nodes))
+    whole = advanced(situation[0], situation[1], 64, *situation[2:]).draft()
+    cut = advanced(situation[0], situation[1], nodes, *situation[2:]).draft()
+    assert_same(cut, prefix(whole, nodes))
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=30), max_size=6), st.integers(1, 40))
+def test_the_newest_answers_are_kept(answers, room):
+    """Of an answer longer than the ring, the end."""
+    head = NGramDrafter(NGramConfig(earlier_tokens=room), 20, LONGEST)
+    said = [-1] * room
+    for answer in answers:
+        finish(head, answer)
+        said += [*answer, -1][-room:]
+    assert head.earlier.roll(-int(head.head)).tolist() == said[-room:]
+    head.forget()
+    assert (head.earlier == -1).all()
 
 
 def test_some_requests_draft_as_in_the_whole_batch():

@@ -19,8 +19,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
 from support.engines import (
+    EAGLE3,
     FULL_GRAPHS,
-    ROOT,
     TARGET,
     Engine,
     Output,
@@ -68,7 +68,6 @@ SIZES = {"cudagraph_capture_sizes": [9, 36]}
 GRAPHS = {"enforce_eager": False, "compilation_config": FULL_GRAPHS | SIZES}
 # vLLM's default but for Inductor, whose kernels are compiled.
 PIECEWISE = {"mode": 3, "backend": "eager", "cudagraph_mode": "FULL_AND_PIECEWISE"} | SIZES
-EAGLE3 = {"model": str(ROOT / "examples/two_heads/eagle3")}
 NGRAM = {"kind": "ngram"}
 PROFILED = {
     "kv_cache_memory_bytes": None,

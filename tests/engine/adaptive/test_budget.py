@@ -7,16 +7,17 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from support.engines import make_engine
+from support.engines import note_calls
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.async_utils import StepTimingSample
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
-from vllm_specblock.cpu.host_budget import HostBudgetManager
+from vllm_specblock.cpu.host_budget import HostBudgetManager, padded, sizes
 from vllm_specblock.engine import adaptive
 from vllm_specblock.engine.adaptive import DeviceBudgetManager
 from vllm_specblock.engine.device import Clock
+from vllm_specblock.feedback.controller import Controller
 
 pytestmark = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="on a GPU vLLM's survivals are rounded otherwise"
@@ -34,21 +35,6 @@ def uncompiled(monkeypatch):
     )
 
 
-@pytest.fixture
-def sent(monkeypatch):
-    """What is copied to the device from now on."""
-    found, send = [], adaptive.async_tensor_h2d
-    monkeypatch.setattr(
-        adaptive, "async_tensor_h2d", lambda *args, **to: found.append(args) or send(*args, **to)
-    )
-    return found
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return make_engine({"num_speculative_tokens": NUM_NODES, "enable_adaptive_verification": True})
-
-
 def managers_of(engine, kind: type) -> list:
     """(vLLM's, ours) with the same requests and confidences, each with rows of its own."""
     states = engine.runner.req_states
@@ -61,8 +47,10 @@ def managers_of(engine, kind: type) -> list:
 
 
 @pytest.fixture
-def managers(engine):
-    return managers_of(engine, DeviceBudgetManager)
+def managers(budgeted, monkeypatch):
+    """Costs that ours is given are not the engine's."""
+    monkeypatch.setattr(budgeted.speculator, "controller", Controller(NUM_NODES))
+    return managers_of(budgeted, DeviceBudgetManager)
 
 
 def a_batch(draw: np.random.Generator, steady: bool):
@@ -76,8 +64,9 @@ def a_batch(draw: np.random.Generator, steady: bool):
 
 
 @pytest.mark.parametrize("kind", [DeviceBudgetManager, HostBudgetManager])
-def test_every_batch_as_vllm_does(engine, kind, sent):
-    managers = managers_of(engine, kind)
+def test_every_batch_as_vllm_does(budgeted, kind, monkeypatch):
+    managers = managers_of(budgeted, kind)
+    sent = note_calls(monkeypatch, adaptive, "async_tensor_h2d", lambda *_, **__: "counts")
     draw, changes, before = np.random.default_rng(0), 0, None
     for step in range(36):
         names, drafts, others, slots = a_batch(draw, steady=step % 4 < 2)
@@ -127,6 +116,16 @@ def profiled(manager, per_token: float):
     ]
 
 
+def test_sizes_that_a_cpu_measures_are_those_in_which_steps_come():
+    """One tree, plain steps, and what budgets are padded to, up to a whole tree per request."""
+    found = sizes(12, max_requests=8, max_tokens=4096)
+    rows = (1, 2, 4, 8, 13, 16, 32, 48, 64, 80, 96)
+    assert found == [(n, 1 if n == 13 else min(n, 8)) for n in rows]
+    assert set(padded(np.arange(17, 97)).tolist()) <= {size for size, _ in found}
+    assert max(sizes(60, 256, 4096)) == (512, 256)
+    assert sizes(60, 1, 61) == [(n, 1) for n in (1, 2, 4, 8, 16, 32, 48, 61)]
+
+
 def test_first_costs_are_what_vllm_profiles(managers):
     _, ours = managers
     ours.set_initial_cost_curves(profiled(ours, 0.05))
@@ -155,16 +154,16 @@ class LateClock(Clock):
 
 
 @pytest.mark.parametrize("lag", [0, 7, 10**6])
-def test_a_step_is_learned_from_once_the_device_has_run_it(engine, monkeypatch, lag):
-    manager, clock, seen = engine.runner.adaptive_verification, LateClock(lag), []
-    monkeypatch.setattr(engine.speculator.adaptive, "clock", clock)
+def test_a_step_is_learned_from_once_the_device_has_run_it(budgeted, monkeypatch, lag):
+    manager, clock, seen = budgeted.runner.adaptive_verification, LateClock(lag), []
+    monkeypatch.setattr(manager, "clock", clock)
     monkeypatch.setattr(
         manager.controller, "observe", lambda *step: seen.append((*step, clock.made))
     )
     monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
     monkeypatch.setattr(manager, "_timed", deque())
     manager.all_paused = False
-    engine.generate([list(range(3, 20))], SamplingParams(temperature=0.0, max_tokens=60))
+    budgeted.generate([list(range(3, 20))], SamplingParams(temperature=0.0, max_tokens=60))
     if lag == 10**6:
         assert not seen
         return

@@ -14,7 +14,6 @@ pytest.importorskip("vllm")
 from support.engines import make_engine
 from support.matrix import PROMPTS, Checker, params
 
-from vllm_specblock.config import OptionError
 from vllm_specblock.engine.attention import flash_causal
 from vllm_specblock.engine.attention.backend import TreeAttentionImpl, TreeAttentionMetadata
 
@@ -49,12 +48,6 @@ def test_layer_attends_as_its_options_say(window, soft_cap, cache_dtype):
     batch.query *= 0.25 * SIZE**0.5  # the oracle's scale is another one
     wanted = batch.oracle(window=window, soft_cap=soft_cap or 0.0, **scales)
     torch.testing.assert_close(out.double(), wanted, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("cache_dtype", ["fp8_e5m2", "int8_per_token_head", "nvfp4"])
-def test_other_quantised_caches_are_refused(cache_dtype):
-    with pytest.raises(OptionError, match=cache_dtype):
-        TreeAttentionImpl(HEADS, SIZE, 0.25, KV_HEADS, kv_cache_dtype=cache_dtype)
 
 
 def stand_in_flash(query, key, value, *, window_size=(-1, -1), out=None, **given):

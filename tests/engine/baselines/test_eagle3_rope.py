@@ -1,6 +1,6 @@
-"""RoPE of an EAGLE-3 checkpoint: scores of queries and keys are those of vLLM's own RoPE.
+"""RoPE of an EAGLE-3 checkpoint: angles and factors are vLLM's, which reads the config.json itself.
 
-vLLM reads the config.json itself here: keys that move or are missing must mean the same to both.
+Keys that move or are missing mean the same to both. Scores: test_step_by_step.py.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.transformers_utils.config import get_config
-from vllm_specblock.triton_kernels.layers.rope import rotate_pair
 
-from vllm_specblock.drafters.common.rope import Rotary, rewritten
+from vllm_specblock.drafters.common.rope import inverse_frequencies
 from vllm_specblock.drafters.eagle3.config import from_json
 
-D, HEADS, ROWS = 16, 2, 24
+D = 16
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_attention_heads": HEADS,
+    "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": D,
     "num_hidden_layers": 1,
@@ -76,47 +75,21 @@ def speculators(kind: str, rope: dict) -> dict:
     }
 
 
-def theirs(config, query, key, position):
-    """vLLM's own rotation of query [T, heads, D] and key [T, 1, D]."""
-    parameters = getattr(config, "rope_parameters", None)
-    if parameters is None and config.architectures == ["Eagle3Qwen3ForCausalLM"]:
-        parameters = {"rope_type": "default", "rope_theta": 1e6}  # as its layer does
-    with set_current_vllm_config(VllmConfig()):
-        rope = get_rope(D, 128, rope_parameters=parameters, dtype=torch.float32)
-    turned = rope.forward_native(position, query.flatten(1), key.flatten(1))
-    return turned[0].view_as(query), turned[1].view_as(key)
-
-
 @pytest.mark.parametrize(
     ("kind", "layout"), [("llama", flat), ("qwen3", flat), ("qwen3", speculators)]
 )
 @pytest.mark.parametrize("name", ROPES)
-@torch.no_grad()
-def test_scores_are_those_of_vllm(name, layout, kind, tmp_path):
+def test_angles_are_those_of_vllm(name, layout, kind, tmp_path):
     raw = layout(kind, ROPES[name])
     (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = get_config(str(tmp_path), False)
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters is None and config.architectures == ["Eagle3Qwen3ForCausalLM"]:
+        parameters = {"rope_type": "default", "rope_theta": 1e6}  # as its layer does
+    with set_current_vllm_config(VllmConfig()):
+        wanted = get_rope(D, 128, rope_parameters=parameters, dtype=torch.float32).cos_sin_cache
     shape = from_json(raw, "config.json")
-    torch.manual_seed(0)
-    stored = {}
-    for which, rows in (("q", HEADS * D), ("k", D)):
-        part = f"midlayer.self_attn.{which}_"
-        stored[f"{part}proj.weight"] = torch.randn(rows, 8)
-        stored[f"{part}proj.bias"] = torch.randn(rows)
-        stored[f"{part}norm.weight"] = torch.rand(D) + 0.5
-    state, position = torch.randn(ROWS, 8), torch.randint(0, 100, (ROWS,))
-
-    def projected(tensors):
-        for which in "qk":
-            part = f"midlayer.self_attn.{which}_"
-            out = state @ tensors[part + "proj.weight"].T + tensors[part + "proj.bias"]
-            out = out.unflatten(-1, (-1, D))
-            if shape.qk_norm:
-                out = torch.nn.functional.rms_norm(out, (D,), tensors[part + "norm.weight"], 1e-5)
-            yield out
-
-    query, key = theirs(get_config(str(tmp_path), False), *projected(stored), position)
-    wanted = torch.einsum("ihd,jhd->hij", query, key.expand_as(query))
-    rope = Rotary(shape, shape.rotary_dim)(position, torch.float32)
-    query, key = rotate_pair(*projected(rewritten(stored, shape)), rope)
-    found = torch.einsum("ihd,jhd->hij", query, key.expand_as(query))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    frequency, factor = inverse_frequencies(shape, shape.rotary_dim)
+    angle = torch.arange(100)[:, None] * frequency
+    found = factor * torch.cat([angle.cos(), angle.sin()], 1)
+    torch.testing.assert_close(found, wanted[:100], rtol=1e-4, atol=1e-4)

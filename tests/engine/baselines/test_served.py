@@ -15,11 +15,10 @@ SECOND = {"model": str(DRAFTER)}
     ("kind", "beside"),
     [
         ("falcon", {"second_drafter": SECOND, "draft_policy": "merge"}),
-        ("sps", {"second_drafter": SECOND, "draft_policy": "route"}),
         ("dflash", {"second_drafter": SECOND, "draft_policy": "merge"}),
         ("jetspec", {}),
     ],
-    ids=["Falcon, merged", "SpS, routed", "DFlash, merged", "JetSpec"],
+    ids=["Falcon, merged", "DFlash, merged", "JetSpec"],
 )
 def test_tokens_are_vllms_own_and_drafts_are_accepted(
     kind, beside, tmp_path, reference, monkeypatch
@@ -34,6 +33,4 @@ def test_tokens_are_vllms_own_and_drafts_are_accepted(
             found = engine.generate(ASKED, requests)
             assert_identical(found, reference(name, requests, ASKED))
     count = engine.speculator.counters.as_dict()
-    # Where it is routed, the trained head is surer and drafts most steps.
-    steps = count["chosen_trees_1"] if kind == "sps" else 160
-    assert count["accepted_nodes_1"] > steps / 4, count
+    assert count["accepted_nodes_1"] > 40, count

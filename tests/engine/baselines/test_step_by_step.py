@@ -16,12 +16,11 @@ from support.committed import along_a_chain, own_caches
 from support.engines import TARGET, configure, make_engine, note_calls, record_drafts
 from support.matrix import PROMPTS, params
 
-from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
 from vllm_specblock.drafters.dflash.model import FILES as DFLASH
-from vllm_specblock.drafters.eagle3.checkpoint import FILES as EAGLE3
 from vllm_specblock.drafters.eagle3.config import from_json
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
+from vllm_specblock.drafters.eagle3.model import FILES as EAGLE3
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.options import DFlashConfig, Eagle3Config
 from vllm_specblock.engine.runner.speculator import TreeSpeculator
@@ -102,7 +101,7 @@ def speculators() -> dict:
 
 
 def write(directory: Path, raw: dict, whole: bool) -> None:
-    """whole: with embedding, LM head and mapping, as safetensors; else without, in two .bin."""
+    """whole: with embedding, LM head and mapping; else those of the target serve."""
     torch.manual_seed(0)
     drafter = Eagle3Model(from_json(raw, "config.json"), own_embedding=whole)
     with torch.no_grad():
@@ -113,14 +112,9 @@ def write(directory: Path, raw: dict, whole: bool) -> None:
     named = torch.randperm(shape.vocab_size)[: shape.draft_vocab_size].sort().values
     drafter.d2t.copy_(named - torch.arange(len(named)))
     tensors = {n.replace("midlayer", "layers.0"): t for n, t in drafter.state_dict().items()}
-    if whole:
-        save_file(tensors, directory / "model.safetensors")
-    else:
+    if not whole:
         del tensors["d2t"], tensors["lm_head.weight"]
-        names = sorted(tensors)
-        for part, chosen in enumerate((names[:9], names[9:]), start=1):
-            shard = {name: tensors[name] for name in chosen}
-            torch.save(shard, directory / f"pytorch_model-0000{part}-of-00002.bin")
+    save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(raw))
 
 
@@ -207,11 +201,3 @@ def test_what_is_asked_of_the_target(kind, tmp_path):
     assert draft.eagle_aux_hidden_state_layer_ids == [1, 3, 5, 6]
     (drafter,) = config.specblock.drafters
     assert drafter.kind == kind and drafter.options.depth == 3
-    other = next(each for each in dflash.FOR_TINY_PAIR if each != kind)
-    for wrong, says in (
-        ({"top_k": 3}, f"of a drafter of kind '{kind}'"),
-        ({"kind": other}, f"holds a drafter of kind '{kind}'"),
-        ({"adapt": True}, "adapt"),
-    ):
-        with pytest.raises(OptionError, match=says):
-            configure({"model": str(folder), **wrong})

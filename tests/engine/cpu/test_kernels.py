@@ -21,7 +21,6 @@ from vllm.v1.worker.gpu.sample import (
 )
 
 from vllm_specblock.cpu.kernels import REPLACED
-from vllm_specblock.drafters.common.layers import RMSNorm
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="what runs on a CPU only")
 
@@ -287,17 +286,3 @@ def expand(b):
 def test_before_and_after_a_step(both, batch, kernel, call):
     ours, theirs = both(input_batch, kernel, lambda: call(batch()))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [64, 72])
-def test_drafters_norms_by_vllms_kernel(dtype, width):
-    """Whole vectors, and a width that vLLM's kernel does not take."""
-    norm = RMSNorm(width, 1e-2).to(dtype)
-    torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
-    x = torch.randn(3, 8, width, dtype=dtype)[:, ::2]
-    wanted = norm(x.requires_grad_())  # torch's own
-    with torch.no_grad():
-        near = 2e-6 if dtype == torch.float32 else 8e-3  # one step of bfloat16
-        torch.testing.assert_close(norm(x), wanted, atol=near, rtol=near)
-        assert RMSNorm.loop is not None

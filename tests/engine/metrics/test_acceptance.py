@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import pytest
 from support.engines import Engine, make_engine, note_calls, prompts, record_preemptions
@@ -12,8 +13,8 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
-from vllm_specblock.engine.offline.answering import read_counters
+from vllm_specblock.engine.metrics.acceptance import STEPS, TOKENS, acceptance_length_of
+from vllm_specblock.engine.offline.answering import Answering, read_counters
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 NODES = 12
@@ -81,30 +82,28 @@ def check(seen: Seen) -> None:
 
 
 @pytest.fixture(scope="module", params=["fixed", "adaptive, asynchronous"])
-def engine(request):
+def engine(request, plain):
+    """vLLM's counters are those of the newest engine: `plain` has to be there before.
+
+    Fixed trees have a cache for six requests of 120 tokens, and not of 210.
+    """
     adaptive = request.param != "fixed"
     return make_engine(
         {"num_speculative_tokens": NODES, "enable_adaptive_verification": adaptive},
         per_request_spec_decode_metrics="detailed",
-        async_scheduling="async" in request.param,
+        async_scheduling=adaptive,
+        num_gpu_blocks_override=None if adaptive else 33,
     )
 
 
 fixed_trees = pytest.mark.parametrize("engine", ["fixed"], indirect=True)
-
-
-@pytest.fixture
-def pause(engine, monkeypatch):
-    """Pause or resume drafting from the next step on."""
-    controller = engine.runner.adaptive_verification.controller
-
-    def pause(paused: bool) -> None:
-        monkeypatch.setattr(controller, "drafts", lambda *_: not paused)
-
-    return pause
-
-
 adaptive_trees = pytest.mark.parametrize("engine", ["adaptive, asynchronous"], indirect=True)
+
+
+def pause(engine, monkeypatch, when) -> None:
+    """Pause drafting after the steps for whose number `when` is true."""
+    controller, steps = engine.runner.adaptive_verification.controller, count()
+    monkeypatch.setattr(controller, "drafts", lambda *_: not when(next(steps)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -144,6 +143,27 @@ def test_sequences_and_aborted_requests(engine):
     check(seen)
 
 
+@fixed_trees
+def test_steps_of_an_offline_answer_add_up(engine, plain):
+    answering = Answering.__new__(Answering)
+    answering.llm, answering.stopwatch = engine.llm, None
+    job = {"prompts": [[5, 6, 7, 8] * 3, [9, 10, 11] * 5], "seeds": [3, 4]}
+    job |= {"temperature": 0.8, "max_tokens": 30, "ignore_eos": True}
+    said: list[list[list[int]]] = [[], []]
+    found = answering.answer(job, lambda index, new: said[index].append(new))
+    assert [[token for new in steps for token in new] for steps in said] == found["ids"]
+    assert [len(ids) for ids in found["ids"]] == [30, 30]
+    # A step says all that was accepted in it; the prompt's is not a decode step.
+    steps, counters = sum(map(len, said)) - 2, found["counters"]
+    assert counters[STEPS] == counters[DRAFTS] == steps
+    assert counters[TOKENS] == 60 and counters[ACCEPTED] == 60 - 2 - steps
+    assert acceptance_length_of([counters]) == (60 - 2) / steps
+    assert found["wall"] > 0 and found["cpu"] > 0
+    for other in (engine, plain):
+        answering.llm = other.llm
+        assert answering.answer(job)["ids"] == found["ids"]
+
+
 def count_drafts(output, *_) -> int:
     """Return the drafts that are scheduled in a step."""
     return sum(map(len, output.scheduled_spec_decode_tokens.values()))
@@ -151,8 +171,8 @@ def count_drafts(output, *_) -> int:
 
 @adaptive_trees
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_paused_drafting_schedules_and_counts_no_drafts(engine, pause, monkeypatch, temperature):
-    pause(True)
+def test_paused_drafting_schedules_and_counts_no_drafts(engine, monkeypatch, temperature):
+    pause(engine, monkeypatch, lambda step: True)
     run(engine, params(temperature=temperature, max_tokens=10))
     drafts = note_calls(monkeypatch, engine.core.scheduler, "schedule", count_drafts)
     seen = run(engine, params(temperature=temperature, max_tokens=40))
@@ -164,34 +184,24 @@ def test_paused_drafting_schedules_and_counts_no_drafts(engine, pause, monkeypat
 
 
 @adaptive_trees
-def test_drafting_resumes_after_a_pause(engine, pause, monkeypatch):
+def test_drafting_resumes_after_a_pause(engine, monkeypatch):
     """The same requests get drafts again, and the same tokens."""
     requests = params(temperature=0.0, max_tokens=60)
-    pause(False)
+    pause(engine, monkeypatch, lambda step: False)
     expected = engine.generate(PROMPTS, requests)
-    turn = iter(range(10**6))
-    pause(True)
-    controller = engine.runner.adaptive_verification.controller
-    monkeypatch.setattr(controller, "drafts", lambda *_: not 4 <= next(turn) < 12)
+    pause(engine, monkeypatch, lambda step: 4 <= step < 12)
     drafts = note_calls(monkeypatch, engine.core.scheduler, "schedule", count_drafts)
     answers = engine.generate(PROMPTS, requests)
     assert [a.tokens for (a,) in answers] == [a.tokens for (a,) in expected]
     paused = drafts.index(0, 3)
     assert all(drafts[1:3]) and any(drafts[paused:]), "paused, and drafted again"
     assert drafts[paused:].count(0) >= 7
-    turn = iter(range(10**6))
+    pause(engine, monkeypatch, lambda step: 4 <= step < 12)
     check(run(engine, requests))
 
 
-def test_preempted_requests():
-    crowded = make_engine(
-        {"num_speculative_tokens": NODES},
-        max_num_batched_tokens=96,
-        num_gpu_blocks_override=24,
-        max_model_len=256,
-        per_request_spec_decode_metrics="detailed",
-    )
-    preempted = record_preemptions(crowded)
-    seen = run(crowded, params(temperature=0.0, max_tokens=150))
+@fixed_trees
+def test_preempted_requests(engine):
+    preempted = record_preemptions(engine)
+    check(run(engine, params(temperature=0.0, max_tokens=150)))
     assert preempted
-    check(seen)

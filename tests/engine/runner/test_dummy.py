@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.engines import ROOT, note_calls, shared_engine
+from support.engines import KINDS, note_calls, shared_engine
 from support.matrix import PROMPTS, params
 
-HEADS = {
-    "SpecBlock": {},
-    "route": {"second_drafter": {"model": str(ROOT / "examples/two_heads/eagle3")}},
-}
 
-
-@pytest.fixture(scope="module", params=HEADS)
-def engine(request):
-    return shared_engine({"num_speculative_tokens": 10, **HEADS[request.param]})
+@pytest.fixture
+def engine():
+    return shared_engine({"num_speculative_tokens": 10, **KINDS["route"]})
 
 
 def answers(engine) -> list[list[int]]:
@@ -42,8 +37,8 @@ def advances(engine, monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize(
     "dummy",
-    [{"num_tokens": 40}, {"num_tokens": 33, "uniform_decode": True}, {"num_tokens": 3}],
-    ids=["prompts", "decode", "few"],
+    [{"num_tokens": 40}, {"num_tokens": 33, "uniform_decode": True}],
+    ids=["prompts", "decode"],
 )
 # Without padding, rows follow from verdicts, which are read on the host: a CPU's way.
 @pytest.mark.parametrize("pad", [True] if torch.cuda.is_available() else [False, True])

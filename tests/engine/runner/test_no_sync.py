@@ -8,14 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.engines import KINDS, Engine, make_engine, shared_engine
-from support.host_reads import NoHostReads
+from support.engines import KINDS, Engine, shared_engine
+from support.host_reads import no_host_reads
 from support.matrix import PROMPTS, params
 
-WATCHED = KINDS | {
-    "adaptive": {"enable_adaptive_verification": True},
-    "recorded": {"adapt": {"policy": "watch"}},
-}
+ADAPTIVE = {"enable_adaptive_verification": True, "adapt": {"policy": "watch"}}
+WATCHED = KINDS | {"adaptive, recorded": ADAPTIVE}
 
 STEP = ("propose", "_verify", "prepare_attn")
 """Of the speculator, the sampler and the model state."""
@@ -57,8 +55,7 @@ def assert_steps(engine: Engine, monkeypatch, within, names: Sequence[str]) -> N
 
 @pytest.fixture(scope="module", params=WATCHED)
 def engine(request) -> Engine:
-    make = make_engine if request.param == "adaptive" else shared_engine  # it is changed below
-    engine = make({"num_speculative_tokens": 10, **WATCHED[request.param]})
+    engine = shared_engine({"num_speculative_tokens": 10, **WATCHED[request.param]})
     manager = engine.runner.adaptive_verification
     if manager is not None:  # heads at rest draft nothing that could be watched
         manager.controller.drafts = lambda *_: True
@@ -68,7 +65,7 @@ def engine(request) -> Engine:
 def test_a_step_reads_no_device_value(engine, monkeypatch):
     # As on a device with memory of its own.
     monkeypatch.setattr(engine.speculator, "pad_rows", True)
-    assert_steps(engine, monkeypatch, NoHostReads, [*STEP, "add_request"])
+    assert_steps(engine, monkeypatch, no_host_reads, [*STEP, "add_request"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA alone knows when it waits")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import string
 from pathlib import Path
@@ -47,12 +48,8 @@ def make_target(folder: Path, template: str | None, vocab_size: int = len(TOKENS
 
 def ids_of(text: str) -> list[int]:
     """Token ids of a text with markers, found without the tokenizer."""
-    found = []
-    while text:
-        marker = next((m for m in (START, END, BOS) if text.startswith(m)), text[0])
-        found.append(IDS[marker])
-        text = text[len(marker) :]
-    return found
+    markers = "|".join(map(re.escape, (START, END, BOS)))
+    return [IDS[token] for token in re.findall(f"{markers}|.", text, re.DOTALL)]
 
 
 def text_of(ids: list[int]) -> str:

@@ -27,17 +27,11 @@ def rows_of(
     parts, start, last = [], [0], []
     for request, (first, end) in enumerate(requests):
         position = torch.arange(first, end + padding)
-        real = position < end
         block = tables[request][(position // page).clamp(max=tables.shape[1] - 1)]
+        slot = torch.where(position < end, block * page + position % page, -1)
         index = position.clamp(max=end - 1)
-        parts.append(
-            (
-                states[:, request, index].transpose(0, 1),
-                text[request][index + 1],
-                position,
-                torch.where(real, block * page + position % page, -1),
-            )
-        )
+        state, token = states[:, request, index].transpose(0, 1), text[request][index + 1]
+        parts.append((state, token, position, slot))
         last.append(start[-1] + end - first - 1)
         start.append(start[-1] + len(position))
     of_rows, token, position, kv_slot = (torch.cat(part) for part in zip(*parts))

@@ -1,4 +1,4 @@
-"""Small DFlash and JetSpec drafters: their files, and their arithmetic read plainly."""
+"""Small DFlash and JetSpec drafters: their files, and one block of theirs without a cache."""
 
 from __future__ import annotations
 
@@ -9,30 +9,25 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_specblock.drafters.dflash.config import from_json
 from vllm_specblock.drafters.dflash.model import DFlashModel
 
-# The keys of a published checkpoint's config.json; sizes are ours.
+# Keys of a published checkpoint's config.json; sizes are ours.
 PUBLISHED = {
     "architectures": ["DFlashDraftModel"],
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
     "block_size": 5,
-    "bos_token_id": 1,
     "dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 3, 5]},
     "dtype": "bfloat16",
-    "eos_token_id": 2,
     "head_dim": 8,
     "hidden_act": "silu",
     "hidden_size": 32,
-    "initializer_range": 0.02,
     "intermediate_size": 48,
     "layer_types": ["full_attention", "full_attention"],
     "max_position_embeddings": 2048,
-    "max_window_layers": 2,
     "model_type": "qwen3",
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
@@ -43,7 +38,6 @@ PUBLISHED = {
     "rope_theta": 1000000,
     "sliding_window": None,
     "tie_word_embeddings": False,
-    "use_cache": True,
     "use_sliding_window": False,
     "vocab_size": 64,
 }
@@ -97,47 +91,20 @@ def write(folder: Path, model: DFlashModel, raw: dict[str, Any] = PUBLISHED) -> 
     return folder
 
 
-def plain_logits(
-    weights: dict[str, Tensor], raw: dict[str, Any], head: Tensor, features: Tensor, block: Tensor
-) -> Tensor:
-    """Logits [S, V] of a block [S, H] of embeddings behind a text with features [T, n·H].
-
-    weights: of the checkpoint; head: [V, H], the target's.
-    """
-    size, length = raw["head_dim"], len(features)
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], raw["rms_norm_eps"])
-
-    def project(x: Tensor, name: str) -> Tensor:
-        return linear(x, weights[f"{name}_proj.weight"])
-
-    def turned(x: Tensor, first: int) -> Tensor:  # x [n, heads, D], at positions first, first + 1 …
-        where = torch.arange(first, first + len(x)).float()
-        angle = where[:, None] / raw["rope_theta"] ** (torch.arange(0, size, 2) / size)
-        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-        left, right = x.chunk(2, -1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
-
-    context = norm(linear(features, weights["fc.weight"]), "hidden_norm")
-    sees = torch.ones(len(block), length + len(block), dtype=torch.bool)
-    if raw["dflash_config"].get("causal_head"):
+def plain_logits(model: DFlashModel, features: Tensor, block: Tensor) -> Tensor:
+    """Logits [S, V] of a block [S, H] of embeddings behind a text with features [T, n·H]."""
+    length, size = len(features), len(block)
+    position = torch.arange(length + size)
+    context = list(model.context(features, position[:length]))
+    sees = torch.ones(size, length + size, dtype=torch.bool)
+    if model.config.causal:
         sees = sees.tril(length)
-    state = block
-    for layer in range(raw["num_hidden_layers"]):
-        at, attention = f"layers.{layer}", f"layers.{layer}.self_attn"
-        normed = norm(state, f"{at}.input_layernorm")
-        both = torch.cat([context, normed])
-        query, key, value = (
-            project(x, f"{attention}.{name}").unflatten(-1, (-1, size))
-            for x, name in ((normed, "q"), (both, "k"), (both, "v"))
-        )
-        query = turned(norm(query, f"{attention}.q_norm"), length)
-        key = turned(norm(key, f"{attention}.k_norm"), 0)
-        rows = (x.transpose(0, 1)[None] for x in (query, key, value))
-        mixed = scaled_dot_product_attention(*rows, attn_mask=sees, enable_gqa=True)[0]
-        state = state + project(mixed.transpose(0, 1).flatten(1), f"{attention}.o")
-        normed = norm(state, f"{at}.post_attention_layernorm")
-        gate, up = (project(normed, f"{at}.mlp.{name}") for name in ("gate", "up"))
-        state = state + project(silu(gate) * up, f"{at}.mlp.down")
-    return linear(norm(state, "norm"), head)
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        both = (torch.cat(pair) for pair in zip(context[layer], (key, value)))
+        rows = (x.transpose(0, 1)[None] for x in (query, *both))
+        mixed = scaled_dot_product_attention(*rows, attn_mask=sees, enable_gqa=True)
+        return mixed[0].transpose(0, 1)
+
+    state = DFlashModel.forward(model, block, position[length:], attend)
+    return model.lm_head(model.norm(state))

@@ -27,12 +27,12 @@ class ScriptedHead(Drafter):
         speculator: the engine's, asked for the requests' tokens so far.
     """
 
-    def __init__(self, kind: str, future: dict[tuple[int, ...], list[int]], speculator, seed=0):
+    def __init__(self, kind: str, future: dict[tuple[int, ...], list[int]], speculator):
         self.kind, self.future, self.speculator = kind, future, speculator
         self.num_nodes = speculator.num_speculative_tokens
         self.max_depth = speculator.tree_states.max_depth
         self.slots = torch.zeros(0, dtype=torch.int64)
-        self.draw = random.Random(seed)
+        self.draw = random.Random(0)
         self.vocab = speculator.vocab_size
 
     def advance(self, rows: CommittedTokens) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.records import SIZES
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
@@ -17,17 +19,7 @@ from vllm_specblock.drafters.eagle3.model import Eagle3Model
 def small_eagle3(own_embedding: bool = False, **changes: Any) -> Eagle3Model:
     """Random weights; `changes` of its shape."""
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "target_hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-        "vocab_size": 64,
-        "draft_vocab_size": 40,
-        "rms_norm_eps": 1e-5,
-    }
+    sizes = SIZES | {"vocab_size": 64, "draft_vocab_size": 40, "rms_norm_eps": 1e-5}
     shape = Eagle3Shape(**sizes | changes)
     drafter = Eagle3Model(shape, own_embedding).eval()
     with torch.no_grad():
@@ -38,22 +30,18 @@ def small_eagle3(own_embedding: bool = False, **changes: Any) -> Eagle3Model:
     return drafter
 
 
+@dataclass
 class PlainEagle3:
     """Every state is computed from the whole path before it, row by row.
 
     features: [≥ end, 3·Ht] of the committed text; text: [> end], the root is text[end].
     """
 
-    def __init__(
-        self,
-        drafter: Eagle3Model,
-        embed: Callable[..., Tensor],
-        features: Tensor,
-        text: Tensor,
-        end: int,
-    ):
-        self.drafter, self.embed, self.end = drafter, embed, end
-        self.features, self.text = features, text
+    drafter: Eagle3Model
+    embed: Callable[..., Tensor]
+    features: Tensor
+    text: Tensor
+    end: int
 
     def state(self, path: Sequence[int]) -> Tensor:
         """[H], after the committed text and `path`."""

@@ -8,6 +8,7 @@ kernels on a CPU may.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import linecache
 import sys
@@ -103,14 +104,8 @@ class HostReadOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class NoHostReads:
+@contextlib.contextmanager
+def no_host_reads():
     """A context in which reads of device values by lines of ours raise HostRead."""
-
-    def __enter__(self) -> None:
-        self.modes = [HostReadMethods(), HostReadOps()]
-        for mode in self.modes:
-            mode.__enter__()
-
-    def __exit__(self, *error) -> None:
-        for mode in reversed(self.modes):
-            mode.__exit__(*error)
+    with HostReadMethods(), HostReadOps():
+        yield

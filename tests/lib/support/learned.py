@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from baselines.falcon import Falcon
 from baselines.mask_blocks import DFlash, JetSpec
-from baselines.sps import SmallModel
 from support.engines import TARGET
 
 from vllm_specblock.train.data.batch import Batch
@@ -17,11 +16,9 @@ from vllm_specblock.train.target.features import OnlineTeacher, load_target
 from vllm_specblock.train.untrained import most_frequent
 
 LAYERS, DRAFT_VOCAB = (2, 3, 4), 600
-SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
 MASKS = {"layer_ids": LAYERS, "masks": 4, "mask_token_id": 2047, "num_hidden_layers": 2}
 LEARNERS = {
     "falcon": (Falcon, {"layer_ids": LAYERS, "num_hidden_layers": 1}),
-    "sps": (SmallModel, SMALL | {"hidden_size": 64, "num_hidden_layers": 2}),
     "dflash": (DFlash, MASKS),
     "jetspec": (JetSpec, MASKS),
 }

@@ -32,7 +32,7 @@ def tables_of_target() -> tuple[Tensor, Tensor]:
 def make_drafter(
     kind: str, nodes: int = NODES, lookahead: int | None = None, **options
 ) -> DFlashDrafter:
-    """On a noisy cache: nothing of the noise may be seen."""
+    """A drafter without caches."""
     embedding, head = tables_of_target()
     model = make_model(KINDS[kind])
     model.share_head(head)
@@ -41,7 +41,6 @@ def make_drafter(
         model, lambda ids: embedding[ids], DFlashConfig(**options), nodes, MAX_LEN, lookahead
     )
     assert drafter.kind == kind
-    drafter.bind([torch.randn(20, PAGE, 2, 16).transpose(1, 2) for _ in drafter.cache_layers()])
     return drafter
 
 
@@ -57,25 +56,8 @@ def plain_logprobs(
 ) -> Tensor:
     """[masks, V], what each mask says behind the root text[end]; states [3, n, H], text [n]."""
     embedding, head = tables_of_target()
-    raw = KINDS[kind]
-    weights = {name: weight.detach() for name, weight in make_model(raw).state_dict().items()}
+    model = make_model(KINDS[kind])
+    model.share_head(head)
     features = states.transpose(0, 1).flatten(1)[:end]
-    mask = raw["dflash_config"]["mask_token_id"]
-    block = embedding[torch.tensor([int(text[end]), *[mask] * masks])]
-    logits = plain_logits(weights, raw, head, features, block)
-    return (beta * logits[1:]).log_softmax(-1)
-
-
-def best_paths(logprobs: Tensor, nodes: int = NODES) -> dict[tuple[int, ...], float]:
-    """Path -> score: the likeliest that take a token of each row of `logprobs` [masks, V]."""
-    found: dict[tuple[int, ...], float] = {}
-    level: dict[tuple[int, ...], float] = {(): 0.0}
-    for scores in logprobs:
-        level = {
-            (*path, token): score + float(each)
-            for path, score in level.items()
-            for token, each in enumerate(scores)
-        }
-        level = dict(sorted(level.items(), key=lambda node: -node[1])[:nodes])
-        found |= level
-    return dict(sorted(found.items(), key=lambda node: -node[1])[:nodes])
+    block = embedding[torch.tensor([int(text[end]), *[model.config.mask_token_id] * masks])]
+    return (beta * plain_logits(model, features, block)[1:]).log_softmax(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from support.engines import Engine, Output, assert_identical, make_engine, prompts
 from vllm import SamplingParams
@@ -64,12 +65,12 @@ def to_the_limit(temperature: float) -> list[SamplingParams]:
     ]
 
 
+@dataclass
 class Reference:
     """What an engine without heads gives; everything is generated once."""
 
-    def __init__(self, plain: Engine):
-        self.plain = plain
-        self.known: dict[str, list[list[Output]]] = {}
+    plain: Engine
+    known: dict[str, list[list[Output]]] = field(default_factory=dict)
 
     def __call__(
         self, name: str, requests: list[SamplingParams], texts: Sequence[list[int]] = PROMPTS
@@ -80,11 +81,11 @@ class Reference:
         return self.known[name]
 
 
+@dataclass
 class Checker:
     """Holds engines against expected outputs, and counts the tokens."""
 
-    def __init__(self):
-        self.tokens = 0
+    tokens: int = 0
 
     def __call__(self, engine: Engine, requests, expected, texts=PROMPTS) -> None:
         found = assert_identical(engine.generate(texts, requests), expected)

@@ -22,8 +22,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm_specblock.triton_kernels.attention import cpu_packing
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
+from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.ngram import continuations_numba
-from vllm_specblock.triton_kernels.tree import merge_trees_numba
 
 _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
 
@@ -136,8 +136,8 @@ def recording(graph: RecordedGraph, *args, **kwargs):
         for note, module, name in (
             (recorder.whole, cpu_packing, "store_packed"),
             (recorder.whole, cpu_packing, "move_packed"),
+            (recorder.whole, record_step, "reference"),
             (recorder.made, continuations_numba, "follow_numba"),
-            (recorder.made, merge_trees_numba, "merge_trees_numba"),
         ):
             patch.setattr(module, name, partial(note, getattr(module, name)))
         with _Factories(), recorder:

@@ -14,18 +14,20 @@ from vllm_specblock.drafters.specblock.model import SpecBlockModel
 HIDDEN, VOCAB, DRAFT_VOCAB = 32, 20, 14
 NAMED = torch.tensor([0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15, 17, 19])
 """Target ids of the draft vocabulary."""
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "target_hidden_size": HIDDEN,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+}
 
 
 def small_drafter(seed: int = 3, vocab: int = VOCAB, **changes: Any) -> SpecBlockModel:
     """K = 4, two layers; with another vocabulary every token can be named."""
     torch.manual_seed(seed)
     sizes = {
-        "hidden_size": HIDDEN,
-        "target_hidden_size": HIDDEN,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
         "num_hidden_layers": 2,
         "block_size": 4,
         "vocab_size": vocab,
@@ -33,7 +35,7 @@ def small_drafter(seed: int = 3, vocab: int = VOCAB, **changes: Any) -> SpecBloc
         "rank_topk": 10,
         "target": TargetInfo(hidden_size=HIDDEN, vocab_size=vocab, layer_ids=(2, 3, 4)),
     }
-    config = DrafterConfig(**(sizes | changes))
+    config = DrafterConfig(**(SIZES | sizes | changes))
     drafter = SpecBlockModel(config)
     if vocab == VOCAB:
         drafter.t2d.zero_()[NAMED] = True

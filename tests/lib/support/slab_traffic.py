@@ -51,9 +51,7 @@ class Engine:
         self.draw, self.rows, self.device = random.Random(seed), rows, device
         self.slabs = Slabs(SLOTS + 1, HIDDEN, slabs=SLABS, rows=rows)
         if device is not None:
-            if not isinstance(self.slabs.copies, slabs_module.PinnedSlabs):  # as on a GPU
-                self.slabs.copies = slabs_module.PinnedSlabs(self.slabs.tensors)
-            copies = self.slabs.copies
+            copies = self.slabs.copies = slabs_module.PinnedSlabs(self.slabs.tensors)
             device.own([*self.slabs.tensors, *copies.rows, *copies.sums])
         self.running: dict[int, Plain] = {}
         self.waiting: list[Plain] = []
@@ -79,17 +77,11 @@ class Engine:
         request = self.running[slot] = Plain(number, prompt, cached, self.now, begin)
         if self.draw.random() < 0.2:
             return  # it opted out
-        free = self.free()
+        free = bool(self.slabs.free)
         taken = self.slabs.begin(slot, f"{number}", prompt, cached, self.now, {STOP})
-        assert taken == (free > 0)
+        assert taken == free
         self.seen["no slab"] += not taken
         request.rows = [] if taken else None
-
-    def free(self) -> int:
-        """Free slabs, by the plain lists."""
-        if self.device is not None:
-            return len(self.slabs.free)  # some are on their way to the host
-        return SLABS - sum(each.rows is not None for each in self.running.values())
 
     def leave(self, slot: int) -> None:
         """Stop recording the request in a slot."""
@@ -105,7 +97,8 @@ class Engine:
         for arrival in self.slabs.arrived():
             self.compare(self.left.popleft(), *arrival)
         if self.device is None:
-            assert not self.left and len(self.slabs.free) == self.free()
+            recorded = sum(each.rows is not None for each in self.running.values())
+            assert not self.left and len(self.slabs.free) == SLABS - recorded
         self.seen["on the way"] += bool(self.left)
 
     def compare(self, request: Plain, record, finished, last) -> None:
@@ -148,7 +141,7 @@ class Engine:
             if slot not in crowded:
                 continue
             self.seen["moved early"] += not full
-            room = self.free() > 0
+            room = bool(self.slabs.free)
             assert self.slabs.move_on(slot) == room
             self.seen["moved" if room else "ran out"] += 1
             if room:

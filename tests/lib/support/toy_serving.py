@@ -31,14 +31,12 @@ class Toy:
     Attributes:
         domains: of the requests, in order.
         seconds: that an update of each arm takes from serving.
-        misled: full updates, the first ones, whose judged gain comes out too low.
-        below: by how much, Δτ / τ.
+        misled: full updates, the first ones, whose judged gain comes out 0.06 too low.
     """
 
     domains: Sequence[int]
     seconds: dict[Action, float]
     misled: int = 0
-    below: float = 0.06
 
     def serve(self, policy: Policy, seed: int) -> tuple[float, list[Action]]:
         """(Tokens per second, updates). Texts and luck are the same for every policy."""
@@ -59,7 +57,7 @@ class Toy:
                 if left == 1:
                     wrong = action is Action.FULL and misled > 0
                     misled -= wrong
-                    gain += draw.gauss(-self.below * wrong, NOISE)
+                    gain += draw.gauss(-0.06 * wrong, NOISE)
                     policy.reward(action, gain, self.seconds[action], NOISE)
             if falls.add(request.tau):
                 falls.reset()

@@ -49,7 +49,7 @@ def short_run(folder: Path, **changes) -> TrainConfig:
         "save_every": 3,
         "log_every": 2,
     }
-    return parse(**options | changes)
+    return parse(TrainConfig, **options | changes)
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
@@ -71,9 +71,9 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("drafter."): value for name, value in model.items()}
 
 
-def history(out: Path, log: str = "log.jsonl") -> list[dict]:
+def history(out: Path) -> list[dict]:
     """A run's log without times."""
-    entries = [json.loads(line) for line in (out / "training" / log).open()]
+    entries = [json.loads(line) for line in (out / "training/log.jsonl").open()]
     return [{k: v for k, v in entry.items() if k != "seconds"} for entry in entries]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -84,10 +84,16 @@ def assert_same_tree(
     assert {p: found[p] for p in common} == pytest.approx({p: wanted[p] for p in common}, abs=1e-3)
 
 
-def all_paths(score: list[list[float]]) -> dict[tuple[int, ...], float]:
-    """Path of ranks -> sum of its scores, one of `score[k]` at each depth."""
-    out = {}
-    for depth in range(1, len(score) + 1):
-        for ranks in itertools.product(range(len(score[0])), repeat=depth):
-            out[ranks] = sum(score[k][rank] for k, rank in enumerate(ranks))
-    return out
+def best_paths(scores: Iterable[Iterable[float]], count: int = 1 << 30) -> dict[tuple, float]:
+    """Path → the sum of its scores, one of each row: the `count` best paths of any depth."""
+    found: dict[tuple[int, ...], float] = {}
+    level: dict[tuple[int, ...], float] = {(): 0.0}
+    for row in scores:
+        level = {
+            (*path, token): score + float(each)
+            for path, score in level.items()
+            for token, each in enumerate(row)
+        }
+        level = dict(sorted(level.items(), key=lambda node: -node[1])[:count])
+        found |= level
+    return dict(sorted(found.items(), key=lambda node: -node[1])[:count])

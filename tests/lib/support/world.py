@@ -33,23 +33,23 @@ class World:
         self.head = torch.nn.functional.normalize(self.table, dim=1)
         self.teacher = RecordTeacher(self.table, self.head)
 
-    def sequence(self, domain: int, length: int = 44, prompt: int = 8) -> EvalSequence:
+    def sequence(self, domain: int) -> EvalSequence:
         """A text of a domain, with a leap elsewhere at one token in twenty."""
         token = torch.randint(VOCAB, (1,), generator=self.draw)
         tokens = [token]
-        for _ in range(length - 1):
+        for _ in range(43):
             leap = float(torch.rand(1, generator=self.draw)) < 0.05
             other = torch.randint(VOCAB, (1,), generator=self.draw)
             tokens.append(other if leap else self.after[domain][tokens[-1]])
-        return self.along(torch.cat(tokens), prompt)
+        return self.along(torch.cat(tokens))
 
-    def along(self, text: torch.Tensor, prompt: int = 8) -> EvalSequence:
+    def along(self, text: torch.Tensor) -> EvalSequence:
         """What the target gives of any text."""
         length = len(text)
         noise = 0.1 * torch.randn(length, HIDDEN, generator=self.draw)
         hidden = (self.table[text] + noise) @ self.mix
         return EvalSequence(
-            text, prompt, hidden, 6 * self.head[text.roll(-1)] + noise, self.teacher.embed
+            text, 8, hidden, 6 * self.head[text.roll(-1)] + noise, self.teacher.embed
         )
 
     def random_text(self, length: int = 44) -> torch.Tensor:

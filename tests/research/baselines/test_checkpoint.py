@@ -7,22 +7,23 @@ import json
 import pytest
 import torch
 from baselines.checkpoint import FILES
+from baselines.eagle3 import Eagle3
 from baselines.falcon import Falcon
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
-from baselines.sps import SmallModel
-from support.baseline_batches import DRAFT_VOCAB, SMALL, TARGET_CONFIG, VOCAB, vocabulary
+from safetensors.torch import load_file
+from support.baseline_batches import DRAFT_VOCAB, TARGET_CONFIG, VOCAB, vocabulary
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.detect import kind_of
+from vllm_specblock.drafters.eagle3.model import FILES as EAGLE3
 
 MAKE = {
     "medusa": (Medusa, {}),
     "parallelspec": (ParallelSpec, {"layer_ids": (1, 3, 5)}),
     "falcon": (Falcon, {}),
-    "sps": (SmallModel, SMALL),
 }
 
 
@@ -58,14 +59,29 @@ def test_what_is_saved_is_found_and_loaded(kind, tmp_path):
     assert f"draft vocabulary: {DRAFT_VOCAB} of {VOCAB} target tokens" in shown.output
 
 
-def test_a_small_model_without_a_mapping_names_every_token(tmp_path):
-    learner = saved("sps", tmp_path)
-    (tmp_path / "vocab_mapping.pt").unlink()
-    drafter = FILES.load(tmp_path)
-    assert len(drafter.d2t) == VOCAB and not drafter.d2t.any()
-    drafter.fold()
-    weight = learner.model.embed_tokens.weight.bfloat16().float()
-    assert torch.equal(drafter.lm_head.weight, weight)
+def test_eagle3_is_saved_as_vllm_reads_it(tmp_path):
+    d2t, t2d, named = vocabulary()
+    learner, folder = Eagle3.for_target(TARGET_CONFIG, d2t, t2d, 0), tmp_path / "out"
+    learner.save(folder)
+    learner.save(folder)  # what is there is replaced
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
+    stored = load_file(folder / "model.safetensors")
+    assert (torch.arange(DRAFT_VOCAB) + stored["d2t"]).tolist() == named
+    config = json.loads((folder / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
+    assert config["rope_parameters"]["rope_theta"] == 10000.0
+    loaded = EAGLE3.load(folder)
+    assert loaded.config == learner.config
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, learner.state_dict()[name].bfloat16().to(weight.dtype)), name
+
+
+def test_eagle3_that_names_every_token_is_saved_without_a_mapping(tmp_path):
+    everything = torch.ones(VOCAB, dtype=torch.bool)
+    d2t = torch.zeros(VOCAB, dtype=torch.int64)
+    Eagle3.for_target(TARGET_CONFIG, d2t, everything, 0).save(tmp_path)
+    assert "d2t" not in load_file(tmp_path / "model.safetensors")
+    assert EAGLE3.load(tmp_path).d2t.tolist() == [0] * VOCAB
 
 
 @pytest.mark.parametrize(
@@ -77,9 +93,6 @@ def test_a_small_model_without_a_mapping_names_every_token(tmp_path):
         ("parallelspec", {"intermediate_size": 80}, "but its config.json asks for"),
         ("falcon", {"block_size": 3}, "has 'block_size' = 3, but it must be 1, 2, 4, 8 or 16"),
         ("falcon", {"hidden_size": 30}, "lm_head.weight has shape"),
-        ("sps", {"tie_word_embeddings": False}, "has 'tie_word_embeddings' = False"),
-        ("sps", {"num_hidden_layers": 3}, "lacks model.layers.2."),
-        ("sps", {"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
     ],
 )
 def test_a_config_that_does_not_fit(kind, changes, sentence, tmp_path):

@@ -10,8 +10,7 @@ from baselines.checkpoint import FILES
 from baselines.falcon import Falcon, FalconDrafter
 from baselines.medusa import Medusa, MedusaDrafter
 from baselines.parallelspec import ParallelSpec, ParallelSpecDrafter
-from baselines.sps import SmallModel, SpSDrafter
-from support.baseline_batches import HIDDEN, SMALL, TARGET_CONFIG, VOCAB, embed, vocabulary
+from support.baseline_batches import HIDDEN, TARGET_CONFIG, VOCAB, embed, vocabulary
 from support.committed import advance, rows_of
 from support.trees import assert_same_tree, texts
 
@@ -23,12 +22,11 @@ from vllm_specblock.train.learner import EvalSequence
 PAGE, MAX_LEN, NODES, LAST = 16, 64, 20, 3
 CASES = {
     "medusa": (Medusa, MedusaDrafter, {"num_heads": 3, "num_layers": 2, "budget": NODES}),
-    "parallelspec": (ParallelSpec, ParallelSpecDrafter, {"positions": 4, "budget": NODES}),
-    "falcon, 2": (Falcon, FalconDrafter, {"block": 2, "lstm_layers": 2, "budget": NODES}),
-    "falcon, 4": (Falcon, FalconDrafter, {"block": 4, "forwards": 2, "budget": NODES}),
-    "sps": (SmallModel, SpSDrafter, SMALL),
+    "parallelspec": (ParallelSpec, ParallelSpecDrafter, {"block_size": 4, "budget": NODES}),
+    "falcon, 2": (Falcon, FalconDrafter, {"block_size": 2, "lstm_layers": 2, "budget": NODES}),
+    "falcon, 4": (Falcon, FalconDrafter, {"block_size": 4, "forwards": 2, "budget": NODES}),
 }
-READS = {"medusa": (LAST,), "sps": ()}
+READS = {"medusa": (LAST,)}
 """Which of the states a kind reads where it is not the first three."""
 
 
@@ -38,7 +36,6 @@ def pair(request, tmp_path):
     make, kind, sizes = CASES[request.param]
     d2t, t2d, _ = vocabulary()
     learner = make.for_target(TARGET_CONFIG, d2t, t2d, 0, **sizes).eval()
-    learner.depth = 4  # of a chain
     with torch.no_grad():
         for weight in learner.parameters():
             if weight.dim() == 2:
@@ -53,8 +50,6 @@ def pair(request, tmp_path):
 
 def serve(kind, drafter, nodes: int = NODES, lookahead: int | None = None, **options):
     """A head on noisy caches: nothing of the noise may be seen."""
-    if kind is SpSDrafter:
-        options["depth"] = 4
     head = kind(
         drafter,
         embed,

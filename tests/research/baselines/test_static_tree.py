@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from baselines.static_tree import TreePlan, static_tree
-from support.trees import all_paths, texts
+from support.trees import best_paths, texts
 
 
 def paths_of(parents: list[int], ranks: list[int]) -> list[tuple[int, ...]]:
@@ -23,7 +23,7 @@ def test_static_tree_expects_the_longest_accepted_path(budget):
     hit = torch.tensor([[0.5, 0.1, 0.2], [0.4, 0.0, 0.3], [0.1, 0.3, 0.05]])
     parents, ranks = static_tree(hit, budget)
     found = paths_of(parents, ranks)
-    chances = all_paths(hit.double().log().tolist())
+    chances = best_paths(hit.double().log().tolist())
     reachable = sorted((c for c in chances.values() if c > -math.inf), reverse=True)
     assert len(set(found)) == len(found)
     assert [chances[path] for path in found] == pytest.approx(reachable[:budget])

@@ -155,20 +155,18 @@ def test_a_template_that_forgets_ends_the_conversation(run):
     assert second == first.replace("\na<", "\nc<")
 
 
-def test_raw_prompts(run):
-    lines = [{"prompt": "go "}, {"text": "t"}]
+@pytest.mark.parametrize("how", [{"raw_prompts": True}, {"template": None}])
+def test_raw_prompts(run, how):
     answer = text_of(answer_to(ids_of("<s>go "), 0.0, 8, 0))
-    for out, how in (("a", {"raw_prompts": True}), ("b", {"template": None})):
-        run(out, lines=lines, **how)
-        first = next(iter(shards.read(run.folder / out)))
-        assert text_of(first.tokens.tolist()) == "<s>go " + answer
-        assert text_of(first.tokens[first.loss_mask].tolist()) == answer
+    run(lines=[{"prompt": "go "}, {"text": "t"}], **how)
+    first = next(iter(shards.read(run.folder / "out")))
+    assert text_of(first.tokens.tolist()) == "<s>go " + answer
+    assert text_of(first.tokens[first.loss_mask].tolist()) == answer
 
 
 def test_a_folder_of_another_run_is_refused(run):
     run()
     for changes, said in (
-        ({"max_length": 199}, "was begun with max_length = 200, not 199"),
         ({"temperature": (1.0,)}, r"was begun with temperature = \[0.0\], not \[1.0\]"),
         ({"lines": LINES[:-1]}, "was begun with different input"),
     ):

@@ -85,7 +85,6 @@ def test_wrong_inputs_are_one_sentence(tmp_path):
     (tmp_path / "torn.safetensors").write_bytes(b"\x10\x00")
     safetensors.torch.save_file({"ids": torch.ones(2)}, tmp_path / "other.safetensors")
     for name, reason in {
-        "missing": "no training data",
         "empty": r"no data\.json",
         "torn": r"data\.json is damaged, but must be a JSON object with shards",
         "a.jsonl": "is neither a folder",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support import committed
@@ -40,11 +42,6 @@ def with_sequence(drafter):
     )
 
 
-@pytest.fixture
-def scene():
-    return lambda **changes: with_sequence(small_drafter(**changes))
-
-
 @torch.no_grad()
 def trees_like_served(draft, head, caches, sequence):
     """Yield every tree of `draft` with its texts: those of a greedy request of the head, which is
@@ -59,52 +56,41 @@ def trees_like_served(draft, head, caches, sequence):
         yield tree, found
 
 
+def eagle3(own_embedding: bool = False):
+    return small_eagle3(own_embedding, vocab_size=VOCAB, draft_vocab_size=14)
+
+
 @pytest.mark.parametrize(
-    ("options", "nodes", "changes"),
+    ("model", "options", "nodes"),
     [
-        ({}, 60, {}),
-        ({"calibrate_drafts": False}, 60, {}),
-        (WIDE, 60, {"block_rope": "path"}),
-        ({"num_blocks": 3}, 5, {}),  # fewer slots than starts
+        (small_drafter, SpecBlockConfig(), 60),
+        (small_drafter, SpecBlockConfig(calibrate_drafts=False), 60),
+        (partial(small_drafter, block_rope="path"), SpecBlockConfig(**WIDE), 60),
+        (small_drafter, SpecBlockConfig(num_blocks=3), 5),  # fewer slots than starts
+        (partial(eagle3, True), Eagle3Config(), 60),
+        (eagle3, Eagle3Config(depth=4, top_k=3), 20),
+        (eagle3, Eagle3Config(), 5),  # fewer slots than levels times rows
     ],
 )
-def test_specblock_drafts_what_serving_drafts(scene, options, nodes, changes):
-    drafter, sequence = scene(**changes)
-    options = SpecBlockConfig(**options)
+def test_it_drafts_what_serving_drafts(model, options, nodes):
+    drafter, sequence = with_sequence(model())
     calibration = DraftCalibration("cpu") if options.calibrate_drafts else None
     draft = draft_trees(drafter, sequence, serving_shape(drafter, options, nodes), calibration)
-    head = SpecBlockDrafter(drafter, sequence.embed, options, nodes, max_model_len=96)
-    caches = [torch.randn(PAGES + 1, PAGE * 4, 2, 16).transpose(1, 2) for _ in range(2)]
-    assert len(list(trees_like_served(draft, head, caches, sequence))) == len(ROOTS)
+    levels = isinstance(options, Eagle3Config)
+    kind, layers, entries = (Eagle3Drafter, 1, 1) if levels else (SpecBlockDrafter, 2, 4)
+    head = kind(drafter, sequence.embed, options, nodes, max_model_len=96)
+    caches = [torch.randn(PAGES + 1, PAGE * entries, 2, 16).transpose(1, 2) for _ in range(layers)]
+    for tree, found in trees_like_served(draft, head, caches, sequence):
+        if levels:  # a level is a forward
+            size = int(tree.size[0])
+            assert draft.forwards().tolist()[:size] == [len(text) for text in found]
+            assert not draft.forwards()[size:].any()
     if calibration is not None:
         assert calibration.trees.tolist() == [len(ROOTS) - 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("options", "nodes", "own_embedding"),
-    [
-        ({}, 60, True),
-        ({"depth": 4, "top_k": 3}, 20, False),
-        ({}, 5, False),  # fewer slots than levels times rows
-    ],
-)
-def test_eagle3_drafts_what_serving_drafts(options, nodes, own_embedding):
-    drafter = small_eagle3(own_embedding, vocab_size=VOCAB, draft_vocab_size=14)
-    drafter, sequence = with_sequence(drafter)
-    options = Eagle3Config(**options)
-    calibration = DraftCalibration("cpu") if options.calibrate_drafts else None
-    draft = draft_trees(drafter, sequence, serving_shape(drafter, options, nodes), calibration)
-    head = Eagle3Drafter(drafter, sequence.embed, options, nodes, max_model_len=96)
-    caches = [torch.randn(PAGES + 1, PAGE, 2, 16).transpose(1, 2)]
-    for tree, found in trees_like_served(draft, head, caches, sequence):
-        # A level is a forward.
-        size = int(tree.size[0])
-        assert draft.forwards().tolist()[:size] == [len(text) for text in found]
-        assert not draft.forwards()[size:].any()
-
-
-def test_a_chain_is_the_best_token_of_every_position(scene):
-    drafter, sequence = scene()
+def test_a_chain_is_the_best_token_of_every_position():
+    drafter, sequence = with_sequence(small_drafter())
     tree = draft_trees(drafter, sequence, chain_shape(drafter, 3))(9)
     assert tree.parent[0].tolist() == list(range(12))
     wide = draft_trees(drafter, sequence, TreeShape(4, 3, 1, (5, 5, 5, 5), 200))(9)

@@ -7,19 +7,16 @@ import json
 
 import pytest
 import torch
-from support.targets import tiny_target
 
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.eval.chain import ChainFigures, bucket_figures, chain_along
 from vllm_specblock.train.eval.drafting import draft_trees
-from vllm_specblock.train.eval.evaluate import evaluate, sequences_from, shapes_of
+from vllm_specblock.train.eval.evaluate import evaluate, shapes_of
 from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import EvalSequence
-from vllm_specblock.train.target.answers import continue_prompts
 
 K, PROMPT, LENGTH = 4, 5, 90
-target = pytest.fixture(tiny_target)
 
 
 @pytest.fixture
@@ -130,24 +127,3 @@ def test_figures_of_several_trees_in_one_pass(scene, temperature):
         assert trees["tree of 12"].sharpness != trees["tree of 30"].sharpness
     text = json.dumps(figures.as_json(), allow_nan=False)
     assert json.loads(text)["chain"]["rank"][0].keys() == {"frequency", "precision", "recall", "f1"}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_scripts_are_the_targets_texts_and_states(target, temperature):
-    prompts = [torch.randint(20, (length,)) for length in (3, 6)]
-    torch.manual_seed(7)
-    before = torch.get_rng_state()
-    how = {"temperature": temperature, "seed": 4}
-    sequences = list(sequences_from(target, prompts, 9, layer_ids=(1, 2, 4), **how))
-    assert torch.equal(torch.get_rng_state(), before)
-    for sequence, prompt, text in zip(
-        sequences, prompts, continue_prompts(target, prompts, 9, **how)
-    ):
-        assert sequence.tokens.tolist() == text.tolist() and sequence.prompt == len(prompt)
-        out = target(input_ids=text[None], output_hidden_states=True)
-        states = torch.cat([out.hidden_states[i][0] for i in (1, 2, 4)], dim=-1)
-        torch.testing.assert_close(sequence.hidden, states)
-        torch.testing.assert_close(target.lm_head(sequence.last), out.logits[0])
-        ids = torch.tensor([3, 1])
-        assert torch.equal(sequence.embed(ids), target.get_input_embeddings().weight[ids])

@@ -37,8 +37,9 @@ def test_an_answer_ends_with_its_end_of_sequence(target):
 @torch.no_grad()
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_sampled_answers_follow_the_targets_law(target, temperature):
-    prompt, count = torch.tensor([3, 4, 5]), 2000
+    prompt, count, before = torch.tensor([3, 4, 5]), 2000, torch.get_rng_state()
     texts = continue_prompts(target, [prompt] * count, 1, temperature=temperature, batch=count)
+    assert torch.equal(torch.get_rng_state(), before)
     drawn = torch.stack(texts)[:, -1].bincount(minlength=20)
     expected = count * (target(prompt[None]).logits[0, -1] / temperature).softmax(-1)
     assert ((drawn - expected).square() / (expected + 1)).sum() < 45  # χ² of 19: 0.1 %

@@ -18,15 +18,15 @@ from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     later_block_metadata,
 )
 from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
+from vllm_specblock.triton_kernels.tree.select_tree import Candidates
 
-from vllm_specblock import candidates
-from vllm_specblock.candidates import NEVER, extend_hash, keep, rank_key, select
+from vllm_specblock.candidates import NEVER, extend_hash, rank_key, select
 from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.tree import DraftTree
 
 
-def scattered(requests: int, count: int, vocab: int, seed: int) -> tuple:
+def scattered(requests: int, count: int, vocab: int, seed: int) -> tuple[Candidates, int]:
     """Candidates under random parents, on a grid of scores: ties, twins and unwanted ones."""
     draw = torch.Generator().manual_seed(seed)
     each = torch.arange(requests)
@@ -42,7 +42,7 @@ def scattered(requests: int, count: int, vocab: int, seed: int) -> tuple:
         path_hash[:, c] = extend_hash(path_hash[each, up], token[:, c])
     key = rank_key(score, depth * DEPTH_ONE + torch.arange(count))
     key[:, 0] = 0
-    return (token, parent, score, key, path_hash), int(depth.max())
+    return Candidates(token, parent, score, key, path_hash), int(depth.max())
 
 
 def certain_block(*args):
@@ -61,12 +61,11 @@ def test_select_equals_torch(kernels, count, vocab, budget, seed):
     fields, depth = scattered(2, count, vocab, seed)
     launch = kernels.load("select_tree").select_triton
     for joins in (True, False):
-        chosen = fields if joins else (*fields[:-1], None)
-        wanted = select.reference(*chosen, budget, max(1, depth))
-        got = launch(*on(kernels.device, chosen), budget, max(1, depth))
+        chosen = fields if joins else fields._replace(path_hash=None)
+        wanted, node = select.reference(chosen, budget, max(1, depth))
+        got = launch(on(kernels.device, chosen), budget, max(1, depth))
         assert_same_tree(got, wanted)
-        *_, key, path_hash = fields
-        live, node = key < CLOSED, keep(key, path_hash if joins else None, budget)[1]
+        live = fields.key < CLOSED
         assert torch.equal(got.node.cpu()[live], node[live])
 
 
@@ -77,12 +76,12 @@ def test_select_equals_torch(kernels, count, vocab, budget, seed):
 )
 def test_select_takes_views_of_wider_rows(kernels, requests, count, budget):
     fields, depth = scattered(3, count, 3, 2)
-    fields = [x[:requests] for x in fields]
-    wanted = select.reference(*fields, budget, depth)
+    fields = Candidates._make(x[:requests] for x in fields)
+    wanted, _ = select.reference(fields, budget, depth)
     assert requests != 1 or wanted.size[0] == budget
-    views = on(kernels.device, [wide(x, other=1) for x in fields])
+    views = on(kernels.device, Candidates._make(wide(x, other=1) for x in fields))
     launch = kernels.load("select_tree").select_triton
-    assert_same_tree(launch(*views, budget, depth), wanted)
+    assert_same_tree(launch(views, budget, depth), wanted)
 
 
 def test_select_tells_siblings_apart_by_their_low_bits(kernels):
@@ -93,9 +92,9 @@ def test_select_tells_siblings_apart_by_their_low_bits(kernels):
     key = rank_key(score, torch.arange(count) + DEPTH_ONE)
     key[:, 0] = 0
     path_hash = extend_hash(torch.tensor(ROOT_HASH), token)
-    fields = (token, torch.zeros_like(token), score, key, path_hash)
+    fields = Candidates(token, torch.zeros_like(token), score, key, path_hash)
     launch = kernels.load("select_tree").select_triton
-    assert launch(*on(kernels.device, fields), 256, 1).size.tolist() == [count - 1]
+    assert launch(on(kernels.device, fields), 256, 1).size.tolist() == [count - 1]
 
 
 SHAPES = st.builds(
@@ -155,7 +154,7 @@ def test_growth_equals_torch(kernels, shape, make, requests, seed):
 def test_too_large_a_budget_is_refused_before_any_launch():
     fields, depth = scattered(1, 8, 3, 0)
     with pytest.raises(ValueError, match="at most 256 nodes, and 257 were given"):
-        candidates.select(*fields, 257, depth)
+        select(fields, 257, depth)
 
 
 # ---- What the rows of each block see ----

@@ -41,13 +41,13 @@ SHAPES = [
     ("dtype", "spread"), [(torch.bfloat16, False), (torch.float32, True)], ids=str
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_records_as_torch(forms, dtype, shape, spread):
+def test_records_as_torch(kernels, dtype, shape, spread):
     slabs, rows, hidden, slots, requests, nodes = shape
     for seed in range(2):
         made = some_slabs(seed, slabs, rows, hidden, slots, dtype)
         step = some_step(seed, made, requests, nodes, spread=spread, fillers=seed)
-        mine = on(forms.device, made)
-        forms.load("record_step").record_step_triton(mine, on(forms.device, step))
+        mine = on(kernels.device, made)
+        kernels.load("record_step").record_step_triton(mine, on(kernels.device, step))
         record_step.reference(made, step)
         assert_equal(mine, made)
 

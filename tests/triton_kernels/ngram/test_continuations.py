@@ -15,8 +15,8 @@ SLOTS = 5
 STEP = 1 / 1024  # of scores, which logarithms of another kind may round the other way
 
 
-def table_of(lengths: list[int], vocab: int, width: int, device) -> Texts:
-    """Random texts in scattered rows of a wider table that is full of them."""
+def table_of(lengths: list[int], vocab: int, width: int, device, earlier: int = 0) -> Texts:
+    """Random texts in scattered rows of a wider table that is full of them; earlier ones."""
     draw = torch.Generator().manual_seed(width + vocab)
     table = torch.randint(vocab, (SLOTS, width + 7), generator=draw, dtype=torch.int32)
     count = len(lengths)
@@ -25,8 +25,9 @@ def table_of(lengths: list[int], vocab: int, width: int, device) -> Texts:
     known[:, 1] = 2 * torch.arange(count)
     position = torch.full((2 * count, 2), 3)
     position[::2, 0] = torch.tensor(lengths) - 2
-    table, known, position = (x.to(device) for x in (table, known, position))
-    return Texts(table[:, :width], known[:, 0], position[:, 0], known[:, 1])
+    before = torch.randint(-1, vocab, (earlier,), generator=draw, dtype=torch.int32)
+    table, known, position, before = (x.to(device) for x in (table, known, position, before))
+    return Texts(table[:, :width], known[:, 0], position[:, 0], known[:, 1], before)
 
 
 def head_on(known: Texts, options: NGramConfig, nodes: int) -> NGramDrafter:
@@ -41,6 +42,7 @@ def launched(kernels, known: Texts, head: NGramDrafter) -> DraftTree:
     return DraftTree(*(getattr(made, name).cpu() for name in DraftTree.TENSORS))
 
 
+@pytest.mark.parametrize("earlier", [0, 1, 1030])
 @pytest.mark.parametrize(
     ("options", "vocab", "width"),
     [
@@ -54,10 +56,10 @@ def launched(kernels, known: Texts, head: NGramDrafter) -> DraftTree:
     ],
     ids=str,
 )
-def test_as_the_loop(kernels, options, vocab, width):
+def test_as_the_loop(kernels, options, vocab, width, earlier):
     """Everything that is drafted at all: a budget would cut where scores are all but equal."""
     lengths = [width, max(1, width // 2), 1, min(2, width), max(1, width - 5)]
-    known = table_of(lengths, vocab, width, kernels.device)
+    known = table_of(lengths, vocab, width, kernels.device, earlier)
     head = head_on(known, options, min(256, options.branches * options.depth))
     wanted, made = head.draft(), launched(kernels, known, head)
     for name in DraftTree.TENSORS:
@@ -70,12 +72,13 @@ def test_as_the_loop(kernels, options, vocab, width):
         assert torch.equal(getattr(made, name), getattr(again, name)), name
     assert (made.logprob[:, 1:] <= made.logprob[:, :-1]).all()
     assert wanted.size[0] > 0 or width == 1, "nothing was drafted"
+    assert wanted.size[2] > 0 or earlier < 2 or options.min_match > 1, "a text of one token"
 
 
 @pytest.mark.parametrize("length", [1025, 1026, 2048, 3000])
 def test_many_stretches(kernels, length):
     """A text of several programs: matches across their edges, and a stretch without any."""
-    known = table_of([length], 2000, 3000, kernels.device)
+    known = table_of([length], 2000, 3000, kernels.device, 500)
     table = known.table[known.row[0]]
     motif = torch.arange(5000, 5012, dtype=torch.int32, device=table.device)
     for end in (10, 700, 1030, length):  # only its beginning, where the table's rows begin

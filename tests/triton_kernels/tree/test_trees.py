@@ -1,4 +1,4 @@
-"""Trees are merged in one launch, as by the loop for CPUs, and stored in one, as by torch."""
+"""Trees are merged in one launch, or by the loop for CPUs, and stored in one, as by torch."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def slices(tree: DraftTree, device: torch.device) -> DraftTree:
 @pytest.mark.parametrize(
     ("count", "ours", "theirs"), [(0, 5, 5), (5, 1, 1), (3, 60, 60), (3, 7, 40), (2, 256, 256)]
 )
-def test_merges_as_the_loop(kernels, count, ours, theirs, how):
-    launch = kernels.load("merge_trees").merge_trees_triton
+def test_merges_as_torch(forms, count, ours, theirs, how):
+    launch = forms.load("merge_trees").merge_trees_triton
     first, second = random_trees(count, ours, 2), random_trees(count, theirs, 2, seed=theirs + 1)
     depth = max(int(x.depth[x.parent >= 0].max()) for x in (first, second)) if count else 1
     for budget in sorted({min(ours + 3, 256), min(ours + theirs, 256)}):
         wanted, agreed = merge(first, second, how, budget, depth)
-        both = (slices(tree, kernels.device) for tree in (first, second))
+        both = (slices(tree, forms.device) for tree in (first, second))
         made, origin, same = launch(*both, how == "trie", budget, depth)
         assert_equal(*([getattr(x, name) for name in DraftTree.TENSORS] for x in (made, wanted)))
         assert_equal((origin, same), (wanted.origin, agreed))

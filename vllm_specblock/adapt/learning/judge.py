@@ -30,6 +30,9 @@ SURE, GROWTH = 1.0, 0.25
 the compared versions: one in six equal versions is a standard error ahead by chance. After sixteen
 it takes two."""
 
+NEWEST = 8
+"""Records of each part of the book to judge by."""
+
 _SIBLING = 1
 """The rank bucket of second to fourth choices; 0 is the first."""
 
@@ -47,16 +50,11 @@ def depth_along(drafter: SpecBlockModel, sequence: EvalSequence, blocks: int) ->
 
 
 class Judge:
-    """Depths of versions on records; each pair is computed once.
+    """Depths of versions on records; each pair is computed once. blocks: M of the chains."""
 
-    blocks: M of the chains; most: newest records of each part of the book to judge by.
-    """
-
-    def __init__(
-        self, drafter: SpecBlockModel, teacher: RecordTeacher, blocks: int, most: int = 8
-    ) -> None:
+    def __init__(self, drafter: SpecBlockModel, teacher: RecordTeacher, blocks: int) -> None:
         self.drafter = copy.deepcopy(drafter).requires_grad_(False)
-        self.teacher, self.blocks, self.most = teacher, blocks, most
+        self.teacher, self.blocks = teacher, blocks
         self._holds: Version | None = None
         self._known: WeakKeyDictionary[Record, dict[int, float]] = WeakKeyDictionary()
 
@@ -77,20 +75,15 @@ class Judge:
         return steps_of(self.depth(version, record))
 
     def difference(self, version: Version, other: Version, book: Book) -> float:
-        """Return the mean of d = version − other over the judged records, recent and old with equal
-        weight, tokens per row; NaN: there is no judged record."""
+        """Return the mean of version − other over recent and old judged records, with equal weight,
+        tokens per row; NaN: there is none."""
         parts = self._parts(lambda each: self.depth(version, each) - self.depth(other, each), book)
         return fmean(map(fmean, parts)) if parts else math.nan
 
     def is_better(self, version: Version, other: Version, book: Book, count: int = 1) -> bool:
         """Return whether a version saves steps by more than chance, on the recent and the old
-        judged records with equal weight.
-
-        Without a real gain, half of all updates look better on a few texts.
-
-        Args:
-            count: versions compared on texts of this domain, this one included.
-        """
+        judged records with equal weight. count: versions compared on texts of this domain, this
+        one included."""
         saved = self._parts(lambda each: self.steps(other, each) - self.steps(version, each), book)
         return is_sure(saved, SURE * count**GROWTH)
 
@@ -98,7 +91,7 @@ class Judge:
         """Values of the recent and of the old judged records, without empty lists."""
         found = []
         for part in (book.recent.records, book.old.records):
-            newest = part[-self.most :]
+            newest = part[-NEWEST:]
             found.append([each for each in map(measure, newest) if not math.isnan(each)])
         return [each for each in found if each]
 
@@ -148,11 +141,8 @@ def steps_of(depth: float) -> float:
 
 
 def is_sure(parts: Sequence[Sequence[float]], errors: float = SURE) -> bool:
-    """Return whether the mean of the parts' means is above 0 by so many standard errors.
-
-    Args:
-        parts: paired differences. Their spread is pooled, so a part may hold a single one.
-    """
+    """Return whether the mean of the parts' means is above 0 by so many standard errors. The spread
+    of these paired differences is pooled, so a part may hold a single one."""
     degrees = sum(len(part) - 1 for part in parts)
     if not degrees:
         return False

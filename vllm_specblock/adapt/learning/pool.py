@@ -48,14 +48,13 @@ class Pool:
         returns: numbers of restored versions.
     """
 
-    def __init__(self, origin: Version, switch: float = SWITCH, good: float = GOOD) -> None:
+    def __init__(self, origin: Version) -> None:
         self.origin = self.good = self.current = origin
         self.earlier: Version | None = None
         self.returns: list[int] = []
-        self._switch = switch
         self._tenure = Counter[int]()  # judged texts through which a version was the good one
         self._against: dict[int, BettingEvidence] = {}
-        self._gain = BettingEvidence(good)
+        self._gain = BettingEvidence(GOOD)
         self._usual = SlowMean(USUAL)  # steps per token of what served
 
     @property
@@ -70,17 +69,15 @@ class Pool:
         self._forget_others()
 
     def judge(self, steps: Mapping[int, float]) -> Version | None:
-        """Learn from one fresh text; return the version to serve from now on, None: no change.
-
-        steps: steps per token of each kept version, by number; NaN: unknown.
-        """
+        """Learn from one fresh text's steps per token of each kept version, by number (NaN:
+        unknown); return the version to serve from now on, None: no change."""
         mine = steps[self.current.number]
         if math.isnan(mine):
             return None
         self._usual.add(mine)
         self._tenure[self.good.number] += 1
         for other in self.kept[1:]:
-            evidence = self._against.setdefault(other.number, BettingEvidence(self._switch))
+            evidence = self._against.setdefault(other.number, BettingEvidence())
             evidence.add((steps[other.number] - mine) / self._usual.value)
         gained = (mine - steps[self.good.number]) / self._usual.value
         if self.good is not self.current and self._gain.add(gained):
@@ -88,7 +85,7 @@ class Pool:
         if len(self.kept) == 1:
             return None
         best = max(self.kept[1:], key=lambda other: self._against[other.number].wealth)
-        enough = self._against[best.number].wealth >= self._switch
+        enough = self._against[best.number].wealth >= SWITCH
         return self._go_back(best) if enough else None
 
     def call_good(self) -> None:

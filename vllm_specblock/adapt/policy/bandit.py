@@ -10,6 +10,15 @@ from vllm_specblock.adapt.policy.interface import EVERY, Action, Decision, Finis
 
 ARMS = (Action.HEADS, Action.FULL)
 
+ALPHA = 0.10
+"""Weight of a new value in the EWMAs [SpecBlock, eq. 10]."""
+
+INTERVAL = 8
+"""N, requests of a measurement and of a window of τ [SpecBlock, A.3]."""
+
+LEAST_SIGNAL = 5.0
+"""s_min [SpecBlock, A.3]: updates below it are not measured."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -55,12 +64,9 @@ class Bandit(Policy):
         """Return the arm of a request."""
 
     @abstractmethod
-    def began(self, action: Action, buffered: list[FinishedRequest]) -> None:
-        """Record that these requests started an update; the last one filled the buffer."""
-
-    def arm_of(self, pushed: Action, buffered: list[FinishedRequest]) -> Action:
-        """Return the arm of a full buffer's update."""
-        return pushed
+    def begin(self, pushed: Action, buffered: list[FinishedRequest]) -> Action:
+        """Begin an update with these requests, of which the last filled the buffer of arm `pushed`;
+        return the arm of the update."""
 
     def decide(self, request: FinishedRequest) -> Decision:
         blocked = self._blocked > 0
@@ -74,10 +80,8 @@ class Bandit(Policy):
             return Decision(action)
         full = list(buffered)
         buffered.clear()
-        action = self.arm_of(action, full)
         self._blocked, self.events = self.schedule.cooldown, self.events + 1
-        self.began(action, full)
-        return Decision(action, update=True)
+        return Decision(self.begin(action, full), update=True)
 
 
 class PaperBandit(Bandit):
@@ -87,10 +91,7 @@ class PaperBandit(Bandit):
     A new update within that interval replaces it.
 
     Args:
-        seed: seed of the exploration.
-        alpha: weight of the EWMA [SpecBlock, eq. 10].
-        least_signal: s_min; updates below it are not measured.
-        interval: N, requests of a measurement and of a window of τ.
+        seed: of the exploration.
 
     Attributes:
         values: v of each arm.
@@ -98,20 +99,12 @@ class PaperBandit(Bandit):
 
     gated = False
 
-    def __init__(
-        self,
-        schedule: Schedule | None = None,
-        seed: int = 0,
-        alpha: float = 0.10,
-        least_signal: float = 5.0,
-        interval: int = 8,
-    ) -> None:
+    def __init__(self, schedule: Schedule | None = None, seed: int = 0) -> None:
         super().__init__(schedule)
         self.values = dict.fromkeys(self.schedule.arms, 0.0)
         self._draw, self._seen = random.Random(seed), 0
         self._exploring: Action | None = None  # until an update of this arm
         self._alarmed = False
-        self.alpha, self.least_signal, self.interval = alpha, least_signal, interval
         self._recent: list[FinishedRequest] = []
         self._trigger: tuple[Action, float, float] | None = None  # arm, s_trig, tokens/s before
         self._after: list[FinishedRequest] = []
@@ -150,7 +143,7 @@ class PaperBandit(Bandit):
 
     def decide(self, request: FinishedRequest) -> Decision:
         self._seen += 1
-        self._recent = [*self._recent, request][-self.interval :]
+        self._recent = [*self._recent, request][-INTERVAL:]
         self._measure(request)
         falls, good = self._close_window(request)
         if falls:
@@ -160,28 +153,28 @@ class PaperBandit(Bandit):
         decision = super().decide(request)
         return Decision(decision.push, decision.update, falls, good)
 
-    def began(self, action: Action, buffered: list[FinishedRequest]) -> None:
-        if self._exploring is action:
+    def begin(self, pushed: Action, buffered: list[FinishedRequest]) -> Action:
+        if self._exploring is pushed:
             self._exploring = None
-        self._trigger = action, buffered[-1].misses, _throughput(self._recent)
+        self._trigger = pushed, buffered[-1].misses, _throughput(self._recent)
         self._after = []
+        return pushed
 
     def _measure(self, request: FinishedRequest) -> None:
         if self._trigger is None:
             return
         self._after.append(request)
-        if len(self._after) < self.interval:
+        if len(self._after) < INTERVAL:
             return
         (action, signal, before), self._trigger = self._trigger, None
-        if signal >= self.least_signal:
+        if signal >= LEAST_SIGNAL:
             gain = _throughput(self._after) / before - 1
-            old = self.values[action]
-            self.values[action] = (1 - self.alpha) * old + self.alpha * gain / signal
+            self.values[action] += ALPHA * (gain / signal - self.values[action])
 
     def _close_window(self, request: FinishedRequest) -> tuple[bool, bool]:
         """(τ fell over three windows in a row, it did not fall over the last two)."""
         self._window.append(request)
-        if len(self._window) < self.interval:
+        if len(self._window) < INTERVAL:
             return False, False
         window, self._window = self._window, []
         tau = sum(each.tokens for each in window) / sum(each.steps for each in window)

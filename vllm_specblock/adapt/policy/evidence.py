@@ -11,6 +11,10 @@ from statistics import fmean
 LEAST_SPREAD = 0.05
 """Minimum spread in tokens per step, so that equal requests do not make any difference a fall."""
 
+FALLEN, SLACK, LEARN = 8.0, 0.5, 16
+"""Limit of the summed fall of τ, and the fall of a request that does not count, in standard
+deviations; requests for the first mean and spread."""
+
 SWITCH, GOOD = 1000.0, 20.0
 """Wealth at which another version replaces the current one, and at which that is called good."""
 
@@ -73,12 +77,8 @@ class BettingEvidence:
         return fmean(self._wealths)
 
     def add(self, difference: float) -> bool:
-        """Add a paired difference, and return whether the evidence suffices.
-
-        Args:
-            difference: d, steps that this version saves over the other on one text, as a share of
-                the usual steps. NaN is ignored.
-        """
+        """Add d, the steps that this version saves over the other on one text, as a share of the
+        usual steps (NaN is ignored); return whether the evidence suffices."""
         if not math.isnan(difference):
             self._wealths = [
                 max(wealth, 1.0) * (1 - stake * min(1.0, max(-1.0, difference / scale)))
@@ -94,15 +94,9 @@ class FallDetector:
     """CUSUM of τ against the mean and spread of earlier requests.
 
     It detects what the judge cannot see, such as stale keys and values, or quantisation.
-
-    Args:
-        threshold: limit of the sum `excess`, standard deviations.
-        slack: standard deviations below the mean that do not count.
-        learn: requests for the initial mean and spread.
     """
 
-    def __init__(self, threshold: float = 8.0, slack: float = 0.5, learn: int = 16) -> None:
-        self.threshold, self.slack, self.learn = threshold, slack, learn
+    def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
@@ -110,12 +104,12 @@ class FallDetector:
 
     def add(self, tau: float) -> bool:
         """Add a request's τ (tokens per step), and return whether τ has fallen."""
-        if self._count >= self.learn:
+        if self._count >= LEARN:
             spread = math.sqrt(self._squares / (self._count - 1))
             below = (self._mean - tau) / max(spread, LEAST_SPREAD)
-            self.excess = max(0.0, self.excess + below - self.slack)
+            self.excess = max(0.0, self.excess + below - SLACK)
         self._count += 1
         away = tau - self._mean
         self._mean += away / self._count
         self._squares += away * (tau - self._mean)
-        return self.excess > self.threshold
+        return self.excess > FALLEN

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_specblock.adapt.policy.bandit import Bandit, Schedule
+from vllm_specblock.adapt.policy.bandit import ALPHA, Bandit, Schedule
 from vllm_specblock.adapt.policy.interface import Action, Decision, FinishedRequest
 
 EXPLORING = 0.01
@@ -16,6 +16,9 @@ EXPLORING = 0.01
 
 TRIES = 3
 """Exploring updates after a start or an alarm that do not count against that share."""
+
+HORIZON = 64
+"""Requests within which an update must pay."""
 
 IN_A_ROW = 15
 """Successive updates of one arm after which another one that may be better gets a turn."""
@@ -93,9 +96,7 @@ class GainBandit(Bandit):
     buffer; the arm is chosen when it is full.
 
     Args:
-        schedule: only cooldown, buffer and largest are used.
-        alpha: weight of the EWMAs of costs and of a request's seconds.
-        horizon: requests within which an update must pay.
+        schedule: only its arms, cooldown and buffer are used.
 
     Attributes:
         costs: c of each arm, seconds.
@@ -104,11 +105,8 @@ class GainBandit(Bandit):
         in_a_row: latest successive updates of one arm.
     """
 
-    def __init__(
-        self, schedule: Schedule | None = None, alpha: float = 0.10, horizon: int = 64
-    ) -> None:
+    def __init__(self, schedule: Schedule | None = None) -> None:
         super().__init__(schedule)
-        self.alpha, self.horizon = alpha, horizon
         together: list[FinishedRequest] = []
         self._buffers = dict.fromkeys(self.schedule.arms, together)
         self.belief = GainBelief(self.schedule.arms)
@@ -121,7 +119,7 @@ class GainBandit(Bandit):
 
     def worth(self, request: FinishedRequest, hope: float = 0.0) -> dict[Action, float]:
         """Return the worth of each arm's update in seconds, `hope` deviations above the mean."""
-        future = request.miss_rate * self.horizon * (self._seconds or 0.0)
+        future = request.miss_rate * HORIZON * (self._seconds or 0.0)
         return {
             arm: max(0.0, self.belief.mean[arm] + hope * self.belief.spread(arm)) * future
             - self.costs[arm]
@@ -130,7 +128,7 @@ class GainBandit(Bandit):
 
     def decide(self, request: FinishedRequest) -> Decision:
         before = request.seconds if self._seconds is None else self._seconds
-        self._seconds = before + self.alpha * (request.seconds - before)
+        self._seconds = before + ALPHA * (request.seconds - before)
         # Bounded, so that a long pause does not fund a burst.
         most = TRIES * max(self.costs.values())
         self.account = min(most, self.account + EXPLORING * request.seconds)
@@ -152,12 +150,10 @@ class GainBandit(Bandit):
             return hopeful
         return best if expected[best] > 0 else Action.SKIP
 
-    def arm_of(self, pushed: Action, buffered: list[FinishedRequest]) -> Action:
-        chosen = self.choose(_together(buffered))
-        return pushed if chosen is Action.SKIP else chosen
-
-    def began(self, action: Action, buffered: list[FinishedRequest]) -> None:
+    def begin(self, pushed: Action, buffered: list[FinishedRequest]) -> Action:
         together = _together(buffered)
+        chosen = self.choose(together)
+        action = pushed if chosen is Action.SKIP else chosen
         short = _shortfall(self.worth(together), action)
         if short > self.account:
             self.tries = max(0, self.tries - 1)
@@ -166,6 +162,7 @@ class GainBandit(Bandit):
         self.in_a_row = 1 + self.in_a_row if action is self._last else 1
         self._last = action
         self._triggered[action] = together.miss_rate
+        return action
 
     def alarm(self) -> None:
         # Gains on earlier texts, or on texts of both domains, are not informative.
@@ -175,7 +172,7 @@ class GainBandit(Bandit):
 
     def reward(self, action: Action, gain: float, seconds: float, error: float) -> None:
         self._priced[action] += 1
-        weight = max(self.alpha, 1 / self._priced[action])  # a plain mean at first
+        weight = max(ALPHA, 1 / self._priced[action])  # a plain mean at first
         self.costs[action] += weight * (seconds - self.costs[action])
         rate = self._triggered.pop(action, 0.0)
         if rate > 0 and not math.isnan(gain):

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from vllm_specblock.adapt.policy.interface import Action
 from vllm_specblock.adapt.trainer.process import TrainerProcess
 from vllm_specblock.adapt.versions import StagedVersion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.drafters.specblock.refresh import RefreshError, prepare, swap_in
+from vllm_specblock.drafters.specblock.refresh import prepare, swap_in
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.metrics.exporter import LEARNING
 from vllm_specblock.engine.ranks import Ranks
@@ -90,7 +91,8 @@ class Swaps:
         began = time.perf_counter()
         self._coming, self._held = version, None
         if self._pool is not None:
-            self._prepared = self._pool.submit(_prepare_pinned, self.drafter, version.tensors)
+            pinned = partial(_prepare, pinned=True)
+            self._prepared = self._pool.submit(pinned, self.drafter, version.tensors)
         else:
             self._prepared = Future()
             self._prepared.set_result(_prepare(self.drafter, version.tensors))
@@ -134,23 +136,15 @@ class Swaps:
 
 
 def _prepare(
-    drafter: SpecBlockModel, tensors: Mapping[str, Tensor], device: torch.device | None = None
+    drafter: SpecBlockModel, tensors: Mapping[str, Tensor], pinned: bool = False
 ) -> nn.Module | None:
-    """Call `prepare`; None: the weights cannot serve."""
+    """Prepare weights, for a GPU in pinned host memory; None: they cannot serve."""
     try:
-        return prepare(drafter, tensors, device)
-    except RefreshError as error:
-        logger.debug("A version is refused: %s", error)
-        return None
-
-
-def _prepare_pinned(drafter: SpecBlockModel, tensors: Mapping[str, Tensor]) -> nn.Module | None:
-    """Prepare weights for a GPU in pinned host memory, beside the steps."""
-    try:
-        fresh = _prepare(drafter, tensors, torch.device("cpu"))
-        return None if fresh is None else fresh._apply(Tensor.pin_memory)
+        if pinned:
+            return prepare(drafter, tensors, torch.device("cpu"))._apply(Tensor.pin_memory)
+        return prepare(drafter, tensors)
     except Exception:  # a failed update must not stop the engine
-        logger.debug("A version could not be prepared.", exc_info=True)
+        logger.debug("A version is refused.", exc_info=True)
         return None
 
 

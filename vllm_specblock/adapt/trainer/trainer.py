@@ -25,12 +25,12 @@ from vllm_specblock.adapt.adaptation import Adaptation
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.pool import Version
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
-from vllm_specblock.adapt.learning.update import AdaptationConfig, recipe
+from vllm_specblock.adapt.learning.update import AdaptationConfig
 from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
 from vllm_specblock.adapt.policy.actions import put
 from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
 from vllm_specblock.adapt.policy.gain_bandit import GainBandit
-from vllm_specblock.adapt.policy.interface import EVERY, Action, Always, Policy
+from vllm_specblock.adapt.policy.interface import Action, Always, Policy
 from vllm_specblock.adapt.versions import (
     DELIVERED,
     KEPT,
@@ -57,13 +57,12 @@ LARGEST = {"heads": Action.HEADS, "all": Action.FULL}
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
-    """Options of a trainer; `actions`, `lr`, `every` and `memory` as in `AdaptConfig`.
+class TrainerConfig(AdaptationConfig):
+    """Options of a trainer; `actions` as in `AdaptConfig`.
 
     Attributes:
         drafter, target: their folders.
         policy: `gain`, `paper` or `always`.
-        num_blocks: M of serving.
         out: folder for versions; None: the link's folder, which keeps only the last one.
         seconds: minimum time between two versions in `out`.
         device: `cpu`, or `cuda:N`.
@@ -75,16 +74,11 @@ class TrainerConfig:
     target: str
     policy: str = "gain"
     actions: str = "heads"
-    lr: float | None = None
-    num_blocks: int = 2
-    every: int = EVERY
-    memory: float = 512
     out: str | None = None
     seconds: float = 0.0
     device: str = "cpu"
     shares_gpu: bool = False
     threads: int = 1
-    seed: int = 0
     link: str | None = None
 
 
@@ -128,18 +122,7 @@ class Trainer:
             config.device,
         )
         self.adaptation = Adaptation(
-            drafter,
-            teacher,
-            policy,
-            AdaptationConfig(
-                config.lr,
-                recipe=recipe(config.num_blocks),
-                memory=config.memory,
-                every=config.every,
-                seed=config.seed,
-            ),
-            source.count,
-            self._seconds_lost,
+            drafter, teacher, policy, config, source.count, self._seconds_lost
         )
         self.adaptation.number = max(map(number_of, self.folder.names()), default=0)
         with opened(paths[0] / WEIGHTS) as file:

@@ -1,6 +1,6 @@
-"""N-gram drafter: continuations of the request's own text, as a tree.
+"""N-gram drafter: continuations of the request's text and of earlier answers, as a tree.
 
-Earlier occurrences of the text's last tokens are followed, and weighed as in prediction by partial
+Occurrences of the text's last tokens are followed, and weighed as in prediction by partial
 matching: longer matches and agreement count.
 """
 
@@ -30,10 +30,15 @@ exact in any order: equal texts score the same, and no child scores above its pa
 
 
 class NGramDrafter(Drafter):
-    """Follows the `branches` best occurrences, the longest match first, the latest of equals.
+    """Follows the `branches` best occurrences, the longest match first.
 
-    A continuation branches off the one before it that has the longest prefix in common. Beyond
-    the text's end it repeats itself.
+    Of equals, those in the request's own text come first, then the latest. A continuation branches
+    off the one before it that has the longest prefix in common. Beyond the text's end it repeats
+    itself.
+
+    Attributes:
+        earlier: [E] int32, a ring of earlier answers, −1 after each.
+        head: [] int64, its next place.
     """
 
     kind = "ngram"
@@ -44,11 +49,29 @@ class NGramDrafter(Drafter):
         matches = options.min_match, options.max_match, options.branches
         sizes = self.max_depth, num_nodes
         self.following = Following(*matches, *sizes, VOTE, POWER, _VOTES, _NATS)
+        self.earlier = torch.full((options.earlier_tokens,), -1, dtype=torch.int32)
+        self.head = torch.zeros((), dtype=torch.int64)
 
     def advance(self, rows: CommittedTokens) -> None:
-        self.texts = Texts(
-            rows.text[:, : self.max_model_len], rows.req_idx, rows.position, rows.last
-        )
+        if self.earlier.device != rows.text.device:  # before any graph
+            self.earlier, self.head = (x.to(rows.text.device) for x in (self.earlier, self.head))
+        text = rows.text[:, : self.max_model_len]
+        self.texts = Texts(text, rows.req_idx, rows.position, rows.last, self.earlier)
+
+    def finish(self, text: torch.Tensor, first: int, length: torch.Tensor) -> None:
+        room = len(self.earlier)
+        if not room:
+            return
+        at = torch.arange(room, device=text.device)
+        first = (length - room + 1).clamp(min=first)  # of a long answer, the end
+        source = first + at
+        place = (self.head + at) % room
+        token = text[source.clamp(max=len(text) - 1)].where(source < length, -1)
+        self.earlier[place] = token.where(source <= length, self.earlier[place])
+        self.head.add_((length + 1 - first).clamp(min=0)).remainder_(room)
+
+    def forget(self) -> None:
+        self.earlier.fill_(-1)
 
     def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
         texts = self.texts

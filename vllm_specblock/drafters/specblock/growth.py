@@ -20,7 +20,7 @@ from vllm_specblock.triton_kernels.tree.candidate_keys import (
     MAX_DEPTH,
     ROOT_HASH,
 )
-from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES
+from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES, Candidates
 
 _DEPTH = MAX_DEPTH * DEPTH_ONE
 
@@ -153,7 +153,8 @@ class Expansion:
         token, path_hash, key, parent = (field[:, : self.count] for field in self.fields)
         score = self.score[:, : self.count]
         shape, texts = self.shape, None if self.shape.by_level else path_hash
-        return select(token, parent, score, key, texts, shape.budget, shape.max_depth)
+        given = Candidates(token, parent, score, key, texts)
+        return select(given, shape.budget, shape.max_depth)[0]
 
     def blocks(self) -> torch.Tensor:
         """Return the block, 1 … M, of each node of the trees: [R, N] int64, 0 if unused."""

@@ -161,7 +161,7 @@ def init_speculator(
 def check_sampling_params(
     original: Function, self: SamplingParams, speculative_config: SpeculativeConfig | None
 ) -> None:
-    """Accept min_p and logit_bias, which are exact with trees; check `specblock_draft`."""
+    """Accept min_p and logit_bias, which are exact with trees; check our keys."""
     if is_ours(speculative_config):
         request_drafts.check(self)
     else:

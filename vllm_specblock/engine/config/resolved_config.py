@@ -145,16 +145,8 @@ def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> Resolv
     return replace(resolved, combine=combine.model_copy(update={"skip_drafter": can}))
 
 
-def fetch_drafter(model: Any, where: str = "", **hub: Any) -> Path:
-    """Return the drafter's local folder; a hub id is downloaded (config and tensors only).
-
-    Args:
-        where: put before a key in messages.
-        hub: keywords of `snapshot_download`.
-
-    Raises:
-        OptionError: no `model`, or neither a folder nor a hub id that can be downloaded.
-    """
+def _fetch(model: Any, where: str, **hub: Any) -> Path:
+    """Return a drafter's local folder; a hub id is downloaded (config and tensors only)."""
     if not isinstance(model, str) or not model:
         raise OptionError(
             f"speculative_config key '{where}model' is missing: name a SpecBlock, EAGLE-3, "
@@ -180,7 +172,7 @@ def _resolve_drafter(
 ) -> ResolvedDrafter:
     kind, folder = given.get("kind"), None
     if kind is None or drafter_kind(kind).checkpoint is not None:
-        folder = fetch_drafter(given.get("model"), where, revision=given.get("revision"), **hub)
+        folder = _fetch(given.get("model"), where, revision=given.get("revision"), **hub)
         found = kind_of(folder)
         if kind not in (None, found):
             raise OptionError(

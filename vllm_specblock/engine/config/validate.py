@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms import CpuArchEnum, current_platform
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specblock.config import OptionError
@@ -28,34 +27,25 @@ def check_runner(args: EngineArgs, parallel: ParallelConfig) -> None:
             "SpecBlock needs vLLM's Model Runner V2, but VLLM_USE_V2_MODEL_RUNNER=0 switches it "
             "off: unset it."
         )
-    if find_spec("triton") is None:
-        raise OptionError(
-            "SpecBlock needs vLLM's Model Runner V2, which needs Triton: pip install triton."
-        )
-    for name, why in (
-        ("pipeline_parallel_size", "drafters read hidden states of several layers"),
-        ("decode_context_parallel_size", "tree attention needs the whole cache"),
-        ("prefill_context_parallel_size", "tree attention needs the whole cache"),
-    ):
-        if (size := getattr(parallel, name)) > 1:
-            raise OptionError(
-                f"{name} is {size}, but SpecBlock supports 1 only, since {why}: drop it."
-            )
-    chosen = args.attention_backend or args.attention_config.backend
-    if chosen not in (None, AttentionBackendEnum.CUSTOM):
-        raise OptionError(
-            f"attention_backend is {getattr(chosen, 'name', chosen)}, but draft trees need "
-            "SpecBlock's own attention: leave it unset."
-        )
-    if args.disable_hybrid_kv_cache_manager is False:
-        raise OptionError(
-            "disable_hybrid_kv_cache_manager is False, but drafters and target share one block "
-            "table: drop it."
-        )
+    backend = args.attention_backend or args.attention_config.backend
+    context = "context parallelism, since tree attention needs the whole cache"
     lora = "LoRA on a GPU, where vLLM's kernels are untested with trees"
     connectors = args.kv_transfer_config is not None or args.kv_offloading_size
     sharded = parallel.enable_batch_sharded_sampling
     for refused, what, options in (
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "pipeline_parallel_size"),
+        (parallel.decode_context_parallel_size > 1, context, "decode_context_parallel_size"),
+        (parallel.prefill_context_parallel_size > 1, context, "prefill_context_parallel_size"),
+        (
+            backend not in (None, AttentionBackendEnum.CUSTOM),
+            "attention backends besides its own, which draft trees need",
+            "attention_backend",
+        ),
+        (
+            args.disable_hybrid_kv_cache_manager is False,
+            "a block table per layer type, since drafters use the target's",
+            "disable_hybrid_kv_cache_manager",
+        ),
         (args.enable_lora and not current_platform.is_cpu(), lora, "enable_lora"),
         (parallel.use_ubatching, "micro-batches", "enable_dbo and ubatch_size"),
         (connectors, "KV connectors", "kv_transfer_config and kv_offloading_size"),
@@ -72,15 +62,10 @@ def check_cache(args: EngineArgs, target: ModelConfig) -> None:
     dtype = args.kv_cache_dtype
     if dtype == "auto":
         return
-    if dtype not in ("fp8", "fp8_e4m3"):
-        raise OptionError(
-            f"kv_cache_dtype is {dtype!r}, but SpecBlock supports 'auto' and, on a CPU, 'fp8' and "
-            "'fp8_e4m3': use one of them."
-        )
-    if not current_platform.is_cpu():
-        raise OptionError(
-            f"kv_cache_dtype is {dtype!r}, which SpecBlock supports only on a CPU, since on a GPU "
-            "vLLM may quantise queries too: use 'auto'."
+    if dtype not in ("fp8", "fp8_e4m3") or not current_platform.is_cpu():
+        raise OptionError(  # on a GPU vLLM may quantise queries too
+            f"kv_cache_dtype is {dtype!r}, but SpecBlock supports 'auto' and, only on a CPU, 'fp8' "
+            "and 'fp8_e4m3': use 'auto'."
         )
     size, block = target.get_head_size(), args.block_size or 32
     if not torch.cpu._is_avx512_supported() or size % 32 or block % 32:
@@ -114,14 +99,8 @@ def check_target(target: ModelConfig) -> None:
             )
 
 
-def check_quantization(target: ModelConfig) -> None:
-    """Refuse float8 and 4-bit targets if vLLM has no kernel for them on this CPU.
-
-    vLLM itself fails only after loading. Warns if the target quantises activations.
-
-    Raises:
-        OptionError: float8 without AMX tiles, or 4-bit without AVX-512.
-    """
+def warn_of_rounding(target: ModelConfig) -> None:
+    """Warn if the target quantises activations."""
     said = getattr(target.hf_config, "quantization_config", None) or {}
     groups = said.get("config_groups", {}).values()
     if any(group.get("input_activations") for group in groups):
@@ -129,24 +108,6 @@ def check_quantization(target: ModelConfig) -> None:
             "The target quantises activations, so a token may differ from plain decoding by a "
             "rounding step."
         )
-    if not current_platform.is_cpu() or torch.cpu._is_amx_tile_supported():
-        return
-    weights = [group.get("weights") or {} for group in groups]
-    eight = target.quantization in ("fp8", "fbgemm_fp8") or any(
-        (each.get("type"), each.get("num_bits")) == ("float", 8) for each in weights
-    )
-    four = 4 in (said.get("bits"), *(each.get("num_bits") for each in weights))
-    x86 = current_platform.get_cpu_architecture() == CpuArchEnum.X86
-    unknown = four and x86 and not torch.cpu._is_avx512_supported()
-    for refused, what, feature, other in (
-        (eight, "float8", "AMX tiles", "4-bit (AWQ, GPTQ, compressed-tensors) or int8"),
-        (unknown, "4-bit", "AVX-512", "int8"),
-    ):
-        if refused:
-            raise OptionError(
-                f"The target {target.model!r} has {what} weights, for which vLLM needs a CPU with "
-                f"{feature}: use {other} weights, or the unquantised target."
-            )
 
 
 def check_combination(

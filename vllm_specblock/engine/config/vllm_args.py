@@ -36,7 +36,7 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     """
     validate.check_runner(args, parallel)
     validate.check_target(target)
-    validate.check_quantization(target)
+    validate.warn_of_rounding(target)
     validate.check_cache(args, target)
     resolved = resolve(args, target, parallel)
     num_speculative_tokens = resolved.num_speculative_tokens

@@ -55,7 +55,7 @@ def stopwatch_of(llm: Any) -> Any:
     """Return the `Stopwatch` that times an engine's drafting; None: its drafter is out of reach."""
     import torch
 
-    from vllm_specblock.engine.metrics.draft_clock import Stopwatch
+    from vllm_specblock.engine.metrics.counters import Stopwatch
 
     core = llm.llm_engine.engine_core
     if not llm.llm_engine.vllm_config.use_v2_model_runner or not hasattr(core, "engine_core"):

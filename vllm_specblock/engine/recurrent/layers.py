@@ -43,7 +43,6 @@ class RecurrentLayer(ABC):
         replaced: name of the layer's method whose inputs `verify` takes; "": an operator calls it.
     """
 
-    kind: type[MambaBase]
     replaced = ""
     waiting: Waiting | None = None
 
@@ -80,14 +79,12 @@ class RecurrentLayer(ABC):
         if not isinstance(step, RecurrentTreeMetadata):
             return plain(*inputs, out)
         trees = step.trees
-        if trees.other_rows is not None:
-            found = out.new_empty(len(trees.other_rows), *out.shape[1:])
+        if step.others is not None:
             metadata[name] = step.others
-            plain(*(x[trees.other_rows] for x in inputs), found)
+            plain(*(x[trees.others] for x in inputs), out[trees.others])
             metadata[name] = step
-            out[trees.other_rows] = found
-        made = self.verify(step, *(trees.pad(x) for x in inputs)).flatten(0, 1)[trees.place]
-        out[trees.rows] = made.reshape(-1, *out.shape[1:]).to(out.dtype)
+        made = self.verify(step, *map(trees.pad, inputs)).flatten(0, 1)[trees.place]
+        out[: trees.num_rows] = made.reshape(-1, *out.shape[1:]).to(out.dtype)
         return None
 
     @abstractmethod
@@ -108,7 +105,8 @@ class RecurrentLayer(ABC):
             return
         (step, x, rows, written), self.waiting = self.waiting, None
         trees, histories = step.trees, self.histories
-        node = path[trees.requests].gather(1, accepted[trees.requests].long()[:, None])[:, 0]
+        count = trees.num_reqs
+        node = path[:count].gather(1, accepted[:count].long()[:, None])[:, 0]
         last = trees.base - 1 + node
         history = histories[step.slot]
         histories[step.slot] = newest(history, x.to(history.dtype), trees.paths, last)
@@ -119,7 +117,7 @@ class RecurrentLayer(ABC):
 
 
 class Mamba2Layer(RecurrentLayer):
-    kind, replaced = MambaMixer2, "conv_ssm_forward"
+    replaced = "conv_ssm_forward"
 
     @property
     def states(self) -> Tensor:
@@ -148,7 +146,7 @@ class Mamba2Layer(RecurrentLayer):
 
 
 class ShortConvLayer(RecurrentLayer):
-    kind, replaced = ShortConv, "forward_native"
+    replaced = "forward_native"
 
     def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
         layer = self.layer
@@ -163,8 +161,6 @@ class ShortConvLayer(RecurrentLayer):
 
 
 class GatedDeltaNetLayer(RecurrentLayer):
-    kind = QwenGatedDeltaNetAttention
-
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
         layer.verifies_trees = self
@@ -199,21 +195,21 @@ class GatedDeltaNetLayer(RecurrentLayer):
         return out
 
 
-KINDS: tuple[type[RecurrentLayer], ...] = (Mamba2Layer, ShortConvLayer, GatedDeltaNetLayer)
+KINDS: dict[type[MambaBase], type[RecurrentLayer]] = {
+    MambaMixer2: Mamba2Layer,
+    ShortConv: ShortConvLayer,
+    QwenGatedDeltaNetAttention: GatedDeltaNetLayer,
+}
+"""vLLM's layer → how it verifies trees."""
 
 
 def take_recurrent(
     context: dict[str, Any], names: list[str]
 ) -> tuple[list[str], list[RecurrentLayer]]:
     """Let recurrent layers verify trees; return the names of the others, and these layers."""
-    kinds = {name: recurrent_kind(context[name]) for name in names}
+    kinds = {name: KINDS.get(type(context[name])) for name in names}
     taken = [kind(context[name]) for name, kind in kinds.items() if kind is not None]
     return [name for name, kind in kinds.items() if kind is None], taken
-
-
-def recurrent_kind(layer: Any) -> type[RecurrentLayer] | None:
-    """How `layer` verifies trees; None: it cannot."""
-    return next((kind for kind in KINDS if type(layer) is kind.kind), None)
 
 
 _LIBRARY: list[torch.library.Library] = []

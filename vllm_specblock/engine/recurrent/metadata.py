@@ -26,30 +26,29 @@ from vllm_specblock.verify.recurrence import Paths
 
 
 class TreeRows:
-    """The rows of a batch whose requests have drafts.
+    """The rows of the R requests with drafts, which come first in a batch.
 
-    Attributes (R requests with drafts, n rows of theirs, L rows of the longest):
-        requests: [R] int64, places in the batch; base: [R] int64, rows up to and with the root.
-        rows: [n] int64, rows of the batch; place: [n] int64, r · L + j for row j of request r.
-        others: places of the requests without drafts; other_rows: [m] int64, their rows.
+    Attributes (n rows of theirs, L rows of the longest):
+        base: [R] int64, rows up to and with the root.
+        place: [n] int64, r · L + j for row j of request r.
+        others: rows of the requests without drafts.
     """
 
     def __init__(self, batch: InputBatch, parent: torch.Tensor) -> None:
         """On a CPU; parent: [slots, N] int32, of all requests' trees."""
         drafts = batch.num_draft_tokens_per_req
         assert drafts is not None
+        self.num_reqs = count = int(np.count_nonzero(drafts[: batch.num_reqs]))
         starts = batch.query_start_loc[: batch.num_reqs + 1].numpy()  # a host tensor
-        counts, has_drafts = np.diff(starts), drafts[: batch.num_reqs] > 0
-        drafted, owner = np.flatnonzero(has_drafts), np.repeat(np.arange(len(counts)), counts)
-        self.requests = torch.from_numpy(drafted)
-        self.base = torch.from_numpy(rows_without_drafts(batch)[drafted].astype(np.int64))
-        self.shape = len(drafted), int(counts[drafted].max())
-        own, local = has_drafts[owner], np.arange(len(owner)) - starts[owner]
-        place = (has_drafts.cumsum() - 1)[owner] * self.shape[1] + local
-        self.rows, self.place = map(torch.from_numpy, (np.flatnonzero(own), place[own]))
-        self.others = np.flatnonzero(~has_drafts & (counts > 0))
-        self.other_rows = None if own.all() else torch.from_numpy(np.flatnonzero(~own))
-        self._parent = parent[batch.idx_mapping[self.requests].long()]
+        counts = np.diff(starts[: count + 1])
+        self.num_rows = int(starts[count])  # a host array
+        self.others = slice(self.num_rows, int(starts[-1]))  # a host array
+        self.shape = count, int(counts.max())
+        owner = np.repeat(np.arange(count), counts)
+        local = np.arange(self.num_rows) - starts[owner]
+        self.place = torch.from_numpy(owner * self.shape[1] + local)
+        self.base = torch.from_numpy(rows_without_drafts(batch)[:count].astype(np.int64))
+        self._parent = parent[batch.idx_mapping[:count].long()]
 
     @cached_property
     def paths(self) -> Paths:
@@ -58,7 +57,7 @@ class TreeRows:
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """[rows of the batch, …] → [R, L, …], 0 where a request has fewer rows."""
         padded = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
-        padded[self.place] = x[self.rows]
+        padded[self.place] = x[: self.num_rows]
         return padded.unflatten(0, self.shape)
 
 
@@ -105,17 +104,16 @@ class RecurrentTreeBuilder(AttentionMetadataBuilder[Any]):
         if trees is None:
             return self.plain.build(common_prefix_len, batch, fast_build)
         others = None
-        if trees.other_rows is not None:
-            others = self.plain.build(0, _of_requests(batch, trees), fast_build)
-        slot = batch.block_table_tensor[trees.requests, 0].long()
+        if trees.num_reqs < batch.num_reqs:
+            others = self.plain.build(0, _without_trees(batch, trees), fast_build)
+        slot = batch.block_table_tensor[: trees.num_reqs, 0].long()
         return RecurrentTreeMetadata(trees, slot, others)
 
 
-def _of_requests(batch: CommonAttentionMetadata, trees: TreeRows) -> CommonAttentionMetadata:
+def _without_trees(batch: CommonAttentionMetadata, trees: TreeRows) -> CommonAttentionMetadata:
     """Return the metadata of the requests without drafts alone."""
-    requests = torch.from_numpy(trees.others)
-    counts = batch.query_start_loc.diff()[requests]
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    requests = slice(trees.num_reqs, batch.num_reqs)
+    starts = batch.query_start_loc[trees.num_reqs : batch.num_reqs + 1] - trees.num_rows
     kept = {
         name: value[requests]
         for name in ("seq_lens", "block_table_tensor", "is_prefilling", "seq_lens_cpu_upper_bound")
@@ -124,11 +122,11 @@ def _of_requests(batch: CommonAttentionMetadata, trees: TreeRows) -> CommonAtten
     return batch.replace(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
-        num_reqs=len(requests),
+        num_reqs=batch.num_reqs - trees.num_reqs,
         num_actual_tokens=int(starts[-1]),  # a host tensor
-        max_query_len=int(counts.max()),  # a host tensor
-        slot_mapping=batch.slot_mapping[trees.other_rows],
-        positions=None if batch.positions is None else batch.positions[trees.other_rows],
+        max_query_len=int(starts.diff().max()),  # a host tensor
+        slot_mapping=batch.slot_mapping[trees.others],
+        positions=None if batch.positions is None else batch.positions[trees.others],
         rswa_prefix_lens=None,
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,

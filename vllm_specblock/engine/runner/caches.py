@@ -101,16 +101,13 @@ class EngineCaches:
         on_host = block_table.device.type == "cpu"
         if not on_host and not config.kernel_config.enable_jit_warmup:
             return
-        rows, seen = config.scheduler_config.max_num_batched_tokens, set()
-        for name in self.target_layers:
-            layer, impl = self.context[name], self.context[name].impl
-            sinks = None if impl.sinks is None else impl.sinks.float()
+        rows, forms = config.scheduler_config.max_num_batched_tokens, {}
+        for layer in map(self.context.__getitem__, self.target_layers):
+            impl = layer.impl
             heads = impl.num_heads, impl.num_kv_heads, impl.head_size
-            form = (*heads, impl.window, impl.soft_cap, sinks is None)
-            if form in seen:
-                continue
-            seen.add(form)
-            cache, scales = impl.typed(layer.kv_cache, layer)
+            forms[(*heads, impl.window, impl.soft_cap, impl.sinks is None)] = layer
+        for layer in forms.values():
+            impl, (cache, scales) = layer.impl, layer.impl.typed(layer.kv_cache, layer)
             dtype = config.model_config.dtype
             compile_attention(
                 cache.new_empty(1, impl.num_heads, impl.head_size, dtype=dtype),
@@ -121,7 +118,7 @@ class EngineCaches:
                 config.model_config.max_model_len,
                 window=impl.window,
                 soft_cap=impl.soft_cap,
-                sinks=sinks,
+                sinks=None if impl.sinks is None else impl.sinks.float(),
                 packing=impl.packing(cache),
                 **scales,
             )

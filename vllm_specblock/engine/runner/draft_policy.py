@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -16,16 +17,7 @@ from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.skip_gate import DrafterGate, first_token
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.tree import DraftTree
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """The trees of a step; the last two are None with one drafter."""
-
-    tree: DraftTree  # R trees of N slots
-    drafted: tuple[torch.Tensor, ...]  # per drafter [R] int32, nodes that it drafted
-    second: torch.Tensor | None = None  # [R] bool, the second drafter drafted
-    agreed: torch.Tensor | None = None  # [R] bool, both drafted, with the same first token
+from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
 
 class DraftPolicy:
@@ -71,6 +63,12 @@ class DraftPolicy:
         """Reset everything learned."""
         for calibration in self.calibrations:
             calibration.forget()
+        self.forget_texts()
+
+    def forget_texts(self) -> None:
+        """Forget all finished requests."""
+        for drafter in self.drafters:
+            drafter.forget()
 
     def begin(self, req_idx: int) -> None:
         """Reset what was learned in slot `req_idx`."""
@@ -94,13 +92,18 @@ class DraftPolicy:
         trees = DraftTree.empty(len(rows.last), drafter.num_nodes, rows.last.device)
         return trees.put(self.wanted, drafter.draft(self.wanted))
 
-    def combine(self, rows: CommittedTokens) -> Proposal:
-        """Return one tree per request, after `advance`."""
+    def combine(self, rows: CommittedTokens, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
+        """Return one tree per request, after `advance`, and counts of the `live` [R] requests."""
         trees = [self.draft(drafter, rows) for drafter in self.drafters]
-        return Proposal(trees[0], (trees[0].size,)) if len(trees) == 1 else self.of_both(*trees)
+        if len(trees) == 2:
+            return self.of_both(live, *trees)
+        (tree,) = trees
+        return tree, Drafted(live, None, None, tree.size, self.drafters[0].beta)
 
-    def of_both(self, first: DraftTree, second: DraftTree) -> Proposal:
-        """Return the proposal of both drafters' trees."""
+    def of_both(
+        self, live: torch.Tensor, first: DraftTree, second: DraftTree
+    ) -> tuple[DraftTree, Drafted]:
+        """Return one tree of the drafters' trees."""
         how = self.options
         assert how is not None
         if how.draft_policy == "route":
@@ -108,7 +111,13 @@ class DraftPolicy:
         else:
             tree, agreed = merge(first, second, how.merge, self.num_nodes, self.max_depth)
         both = self.always.expand(len(first.size))
-        return Proposal(tree, (first.size, second.size), both, agreed)
+        return tree, self.drafted(live, both, agreed, first.size, second.size)
+
+    def drafted(
+        self, live: torch.Tensor, second: torch.Tensor, agreed: torch.Tensor, *sizes: torch.Tensor
+    ) -> Drafted:
+        betas = (drafter.beta for drafter in self.drafters)
+        return Drafted(live, second, agreed, *chain.from_iterable(zip(sizes, betas)))
 
 
 class SkippingMergedDrafters(DraftPolicy):
@@ -177,16 +186,17 @@ class SkippingMergedDrafters(DraftPolicy):
             if self.holes is not None:
                 self.holes.skip(rows.kv_slot)
 
-    def combine(self, rows: CommittedTokens) -> Proposal:
+    def combine(self, rows: CommittedTokens, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
         found, drafter = self.found, self.drafters[1 - self.lookup]
         if self.asked:
             tree = self.draft(drafter, rows)
             if self.blind is not None:
                 nothing = DraftTree.empty(len(self.blind), tree.token.shape[1], tree.token.device)
                 tree = tree.where(self.blind, nothing)
-            return self.of_both(tree, found) if self.lookup else self.of_both(found, tree)
+            trees = (tree, found) if self.lookup else (found, tree)
+            return self.of_both(live, *trees)
         none, never = torch.zeros_like(found.size), torch.zeros_like(found.size, dtype=torch.bool)
         if not self.lookup:
-            return Proposal(found, (found.size, none), never, never)
+            return found, self.drafted(live, never, never, found.size, none)
         found = replace(found, origin=2 * found.origins())
-        return Proposal(found, (none, found.size), ~never, never)
+        return found, self.drafted(live, ~never, never, none, found.size)

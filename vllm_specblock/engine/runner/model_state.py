@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from vllm.config import VllmConfig
@@ -25,15 +26,6 @@ from vllm_specblock.engine.recurrent.metadata import RecurrentTreeBuilder, TreeR
 from vllm_specblock.engine.step_observer import WARM_UP
 from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 from vllm_specblock.verify.tree_mask import TreeMask
-
-
-def _trees_in_front(batch: InputBatch) -> int | None:
-    """Return the number of requests with drafts if they come first, else None."""
-    if batch.num_draft_tokens_per_req is None or not batch.num_draft_tokens:
-        return 0
-    has_drafts = batch.num_draft_tokens_per_req[: batch.num_reqs] > 0  # a host array
-    count = int(has_drafts.sum())  # a host array
-    return count if has_drafts[:count].all() else None
 
 
 class TreeModelState(DefaultModelState):
@@ -73,6 +65,7 @@ class TreeModelState(DefaultModelState):
 
     def remove_request(self, req_id: str) -> None:
         super().remove_request(req_id)
+        self.speculator.end_request(req_id)
         self.speculator.recorder.end(req_id)
 
     def initialize_kv_cache(
@@ -100,7 +93,10 @@ class TreeModelState(DefaultModelState):
             mapping.indices_len[1] = len(logits)
         # Full graphs serve decode steps only, and are captured with dummy batches without drafts.
         graph = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
-        mask.num_trees = None if graph else _trees_in_front(batch)
+        mask.num_trees = None if graph else 0
+        if batch.num_draft_tokens and not graph:
+            drafts = batch.num_draft_tokens_per_req[: batch.num_reqs]
+            mask.num_trees = int(np.count_nonzero(drafts))  # a host array
         # A piecewise graph reads positions in the mask's buffer.
         self.plain = mask.num_trees == 0 and cudagraph_mode == CUDAGraphMode.NONE
         trees = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.draft_models import load_drafters
 from vllm_specblock.engine.metrics.counters import DrafterCounters
 from vllm_specblock.engine.metrics.exporter import make_sink
-from vllm_specblock.engine.request_drafts import looks_back, wants_drafts
+from vllm_specblock.engine.request_drafts import looks_back, shares, wants_drafts
 from vllm_specblock.engine.runner import graphs
 from vllm_specblock.engine.runner.caches import EngineCaches, Slots
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy, SkippingMergedDrafters
@@ -39,11 +38,11 @@ from vllm_specblock.engine.runner.model_state import TreeModelState
 from vllm_specblock.engine.runner.skipped_steps import SkippedSteps, States
 from vllm_specblock.engine.runner.step_batch import StepBatch, missed_rows
 from vllm_specblock.engine.runner.tree_states import TreeStates
+from vllm_specblock.engine.scheduler import FORGET
 from vllm_specblock.engine.step_observer import StepObserver, adaptation
 from vllm_specblock.engine.target_model import check_target_model
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
-from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -85,8 +84,10 @@ class TreeSpeculator(DraftModelSpeculator):
         self.enable_adaptive_verification = self.resolved.adaptive
         self.use_acceptance_estimator = False  # vLLM's, for chains
         self.temperature = torch.zeros(self.num_slots, device=device)
-        # By request slot: verifies the best path of its tree only; declines drafts; T > 0.
-        self.chains, self.undrafted, self.samples = np.zeros((3, self.num_slots), dtype=bool)
+        # By request slot: verifies the best path of its tree only; declines drafts; T > 0; its
+        # answer may serve others.
+        flags = np.zeros((4, self.num_slots), dtype=bool)
+        self.chains, self.undrafted, self.samples, self.shares = flags
         self.undrafted_there = torch.zeros(self.num_slots, dtype=torch.bool, device=device)
         self.all_chains = False  # a custom logits processor may read the output
 
@@ -118,7 +119,6 @@ class TreeSpeculator(DraftModelSpeculator):
         if self.adapts:
             make = adaptation("serving.observer").make_observer
             self.recorder = make(config, resolved, drafters, states.parent, depth) or self.recorder
-        self.reads_rows = follow or self.num_layers > 0 or self.adapts
         sink = make_sink(config, get_tensor_model_parallel_rank())
         self.counters = DrafterCounters(len(drafters), device, sink, self.recorder.counts)
         return draft_models.DraftModels(drafters, resolved)
@@ -179,6 +179,19 @@ class TreeSpeculator(DraftModelSpeculator):
         if self.skipped.backlog is not None:
             self.skipped.backlog.forget(req_idx)
         self.chains[req_idx] = self.all_chains or looks_back(params)
+        self.shares[req_idx] = params is not None and shares(params)
+
+    def end_request(self, req_id: str) -> None:
+        """Show the drafters the answer of a request that ended, unless it declines that."""
+        states = self.req_states
+        if req_id == FORGET:
+            self.draft_policy.forget_texts()
+        req_idx = states.req_id_to_index.get(req_id)
+        if req_idx is not None and self.shares[req_idx]:
+            texts, length = states.all_token_ids.gpu, states.total_len.gpu[req_idx]
+            first = int(states.prompt_len.np[req_idx])  # a host array
+            for drafter in self.draft_policy.drafters:
+                drafter.finish(texts[req_idx], first, length)
 
     # ---- once per step ----
 
@@ -263,18 +276,13 @@ class TreeSpeculator(DraftModelSpeculator):
             self.counters.count(verified)
             self.skipped.nothing_drafted(req_idx)
             return self._no_trees(len(req_idx))
-        proposal = self.draft_policy.combine(committed)
+        tree, drafted = self.draft_policy.combine(committed, rows.goes_on)
         # With a prompt, most of the time is spent reading it.
         if not rows.batch.has_prefill:
             self.counters.clock.end()
-        betas = [drafter.beta for drafter in self.draft_policy.drafters]
-        trees = chain.from_iterable(zip(proposal.drafted, betas))
-        # Before `store`, which overwrites the verified trees.
-        self.counters.count(
-            verified, Drafted(rows.goes_on, proposal.second, proposal.agreed, *trees)
-        )
+        self.counters.count(verified, drafted)  # `store` overwrites the verified trees
         empty = None if self.adaptive is None else self.undrafted_there
-        tokens = self.tree_states.store(req_idx, proposal.tree, rows.chain, empty, rows.tokens)
+        tokens = self.tree_states.store(req_idx, tree, rows.chain, empty, rows.tokens)
         if self.adaptive is not None:
             self.adaptive.write_survival(req_idx, committed.temperature)
         return tokens
@@ -308,7 +316,6 @@ class TreeSpeculator(DraftModelSpeculator):
             masks=self.skipped.masks[:, : batch.num_reqs],
             chain=async_tensor_h2d(chains, device=self.device) if chains.any() else None,
             pad=self.pad_rows,
-            every_row=self.reads_rows,
         )
 
     def _mask(self, batch: InputBatch) -> None:

@@ -76,7 +76,6 @@ class StepBatch:
     # A request with drafts gets D rows for its path, so that shapes follow from the schedule.
     # False, on the host: it gets as many as it needs, plus those of `rounding`.
     pad: bool = True
-    every_row: bool = True  # False: drafters read only the text, and get only the newest rows
 
     def __post_init__(self) -> None:
         batch, num_reqs, device = self.batch, self.batch.num_reqs, self.block_table.device
@@ -90,12 +89,6 @@ class StepBatch:
         prompt_done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:num_reqs]
         self.goes_on = put(prompt_done >= batch.prefill_len_np, bool)  # [R], has a root
         self.read_accepted(batch.idx_mapping)
-        if not self.every_row:
-            self.row_start_host = list(range(num_reqs + 1))
-            self.row_start = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
-            self.request = torch.arange(num_reqs, device=device)
-            self.local = self.base - 1 + self.accepted_rows.accepted
-            return
         drafts = batch.num_draft_tokens_per_req
         has_drafts = np.zeros(num_reqs, dtype=bool) if drafts is None else drafts > 0
         path = room = np.where(has_drafts, self.tree_states.max_depth, 0)
@@ -145,7 +138,7 @@ class StepBatch:
             kv_slot=rows.kv_slot,
             row_start=self.row_start,
             row_start_host=self.row_start_host,
-            last=rows.last if self.every_row else self.request,
+            last=rows.last,
             start=self.masks[1],
             block_table=self.block_table,
             block_size=self.block_size,

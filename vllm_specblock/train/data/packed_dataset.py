@@ -99,25 +99,17 @@ def pack_lengths(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Pack pieces into windows of `room` columns, best fit, the longest first: the indices of each
     window's pieces, windows and their pieces in ascending order."""
     windows: list[list[int]] = []
-    spaces: list[int] = []  # sorted, distinct
-    with_space: dict[int, list[int]] = {}
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect.bisect_left(spaces, lengths[index])
+    spaces: list[tuple[int, int, list[int]]] = []  # free columns, latest first, and the window
+    for turn, index in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        at = bisect.bisect_left(spaces, (lengths[index], -len(lengths), []))
         if at < len(spaces):
-            space = spaces[at]
-            window = with_space[space].pop()
-            if not with_space[space]:
-                del with_space[space], spaces[at]
+            space, _, window = spaces.pop(at)
         else:
-            space, window = room, len(windows)
-            windows.append([])
-        windows[window].append(index)
-        left = space - lengths[index]
-        if left:
-            if left not in with_space:
-                bisect.insort(spaces, left)
-                with_space[left] = []
-            with_space[left].append(window)
+            space, window = room, []
+            windows.append(window)
+        window.append(index)
+        if space > lengths[index]:
+            bisect.insort(spaces, (space - lengths[index], -turn, window))
     return sorted(sorted(window) for window in windows)
 
 

@@ -13,7 +13,7 @@ from vllm_specblock.config import DEFAULT_NODES, parse_drafter
 from vllm_specblock.drafters.common.config import CheckpointError, default_layer_ids
 from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
 from vllm_specblock.drafters.detect import kind_of
-from vllm_specblock.drafters.eagle3.checkpoint import FILES as eagle3_files
+from vllm_specblock.drafters.eagle3.model import FILES as eagle3_files
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.specblock import checkpoint as specblock_files
 from vllm_specblock.drafters.specblock.config import TargetInfo
@@ -48,8 +48,7 @@ class LoadedDrafter:
 
     depth: tokens on the longest path of its trees.
     forward_name: what one drafter forward adds to a tree ("block" or "level").
-    along: drafts along a greedy text.
-    calibration: learned over the texts; None: scores are not calibrated.
+    along: drafts along a greedy text; scores are calibrated from text to text, as in serving.
     chain: drafts chains of whole blocks along a text; None: the drafter has no blocks.
     block_size: K, tokens of a forward; 1 without blocks.
     """
@@ -58,7 +57,6 @@ class LoadedDrafter:
     depth: int
     forward_name: str
     along: Callable[[EvalSequence], ServedDraft]
-    calibration: DraftCalibration | None
     chain: Callable[[EvalSequence], Chain] | None = None
     block_size: int = 1
 
@@ -140,7 +138,6 @@ def load_drafter(
         shape.max_depth,
         "level" if eagle3 else "block",
         lambda text: draft_trees(network, text, shape, calibration),
-        calibration,
         chain,
         shape.block_size,
     )

@@ -68,7 +68,6 @@ def _rows(facts: dict[str, Any], target: str, tau: float | None) -> list[tuple[s
     rows = [
         ("target", target),
         ("data", f"{Path(options['data']).name}, fingerprint `{facts['data']}`"),
-        ("licence of its prompts", options.get("data_license") or "not stated"),
         ("updates", f"{facts['step']:,} of {update}"),
         ("trained on", f"{facts['device']}, {facts['ranks']} at a time, {facts['seconds']:.0f} s"),
         ("τ", reached),

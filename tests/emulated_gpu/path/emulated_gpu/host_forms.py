@@ -30,12 +30,10 @@ from vllm_specblock.triton_kernels.layers.lm_and_rank_head import top_and_featur
 from vllm_specblock.triton_kernels.layers.rope import Rope
 from vllm_specblock.triton_kernels.layers.rope import rotate_pair as rotate
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
-from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 
 from emulated_gpu.vllm_operators import fa3_fwd, reshape_and_cache_flash
 from vllm_specblock.cpu import gumbel, sampling
 from vllm_specblock.verify.accept_path import accept_path_rows
-from vllm_specblock.verify.tree_mask import build_tree_mask
 
 Grid = tuple[int, int, int]
 
@@ -180,21 +178,6 @@ def accept_path(a: Arguments, grid: Grid) -> None:
     a.num_sampled_ptr.copy_(sampled)
 
 
-def tree_mask(a: Arguments, grid: Grid) -> None:
-    requests = grid[0] - 1
-    starts = a.rows.node_start[: requests + 1].long()
-    counts = starts.diff()
-    request = torch.arange(requests).repeat_interleave(counts)
-    node = torch.arange(int(starts[-1])) - starts[request]
-    row = a.rows.query_start[request + 1] - counts[request] + node
-    slots = a.rows.req_idx[:requests].long()
-    rows = BatchRows(
-        a.rows.position[: a.num_rows], a.rows.query_start, a.rows.seq_len, slots, starts,
-        row, slots[request], node,
-    )  # fmt: skip
-    build_tree_mask.reference(rows, a.depth_ptr, a.ancestors_ptr, a.out)
-
-
 def on_cpu(function: Callable) -> Callable[[Arguments, Grid], None]:
     """Return a form of the function that replaces the kernel on a CPU."""
     wanted = list(inspect.signature(function).parameters)
@@ -245,10 +228,6 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
         "score_ptr tree.token tree.parent tree.depth tree.logprob tree.size tree.ancestors",
     ),
     "_accept_path_kernel": (accept_path, "trees.path trees.accepted output_ptr num_sampled_ptr"),
-    "_build_tree_mask_kernel": (
-        tree_mask,
-        "out.prefix_len out.mask_words out.tree_start out.position out.node_position",
-    ),
     "_penalties_kernel": (on_cpu(sampling.penalties), "logits_ptr"),
     "_min_p_kernel": (on_cpu(sampling.min_p), "logits_ptr"),
     "_temperature_kernel": (on_cpu(sampling.temperature), "logits_ptr"),

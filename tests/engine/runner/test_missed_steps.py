@@ -1,4 +1,5 @@
-"""Prompts that are read while drafting is paused: later hits see no row that was not written."""
+"""Steps without a drafter, paused or skipped: no token changes, and later hits see only rows that
+were written."""
 
 from __future__ import annotations
 
@@ -7,29 +8,30 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.engines import Engine, make_engine, record_drafts
-from support.matrix import params
+from support.engines import Engine, note_calls, record_drafts, shared_engine
+from support.matrix import Checker, every_case, params
 from vllm.platforms import current_platform
+
+from vllm_specblock.engine.runner.draft_policy import SkippingMergedDrafters
 
 BLOCK, NEW = 32, 40
 draw = random.Random(11)
 PROMPT = [draw.randrange(3, 2048) for _ in range(4 * BLOCK + 5)]
-
-
 ADAPTIVE = {
     "num_speculative_tokens": 24,
     "calibrate_drafts": False,
     "enable_adaptive_verification": True,
 }
+MERGED = ADAPTIVE | {"draft_policy": "merge", "second_drafter": {"kind": "ngram"}}
+on_the_host = pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU skips no drafter")
 
 
-def pausing_engine(**speculative) -> tuple[Engine, SimpleNamespace]:
+def pause_by_hand(engine: Engine, monkeypatch) -> SimpleNamespace:
     """Drafting is paused while `pause.on`; otherwise whole trees are drafted and verified."""
-    engine, pause = make_engine(ADAPTIVE | speculative), SimpleNamespace(on=False)
-    manager = engine.runner.adaptive_verification
-    engine.speculator.adaptive.is_paused = lambda batch: pause.on
-    manager.controller.drafts = lambda *_: not pause.on
-    manager.controller.brief = lambda *_: False
+    manager, pause = engine.runner.adaptive_verification, SimpleNamespace(on=False)
+    monkeypatch.setattr(manager, "is_paused", lambda batch: pause.on)
+    monkeypatch.setattr(manager.controller, "drafts", lambda *_: not pause.on)
+    monkeypatch.setattr(manager.controller, "brief", lambda *_: False)
     choose = manager.get_num_tokens
 
     def get_num_tokens(*args) -> int:
@@ -39,19 +41,15 @@ def pausing_engine(**speculative) -> tuple[Engine, SimpleNamespace]:
         manager._batch_budget = drafts, others, budget
         return sum(others.values()) + budget
 
-    manager.get_num_tokens = get_num_tokens
-    return engine, pause
-
-
-@pytest.fixture(scope="module")
-def pausing() -> tuple[Engine, SimpleNamespace]:
-    return pausing_engine()
+    monkeypatch.setattr(manager, "get_num_tokens", get_num_tokens)
+    manager.all_paused = False
+    return pause
 
 
 @pytest.fixture(params=["backlog", "no backlog", "padded, no backlog"])
-def engine(pausing, request, monkeypatch) -> tuple[Engine, SimpleNamespace]:
+def engine(request, monkeypatch) -> tuple[Engine, SimpleNamespace]:
     """As on a CPU; without its memory of missed rows; and in the shapes of a GPU's steps."""
-    engine, pause = pausing
+    engine = shared_engine(ADAPTIVE)
     speculator = engine.speculator
     if request.param != "backlog":
         monkeypatch.setattr(speculator.skipped, "backlog", None)
@@ -59,8 +57,7 @@ def engine(pausing, request, monkeypatch) -> tuple[Engine, SimpleNamespace]:
     if request.param.startswith("padded"):
         monkeypatch.setattr(speculator, "pad_rows", True)
     fresh(engine, 0.0)
-    pause.on = False
-    return engine, pause
+    return engine, pause_by_hand(engine, monkeypatch)
 
 
 def fresh(engine: Engine, garbage: float) -> None:
@@ -168,30 +165,64 @@ def test_a_request_that_lives_through_a_pause(engine, monkeypatch):
     assert drafts_of(engine, monkeypatch, text) == ((hit, cached), drafts)
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU skips no drafter")
-def test_a_drafter_skipped_beside_a_lookup(monkeypatch):
+@pytest.fixture
+def skipping(monkeypatch) -> Engine:
+    """A drafter beside a lookup, which is confident where text repeats."""
+    engine = shared_engine(MERGED)
+    assert isinstance(engine.speculator.draft_policy, SkippingMergedDrafters)
+    return engine
+
+
+def asks(engine: Engine, monkeypatch, when) -> None:
+    """Ask the drafter in the steps for which `when` is true."""
+    monkeypatch.setattr(engine.speculator.draft_policy.controller, "asks", lambda *_: when())
+
+
+@on_the_host
+def test_a_drafter_skipped_beside_a_lookup(skipping, monkeypatch):
     """Its missed rows are kept for the request itself; other requests do not see them."""
-    engine, _ = pausing_engine(draft_policy="merge", second_drafter={"kind": "ngram"})
-    policy, asked, found = engine.speculator.draft_policy, SimpleNamespace(on=False), []
-    policy.controller.asks = lambda *_: asked.on
+    pause_by_hand(skipping, monkeypatch)
+    policy, asked, found = skipping.speculator.draft_policy, SimpleNamespace(on=False), []
+    asks(skipping, monkeypatch, lambda: asked.on)
     text, alone = [*PROMPT, 5, 6, 7], []
     for garbage, asked.on in ((0.0, False), (1e6, False), (0.0, True)):
-        fresh(engine, garbage)
-        alone.append(answer(engine, PROMPT, 40)[0])
+        fresh(skipping, garbage)
+        alone.append(answer(skipping, PROMPT, 40)[0])
         if asked.on:
-            policy.holes.skip(blocks(engine)[:4] * BLOCK)
+            policy.holes.skip(blocks(skipping)[:4] * BLOCK)
         assert policy.holes.any
         asked.on = True
-        found.append(drafts_of(engine, monkeypatch, text))
+        found.append(drafts_of(skipping, monkeypatch, text))
     assert found[0] == found[1] == found[2] and alone[0] == alone[2]
     # Asked in the end, the drafter reads what it missed.
-    fresh(engine, 1e6)
+    fresh(skipping, 1e6)
     steps = iter(range(10**6))
-    policy.controller.asks = lambda *_: next(steps) > 3
-    answer(engine, PROMPT, 60)
+    asks(skipping, monkeypatch, lambda: next(steps) > 3)
+    answer(skipping, PROMPT, 60)
     assert not policy.holes.any and policy.behind.bytes == 0
-    policy.controller.asks = lambda *_: True
-    (hit, cached), drafts = drafts_of(engine, monkeypatch, text)
-    fresh(engine, 0.0)
-    answer(engine, PROMPT, 60)
-    assert drafts_of(engine, monkeypatch, text) == ((hit, cached), drafts)
+    asks(skipping, monkeypatch, lambda: True)
+    (hit, cached), drafts = drafts_of(skipping, monkeypatch, text)
+    fresh(skipping, 0.0)
+    answer(skipping, PROMPT, 60)
+    assert drafts_of(skipping, monkeypatch, text) == ((hit, cached), drafts)
+
+
+@on_the_host
+def test_every_sampling_case_where_a_drafter_is_asked_in_one_step_of_three(
+    skipping, reference, monkeypatch
+):
+    pause_by_hand(skipping, monkeypatch)
+    asked: list[bool] = []
+    asks(skipping, monkeypatch, lambda: asked.append(len(asked) % 3 == 2) or asked[-1])
+    texts, requests = every_case()
+    Checker()(skipping, requests, reference("every case", requests, texts), texts)
+    assert {False, True} <= set(asked)
+
+
+@on_the_host
+def test_by_itself_it_leaves_the_drafter_out_where_text_repeats(skipping, monkeypatch):
+    manager, policy = skipping.runner.adaptive_verification, skipping.speculator.draft_policy
+    monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
+    decided = note_calls(monkeypatch, policy, "advance", lambda *_: policy.asked)
+    skipping.generate([[100, 200, 300, 400] * 12], params(1, temperature=0.0, max_tokens=40))
+    assert not all(decided)

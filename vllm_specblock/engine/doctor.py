@@ -1,4 +1,4 @@
-"""Checks of versions, hooks and kernels, in the order in which an engine needs them."""
+"""Checks for problems that prevent drafting, in the order in which an engine meets them."""
 
 from __future__ import annotations
 
@@ -40,38 +40,29 @@ def wrong(name: str, found: str, advice: str) -> Finding:
     return Finding(name, found, "wrong", advice)
 
 
-def as_line(error: BaseException) -> str:
-    """Return the message of an error in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def examine(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
     """Yield findings; vLLM is imported last, and only if no earlier check failed.
 
     Args:
-        target: a folder or a hub id.
-        given: a `speculative_config`; None: no drafter is examined.
+        target: a folder or a hub id; None: no engine is configured.
+        given: a `speculative_config`; None: n-gram lookup.
     """
-    begun = True
-    for finding in (*versions(), hooks()):
-        yield finding
-        begun = begun and (finding.verdict != "wrong" or finding.name == OURS)
-    if not begun:
-        if target is not None or given is not None:
-            yield wrong("target, drafter", "not looked at", "See to what is wrong above first.")
-        return
-    yield kernels()
-    try:
-        from vllm_specblock.engine.doctor.pair import pair, runner
-    except Exception as error:  # an installation can be broken in any way
-        yield wrong("runner", f"vLLM cannot be imported: {as_line(error)}", "Install it anew.")
-        return
-    yield runner()
-    yield from pair(target, given)
+    found = [*versions(), plugin(), hooks()]
+    if all(each.verdict != "wrong" for each in found):
+        found.append(kernels())
+    yield from found
+    if target is None:
+        if given is not None:
+            advice = "Give --target to check it with one, or use specblock inspect."
+            yield wrong("drafter", "not examined", advice)
+    elif all(each.verdict != "wrong" for each in found):
+        yield from engine(target, {"kind": "ngram"} if given is None else given)
+    else:
+        yield wrong("target, drafter", "not examined", "Correct what is wrong above first.")
 
 
 def versions() -> Iterator[Finding]:
-    """Judge Python, the packages we rely on, and the plugin's entry point."""
+    """Judge Python and the packages that we rely on."""
     wanted = SpecifierSet(metadata(OURS)["Requires-Python"] or "")
     yield _judged("Python", platform.python_version(), wanted)
     specifiers = {each.name: each.specifier for each in map(Requirement, requires(OURS) or ())}
@@ -86,7 +77,6 @@ def versions() -> Iterator[Finding]:
     else:
         yield Finding("vLLM", found)
     yield _judged("triton", installed_version("triton"), SpecifierSet())
-    yield plugin()
 
 
 def _judged(package: str, found: str | None, wanted: SpecifierSet) -> Finding:
@@ -148,3 +138,29 @@ def kernels() -> Finding:
     return Finding(
         "kernels", f"Numba {installed_version('numba')} compiles loops for this CPU, {tiles} AMX"
     )
+
+
+def engine(target: str, given: dict[str, Any]) -> Iterator[Finding]:
+    """Build an engine's config, which makes all of its checks, and yield what it read."""
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+
+        from vllm_specblock.config import METHOD
+
+        if given.get("method", METHOD) != METHOD:
+            raise ValueError(f"'method' is {given['method']!r}, but must be {METHOD!r} here.")
+        speculative = {"method": METHOD, **given}
+        args = EngineArgs(model=target, speculative_config=speculative, disable_log_stats=True)
+        config = args.create_engine_config()
+    except Exception as error:  # of vLLM, transformers or ours; an installation can be broken
+        advice = " ".join(str(error).split()) or type(error).__name__
+        yield wrong("target, drafter", f"{target}, {given.get('model', given)}", advice)
+        return
+    model = config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    yield Finding("target", f"{target}: {model.architecture}, {dtype}")
+    for number, drafter in enumerate(config.speculative_config.specblock.drafters, 1):
+        source = drafter.folder or "the requests' own text"
+        layers = ", ".join(map(str, drafter.layers)) or "none"
+        name = f"drafter {number}"
+        yield Finding(name, f"{source}: {drafter.kind}, reads target layers {layers}")

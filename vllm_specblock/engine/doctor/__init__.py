@@ -1,1 +1,0 @@
-"""Checks for problems that prevent drafting, before an engine starts."""
