@@ -92,30 +92,6 @@ def test_swaps_while_crowded(crowded, versions, reference, monkeypatch):
     swaps.require(200, accepted=40)
 
 
-@on_a_cpu
-def test_a_graph_drafts_by_the_new_weights(engine, versions, reference, monkeypatch):
-    """A graph reads addresses: its drafts are those of eager steps under the same swaps."""
-    speculator, requests = engine.speculator, params(3, max_tokens=40)
-    monkeypatch.setattr(speculator, "pad_rows", True)
-    expected = reference("three for a graph", requests, PROMPTS[:3])
-
-    def drafts() -> list[list]:
-        engine.llm.reset_prefix_cache()
-        speculator.forget_warm_up()
-        refresh(speculator.draft_policy.drafters[0].model, versions["trained"])
-        with monkeypatch.context() as patch:
-            found = note_calls(patch, speculator, "propose", lambda of, *_, **__: of.tolist())
-            swapping(engine, versions, patch)
-            check(engine, requests, expected, PROMPTS[:3])
-        return found
-
-    eager = drafts()
-    graphs = capture(engine, monkeypatch, [25 * count for count in (1, 3)])
-    assert drafts() == eager
-    replays = sum(graph.replays for graph in graphs.values())
-    assert replays > 0.7 * len(eager)
-
-
 @dataclass
 class Kept:
     """A sink that keeps everything."""
@@ -331,25 +307,36 @@ def test_marked_requests_only(watching, monkeypatch):
 
 
 @on_a_cpu
-def test_a_graph_records(watching, reference, monkeypatch):
-    """Replays record what eager steps record."""
-    requests, found = params(3, max_tokens=40), []
+def test_a_graph_drafts_and_records_by_the_new_weights(watching, versions, reference, monkeypatch):
+    """A graph reads addresses: it does what eager steps do under the same swaps."""
+    speculator, requests = watching.speculator, params(3, max_tokens=40)
+    monkeypatch.setattr(speculator, "pad_rows", True)
     expected = reference("three for a graph", requests, PROMPTS[:3])
-    with monkeypatch.context() as patch:
-        for sizes in (None, [25, 75]):
-            if sizes is not None:
-                patch.setattr(watching.speculator, "pad_rows", True)
-                graphs = capture(watching, patch, sizes)
+
+    def start_again() -> None:
+        watching.llm.reset_prefix_cache()
+        speculator.forget_warm_up()
+        refresh(speculator.draft_policy.drafters[0].model, versions["trained"])
+
+    def served() -> tuple[list[list], list]:
+        start_again()
+        with monkeypatch.context() as patch:
             sink = kept(watching, patch)
-            watching.llm.reset_prefix_cache()
+            drafts = note_calls(patch, speculator, "propose", lambda of, *_, **__: of.tolist())
+            swapping(watching, versions, patch)
             check(watching, requests, expected, PROMPTS[:3])
             flush(watching)
-            found.append(sink.offers)
-        assert sum(graph.replays for graph in graphs.values()) > 10
-    eager, replayed = found
+        return drafts, sink.offers
+
+    drafts, eager = served()
+    graphs = capture(watching, monkeypatch, [25 * count for count in (1, 3)])
+    again, replayed = served()
+    assert again == drafts
+    assert sum(graph.replays for graph in graphs.values()) > 0.7 * len(drafts)
     assert len(eager) == len(replayed) == 3
     for (one, done), (other, over) in zip(eager, replayed):
         assert torch.equal(one.tokens, other.tokens) and torch.equal(one.labels, other.labels)
         assert (done.steps, done.tokens) == (over.steps, over.tokens)
         torch.testing.assert_close(one.states, other.states, rtol=1e-3, atol=2e-3)
         torch.testing.assert_close(one.last, other.last, rtol=1e-3, atol=2e-3)
+    start_again()

@@ -73,15 +73,6 @@ def test_structured_outputs(tree: Engine, plain: Engine, temperature):
     check(tree, requests, plain.generate(PROMPTS, requests))
 
 
-def test_prefix_cache_hits(tree: Engine, plain: Engine):
-    """The second time the prompts' blocks are there, for the target and for the drafter."""
-    texts = [PROMPTS[9], PROMPTS[7], PROMPTS[9][:160], PROMPTS[9] + PROMPTS[2]]
-    requests = params(len(texts))
-    expected = plain.generate(texts, requests)
-    for _ in range(2):
-        check(tree, requests, expected, texts)
-
-
 def test_aborts(tree: Engine, reference):
     """Requests aborted in the middle of a step do not disturb the others."""
     expected = reference("greedy", params())

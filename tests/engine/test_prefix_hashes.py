@@ -53,6 +53,7 @@ KINDS = {
     "ngram and specblock": {
         "kind": "ngram",
         "model": None,
+        "earlier_tokens": 0,
         "second_drafter": SPECBLOCK,
         "draft_policy": "merge",
         "skip_drafter": False,

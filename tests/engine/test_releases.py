@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-import vllm
-from packaging.version import Version
-from support.engines import Engine, assert_identical, note_calls, prompts, shared_engine
+from support.engines import assert_identical, prompts, shared_engine
 from vllm import SamplingParams
 
-CHUNK, NODES = 24, 5
 
-
-@pytest.fixture
-def engine() -> Engine:
-    """Prompts come in several chunks, as in test_sessions.py."""
-    chunks = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 3}
-    return shared_engine({"num_speculative_tokens": NODES}, **chunks)
-
-
-def test_no_drafts_where_no_request_could_use_them(engine, plain, monkeypatch):
+def test_no_drafts_where_no_request_could_use_them(plain, monkeypatch):
     """From 0.33 on chunks of prompts propose none; the drafters have to follow all the same."""
+    chunks = {"max_num_batched_tokens": 24, "max_num_seqs": 3}  # as in test_sessions.py
+    engine = shared_engine({"num_speculative_tokens": 5}, **chunks)
     propose, skipped = engine.speculator.propose, []
 
     def skipping(batch, *args, **kwargs):
@@ -41,26 +31,3 @@ def test_no_drafts_where_no_request_could_use_them(engine, plain, monkeypatch):
     assert (engine.speculator.draft_tokens >= 0).all(), "marks of vLLM's are no tokens"
     accepted = int(engine.speculator.counters.total.sum())  # of all that is counted
     assert accepted > 0
-
-
-@pytest.mark.skipif(Version(vllm.__version__) < Version("0.33"), reason="vLLM from 0.33 on")
-def test_the_scheduler_says_when_no_request_could_use_them(engine, plain, monkeypatch):
-    """As vLLM does it itself from 0.33 on: in chunks of a prompt, and in the last step."""
-    assert engine.core.scheduler.can_skip_drafts
-    wanted = note_calls(
-        monkeypatch,
-        engine.speculator,
-        "propose",
-        lambda *_, num_speculative_tokens, **__: num_speculative_tokens,
-    )
-    params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
-    (text,) = [text for text in prompts(12) if len(text) == 200]
-    assert engine.llm.reset_prefix_cache()
-    answers = engine.generate([text], params)
-    chunks = -(-len(text) // CHUNK)
-    assert wanted[:chunks] == [0] * (chunks - 1) + [NODES], "only the last chunk draws a token"
-    assert_identical(answers, plain.generate([text], params))
-    one = SamplingParams(temperature=0, max_tokens=1)
-    del wanted[:]
-    engine.generate([text[:20]], one)
-    assert wanted == [0]

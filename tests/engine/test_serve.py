@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
 import sys
-import urllib.error
 import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 from lib.server import Server
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from support.dashboard import unanswered
 from support.engines import ROOT
 from support.processes import SWITCHES
@@ -28,8 +26,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    """A server that is given the drafter's folder alone, and its address."""
+def server(tmp_path_factory):
+    """A server that is given the drafter's folder alone."""
     options = (
         "--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 8 "
         f"--kv-cache-memory-bytes {256 << 20} --gpu-memory-utilization 0.3 "
@@ -42,60 +40,54 @@ def process(tmp_path_factory):
     signal.signal(signal.SIGINT, before)
     try:
         server.wait()
-        yield server.process, server.address
+        yield server
     finally:
         server.close()
 
 
-def post(url: str, **body) -> dict:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    return json.load(urllib.request.urlopen(request, timeout=120))
+@pytest.fixture
+def client(server) -> OpenAI:
+    return OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def test_a_request_opts_out_of_drafts(process):
+def test_a_request_opts_out_of_drafts(client):
     """A wrong value gets HTTP 400; the server keeps running."""
-    _, server = process
-    body = {"model": DRAFTER, "prompt": "class Reader:\n", "max_tokens": 24, "temperature": 0}
-    plain = post(f"{server}/v1/completions", **body)["choices"]
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        post(f"{server}/v1/completions", **body, vllm_xargs={"specblock_draft": "off"})
-    assert refused.value.code == 400
-    assert "\"specblock_draft\" is 'off'" in json.load(refused.value)["error"]["message"]
+
+    def complete(**vllm_xargs):
+        body = {"model": DRAFTER, "prompt": "class Reader:\n", "max_tokens": 24, "temperature": 0}
+        return client.completions.create(**body, extra_body={"vllm_xargs": vllm_xargs})
+
+    plain = complete()
+    with pytest.raises(BadRequestError) as refused:
+        complete(specblock_draft="off")
+    assert "\"specblock_draft\" is 'off'" in refused.value.body["message"]
     for no in (False, 0):
-        answer = post(f"{server}/v1/completions", **body, vllm_xargs={"specblock_draft": no})
-        assert answer["choices"][0]["text"] == plain[0]["text"]
-        own = (answer["metrics"] or {}).get("speculative_decoding") or {"num_draft_tokens": 0}
+        answer = complete(specblock_draft=no)
+        assert answer.choices[0].text == plain.choices[0].text
+        own = (answer.metrics or {}).get("speculative_decoding") or {"num_draft_tokens": 0}
         assert own["num_draft_tokens"] == 0
 
 
-def test_a_user_session(process, plain):
-    _, server = process
+def test_a_user_session(server, client, plain):
+    (model,) = [entry.id for entry in client.models.list()]
+    assert model == DRAFTER
     prompt = "class Reader:\n    def __init__(self, name):\n"
-    (model,) = [
-        entry["id"] for entry in json.load(urllib.request.urlopen(f"{server}/v1/models"))["data"]
-    ]
-    whole = post(
-        f"{server}/v1/completions", model=model, prompt=prompt, max_tokens=64, temperature=0
-    )
-    (answer,) = whole["choices"]
+    whole = client.completions.create(model=model, prompt=prompt, max_tokens=64, temperature=0)
     ids = plain.llm.get_tokenizer()(prompt)["input_ids"]
     (expected,) = plain.generate([ids], SamplingParams(temperature=0, max_tokens=64))[0]
-    assert answer["text"] == expected.text
+    assert whole.choices[0].text == expected.text
 
     # The first token is the prompt's; each step after it adds its accepted nodes and one.
-    own = whole["metrics"]["speculative_decoding"]
+    own = whole.metrics["speculative_decoding"]
     assert own["num_spec_steps"] == len(own["per_step_accepted"]) > 0
     assert 1 + own["num_accepted_draft_tokens"] + own["num_spec_steps"] == 64
 
-    client = OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
     chat = client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": "write a class"}], max_tokens=24, seed=3
     )
     assert chat.usage.completion_tokens == 24 or chat.choices[0].finish_reason == "stop"
 
-    metrics = urllib.request.urlopen(f"{server}/metrics").read().decode()
+    metrics = urllib.request.urlopen(f"{server.address}/metrics").read().decode()
 
     def counter(name: str) -> list[float]:
         found = re.findall(rf"^vllm:spec_decode_num_{name}_total{{.*}} ([\d.e+]+)$", metrics, re.M)
@@ -106,25 +98,19 @@ def test_a_user_session(process, plain):
     by_depth = counter("accepted_tokens_per_pos")
     assert by_depth[0] <= drafts and by_depth == sorted(by_depth, reverse=True)
     assert sum(by_depth) == accepted and not any(by_depth[8:]), "two blocks of four go no deeper"
-    assert model == DRAFTER
 
     dashboard = unanswered(metrics)
     assert not {name for name in dashboard if "specblock" not in name}, "vLLM's own"
     assert "vllm:specblock_chosen_trees_total" not in dashboard
 
 
-def test_ctrl_c_with_a_request_in_flight(process):
+def test_ctrl_c_with_a_request_in_flight(server, client):
     """The server ends within seconds, and none of its processes is left. The last test here."""
-    running, address = process
-    body = {"model": DRAFTER, "prompt": "class ", "max_tokens": 480, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{address}/v1/completions",
-        json.dumps({**body, "stream": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
+    running = server.process
     children = psutil.Process(running.pid).children(recursive=True)
-    with urllib.request.urlopen(request, timeout=120) as stream:
-        assert stream.readline().startswith(b"data: ")
+    long = {"max_tokens": 480, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(model=DRAFTER, prompt="class ", stream=True, **long) as stream:
+        assert next(iter(stream)).choices
         running.send_signal(signal.SIGINT)
     # vLLM 0.32 may wait for the client's connection to close, with or without us.
     assert running.wait(timeout=60) == 0

@@ -1,4 +1,4 @@
-"""Requests without drafts: exact, and without effect on other requests."""
+"""Requests without drafts, or with chains: exact, and without effect on other requests."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from support.engines import Engine, asynchronous_engine, note_calls, record_draf
 from support.matrix import CASES, PROMPTS, Checker, params
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_specblock.engine.request_drafts import looks_back
 
 check = Checker()
 
 NO = {"specblock_draft": 0}
+
+
+@pytest.fixture
+def asynchronous() -> Engine:
+    return asynchronous_engine()
 
 
 @pytest.fixture(params=["tree", "budgeted"])
@@ -39,8 +47,10 @@ def drafts_of(engine: Engine, every: int) -> list[int]:
     return [0 if each is None else each.num_draft_tokens for each in metrics]
 
 
+@pytest.mark.parametrize("engine", ["tree", "budgeted", "asynchronous"], indirect=True)
 @pytest.mark.parametrize("every", [1, 3])
 def test_requests_opt_out(engine, reference, monkeypatch, every):
+    """Asynchronously, the scheduler gives placeholders only to requests with drafts."""
     (drafter,) = engine.speculator.draft_policy.drafters
     trees = note_calls(monkeypatch, drafter, "draft", lambda *_: "a tree")
     for name in ("greedy", "temperature 1", "repetition penalty"):
@@ -88,18 +98,6 @@ def test_a_prompt_of_one_token_is_not_padded(engine, monkeypatch, extra):
     assert steps[1][-1] == (1 if extra else 25)
 
 
-def test_asynchronous_scheduling(reference):
-    """The scheduler gives placeholders only to requests with drafts."""
-    engine = asynchronous_engine()
-    for every in (1, 2):
-        for name in ("greedy", "temperature 1"):
-            requests = opting_out(params(**CASES[name]), every)
-            check(engine, requests, reference(name, params(**CASES[name])))
-        counts = drafts_of(engine, every)
-        assert not any(counts[::every])
-        assert every == 1 or all(counts[1::2])
-
-
 def test_a_wrong_value_is_refused(tree):
     (greedy,) = params(1)
     for given in (2, "no", None, [0], -1):
@@ -138,3 +136,23 @@ def test_trees_made_to_hurt_the_others(tree, reference, monkeypatch):
     expected = reference("greedy", params())
     install(monkeypatch, tree, "deep", expected)
     check(tree, opting_out(params(), every=2), expected)
+
+
+CHAINS = (
+    {"repetition_penalty": 1.1},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -0.5},
+    {"bad_words": ["def"]},
+    {"structured_outputs": StructuredOutputsParams(regex="[0-9]+")},
+    {"thinking_token_budget": 8},
+)
+TREES = (
+    {},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": 7},
+    {"logit_bias": {3: 1.5}, "allowed_token_ids": [3, 4], "min_tokens": 5, "logprobs": 2},
+)
+
+
+@pytest.mark.parametrize("given", [*CHAINS, *TREES])
+def test_requests_whose_sampling_looks_back_verify_a_chain(given):
+    assert looks_back(SamplingParams(**given)) == (given in CHAINS)

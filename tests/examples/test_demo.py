@@ -20,6 +20,7 @@ TARGET = ROOT / "examples/tiny_pair/target"
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "path", [*sys.path])  # it adds folders
     demo = load_script(ROOT / "examples/demo.py")
+    del sys.modules["target"]  # there is another one in examples/tiny_pair
 
 
 def answer_of(ids, seconds=1.0):

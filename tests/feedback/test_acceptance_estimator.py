@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_specblock.feedback.acceptance_estimator import (
@@ -16,6 +16,7 @@ from vllm_specblock.feedback.acceptance_estimator import (
 )
 
 NEVER = float("-inf")
+quick = settings(deadline=None)
 
 
 def scores(*rows):
@@ -66,6 +67,7 @@ def naive_falling(counts, sums):
     return [s / n for n, s, width in pools for _ in range(width)]
 
 
+@quick
 @given(st.data())
 def test_rates_are_the_nearest_that_fall(data):
     table = AcceptanceEstimator("cpu")
@@ -90,6 +92,7 @@ def test_old_steps_fade_when_something_new_is_seen_and_unverified_nodes_do_not_c
     assert table.reached.sum() == 1.5
 
 
+@quick
 @given(st.data())
 def test_survival_never_rises_and_steps_multiply_to_it(data):
     table = AcceptanceEstimator("cpu")

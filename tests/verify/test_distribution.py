@@ -1,12 +1,11 @@
 """Sample-then-walk commits a text with the product of the target's probabilities along it.
 
-That is the law of the papers' sequential rule.
+That is the law of the papers' sequential rule. All draws are enumerated, none is sampled.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 import torch
@@ -14,87 +13,41 @@ from support.trees import path_to, to_tree
 
 from vllm_specblock.verify.accept_path import accept_path
 
+VOCAB = 5
 TREES = {
-    "tree": [(0, 1), (0, 2), (1, 0), (1, 3), (2, 1), (3, 2), (0, 4)],
+    "tree": [(0, 1), (0, 2), (1, 0), (1, 3), (2, 1), (0, 4)],
     # Two heads side by side: 1 and 1 3 are drafted by both, and go on differently.
     "disjoint merge": [(0, 1), (0, 2), (1, 0), (1, 3), (0, 1), (5, 3), (6, 2), (5, 4)],
 }
-VOCAB, RUNS = 5, 20_000
-
-
-def text(plain, node: int) -> tuple[int, ...]:
-    return tuple(plain[step - 1][1] for step in path_to(plain, node)[1:])
-
-
-def target(plain) -> torch.Tensor:
-    """[nodes + 1, V] float64, a random target that sees the text only."""
-    known: dict[tuple, torch.Tensor] = {}
-    draw = torch.Generator().manual_seed(3)
-    for node in range(len(plain) + 1):
-        logits = 1.5 * torch.randn(VOCAB, generator=draw, dtype=torch.float64)
-        known.setdefault(text(plain, node), logits.softmax(-1))
-    return torch.stack([known[text(plain, node)] for node in range(len(plain) + 1)])
-
-
-def committed_law(plain, target_probs: torch.Tensor) -> dict[tuple, float]:
-    """Committed text → its probability."""
-    texts = [text(plain, node) for node in range(len(plain) + 1)]
-    chance = {(): 1.0}
-    for node in range(1, len(plain) + 1):  # parents first
-        up = plain[node - 1][0]
-        chance[texts[node]] = chance[texts[up]] * float(target_probs[up, texts[node][-1]])
-    ends = {}
-    for node, prefix in enumerate(texts):
-        for token in range(VOCAB):
-            if (*prefix, token) not in chance:
-                ends[(*prefix, token)] = chance[prefix] * float(target_probs[node, token])
-    assert sum(ends.values()) == pytest.approx(1.0)
-    return ends
-
-
-def walked(plain, target_probs: torch.Tensor) -> Counter:
-    generator = torch.Generator().manual_seed(12)
-    sampled = torch.multinomial(
-        target_probs, RUNS, replacement=True, generator=generator
-    ).T.contiguous()
-    texts = [text(plain, node) for node in range(len(plain) + 1)]
-    # The noise is keyed by the position: nodes of equal text draw the same token.
-    sampled = sampled[:, [texts.index(own) for own in texts]]
-    tree = to_tree([plain], len(plain))
-    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
-    fields = tree.token, tree.parent, depth, tree.ancestors, torch.ones(1, len(plain)).bool()
-    every = (x.expand(RUNS, *x.shape[1:]) for x in fields)
-    accepted_paths = accept_path(*every, sampled, int(depth.max()))
-    return Counter(
-        tuple(output[: count + 1])
-        for output, count in zip(accepted_paths.output.tolist(), accepted_paths.accepted.tolist())
-    )
-
-
-def excess(counts: Counter, target_probs: dict[tuple, float]) -> float:
-    """Pearson's χ², in standard deviations above what the law itself gives."""
-    if not counts.keys() <= target_probs.keys():  # a text that cannot be committed
-        return math.inf
-    common = {key: p for key, p in target_probs.items() if p * RUNS >= 5}
-    rare = 1 - sum(common.values())
-    cells = [(counts[key], p) for key, p in common.items()]
-    if rare * RUNS >= 5:
-        cells.append((RUNS - sum(seen for seen, _ in cells), rare))
-    chi = sum((seen - RUNS * p) ** 2 / (RUNS * p) for seen, p in cells)
-    freedom = len(cells) - 1
-    return (chi - freedom) / math.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_texts_have_the_targets_law(name):
     plain = TREES[name]
-    target_probs = target(plain)
-    assert excess(walked(plain, target_probs), committed_law(plain, target_probs)) < 4
+    texts = [
+        tuple(plain[step - 1][1] for step in path_to(plain, node)[1:])
+        for node in range(len(plain) + 1)
+    ]
+    distinct = list(dict.fromkeys(texts))
+    draw = torch.Generator().manual_seed(3)
+    logits = 1.5 * torch.randn(len(distinct), VOCAB, generator=draw, dtype=torch.float64)
+    target = dict(zip(distinct, logits.softmax(-1)))  # it sees the text only
 
+    # The noise is keyed by the position: nodes of equal text draw the same token.
+    drawn = torch.cartesian_prod(*[torch.arange(VOCAB)] * len(distinct))
+    chance = torch.stack([target[key][tokens] for key, tokens in zip(distinct, drawn.T)]).prod(0)
+    sampled = drawn[:, [distinct.index(key) for key in texts]]
+    tree = to_tree([plain], len(plain))
+    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
+    fields = tree.token, tree.parent, depth, tree.ancestors, torch.ones(1, len(plain)).bool()
+    every = (each.expand(len(drawn), *each.shape[1:]) for each in fields)
+    found = accept_path(*every, sampled, int(depth.max()))
 
-def test_a_target_that_is_slightly_off_is_found_out():
-    plain = TREES["tree"]
-    target_probs = target(plain)
-    other = target_probs**1.1
-    off = walked(plain, other / other.sum(-1, keepdim=True))
-    assert excess(off, committed_law(plain, target_probs)) > 8
+    outcomes, which = torch.cat([found.accepted[:, None], found.output], 1).unique(
+        dim=0, return_inverse=True
+    )
+    law = torch.zeros(len(outcomes), dtype=torch.float64).index_add(0, which, chance)
+    assert float(law.sum()) == pytest.approx(1) and len(outcomes) > 2 * VOCAB
+    for (accepted, *output), share in zip(outcomes.tolist(), law.tolist()):
+        wanted = [float(target[tuple(output[:at])][output[at]]) for at in range(accepted + 1)]
+        assert share == pytest.approx(math.prod(wanted)), output

@@ -7,11 +7,8 @@ import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import entry_points, metadata, requires
+from importlib.metadata import entry_points
 from typing import Any, Literal
-
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from vllm_specblock.engine import compat
 from vllm_specblock.versions import (
@@ -62,27 +59,21 @@ def examine(target: str | None, given: dict[str, Any] | None) -> Iterator[Findin
 
 
 def versions() -> Iterator[Finding]:
-    """Judge Python and the packages that we rely on."""
-    wanted = SpecifierSet(metadata(OURS)["Requires-Python"] or "")
-    yield _judged("Python", platform.python_version(), wanted)
-    specifiers = {each.name: each.specifier for each in map(Requirement, requires(OURS) or ())}
-    for package in ("torch", "transformers"):
-        yield _judged(package, installed_version(package), specifiers[package])
-    found = installed_version("vllm")
-    if found is None:
+    """Judge vLLM's release, and list the packages that pip holds to the requirements of both."""
+    found = {name: installed_version(name) for name in ("torch", "transformers", "triton")}
+    listed = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    yield Finding("packages", f"Python {platform.python_version()}, {listed}")
+    for name, version in found.items():
+        if version is None:
+            yield wrong(name, "not installed", f"Install {name}.")
+    vllm = installed_version("vllm")
+    if vllm is None:
         how = "on a CPU tools/setup_env.py shows what that takes."
         yield wrong("vLLM", "not installed", f"Install vLLM {supported_releases()}; {how}")
-    elif not is_supported(found):
-        yield wrong("vLLM", found, supported_sentence(found))
+    elif not is_supported(vllm):
+        yield wrong("vLLM", vllm, supported_sentence(vllm))
     else:
-        yield Finding("vLLM", found)
-    yield _judged("triton", installed_version("triton"), SpecifierSet())
-
-
-def _judged(package: str, found: str | None, wanted: SpecifierSet) -> Finding:
-    if found is None or not wanted.contains(found, prereleases=True):
-        return wrong(package, found or "not installed", f"Install {package}{wanted}.")
-    return Finding(package, found)
+        yield Finding("vLLM", vllm)
 
 
 def plugin() -> Finding:

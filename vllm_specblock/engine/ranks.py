@@ -10,11 +10,14 @@ from vllm.distributed.parallel_state import get_tp_group
 
 
 class Ranks:
-    """A group of processes; all make the same calls in the same order, and wait for each other."""
+    """A group of processes; all make the same calls in the same order, and wait for each other.
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
-        self.first = distributed.get_rank(group) == 0
+    group: None: the ranks that share this engine's target.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self.group = get_tp_group().cpu_group if group is None else group
+        self.first = distributed.get_rank(self.group) == 0
 
     def alike(self, number: int) -> bool:
         """Return whether all ranks pass the same number."""
@@ -27,8 +30,3 @@ class Ranks:
         said = list(numbers)
         distributed.broadcast_object_list(said, group=self.group, group_src=0)
         return said
-
-
-def tensor_parallel_ranks() -> Ranks:
-    """Return the ranks that share this engine's target."""
-    return Ranks(get_tp_group().cpu_group)

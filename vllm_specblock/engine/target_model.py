@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.layers.attention import Attention
@@ -32,14 +32,9 @@ def install() -> None:
 
     @replaces(BaseModelLoader, "create_model")
     def create_model(
-        original: Function,
-        self: BaseModelLoader,
-        vllm_config: VllmConfig,
-        model_config: ModelConfig,
-        *args: Any,
-        **kwargs: Any,
+        original: Function, self: Any, vllm_config: VllmConfig, model_config: Any, **more: Any
     ) -> nn.Module:
-        model = original(self, vllm_config, model_config, *args, **kwargs)
+        model = original(self, vllm_config, model_config, **more)
         speculative = vllm_config.speculative_config
         known = is_ours(speculative) or extracts_features(speculative)
         if not known or model_config is speculative.draft_model_config:
@@ -53,16 +48,13 @@ def install() -> None:
 
     @replaces(attn_utils, "add_kv_sharing_layers_to_kv_cache_groups")
     def name_shared_specs(
-        original: Function,
-        shared_kv_cache_layers: dict[str, str],
-        kv_cache_groups: list[Any],
-        *args: Any,
+        original: Function, owners: dict[str, str], groups: list[Any], *rest: Any
     ) -> None:
         """Beside a drafter, vLLM looks up each layer's own spec, which a sharing layer lacks."""
-        original(shared_kv_cache_layers, kv_cache_groups, *args)
-        for group in kv_cache_groups:
+        original(owners, groups, *rest)
+        for group in groups:
             specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-            for name, owner in shared_kv_cache_layers.items():
+            for name, owner in owners.items():
                 if owner in specs:
                     specs[name] = specs[owner]
 

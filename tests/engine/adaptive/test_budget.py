@@ -93,20 +93,6 @@ def test_every_batch_as_vllm_does(budgeted, kind, monkeypatch):
     assert len(sent) == changes < 36, "a steady batch's counts were sent again, or others were not"
 
 
-def test_compiled_before_there_are_requests(managers, monkeypatch):
-    _, ours = managers
-    launches = []
-    monkeypatch.setattr(adaptive, "reallocate_drafts", lambda *args: launches.append(args))
-    ours.set_initial_cost_curves(profiled(ours, 0.01))
-    ours._batch_budget = {"one": 3, "two": 4}, {"one": 1, "two": 1}, 5
-    ours.reallocate_drafts(["one", "two"], torch.tensor([4, 2]))
-    warm, real = launches
-    for first, then in zip(warm, real, strict=True):
-        assert type(first) is type(then)
-        if isinstance(first, torch.Tensor):
-            assert (first.dtype, first.stride(-1)) == (then.dtype, then.stride(-1))
-
-
 def profiled(manager, per_token: float):
     """Samples of the steps that the manager wants to see, on a device with such costs, in ms."""
     return [

@@ -6,10 +6,9 @@ import itertools
 
 import numpy as np
 import pytest
-from support.engines import make_engine, note_calls, record_drafts
+from support.engines import make_engine, note_calls
 from support.matrix import PROMPTS, Checker, crowded_engine, every_case, params, to_the_limit
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
 
 from vllm_specblock.feedback.controller import Controller
 
@@ -188,43 +187,6 @@ def test_vllms_own_schedule_by_batch_size(scheduled, reference, monkeypatch):
     follows = 0 if current_platform.is_cpu() else 1
     assert counts == {(10, 1, 1), (3, 1, 1), (0, 0, follows)}
     assert max(size for _, sizes in drafted[-20:] for size in sizes) == 10
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafters_catch_up_on_steps_without_drafts(scheduled, reference, monkeypatch, temperature):
-    """One request drafts; seven more join, and the steps of all eight have no drafts."""
-    requests = params(8, temperature=temperature, max_tokens=60)
-    expected = reference(f"joined, {temperature}", requests, PROMPTS[:8])
-    for request in requests:
-        request.output_kind = RequestOutputKind.CUMULATIVE
-    drafts, engine = record_drafts(scheduled, monkeypatch), scheduled.llm.llm_engine
-    batches: list[tuple[int, int, int]] = []  # (requests, tokens of the first, proposals so far)
-    engine.add_request("0", {"prompt_token_ids": PROMPTS[0]}, requests[0])
-    tokens: dict[str, list[int]] = {}
-    while engine.has_unfinished_requests():
-        if len(batches) == 5:
-            for index in range(1, 8):
-                text, request = {"prompt_token_ids": PROMPTS[index]}, requests[index].clone()
-                request.max_tokens = 5 + index
-                engine.add_request(str(index), text, request)
-        running = engine.get_num_unfinished_requests()
-        for answer in engine.step():
-            tokens[answer.request_id] = list(answer.outputs[0].token_ids)
-        batches.append((running, len(tokens.get("0", ())), len(drafts)))
-    for index, (answer,) in enumerate(expected):
-        assert tokens[str(index)] == answer.tokens[: len(tokens[str(index)])]
-    assert len(tokens["0"]) == 60 and [running for running, _, _ in batches].count(8) > 4
-    # The first proposal for the request alone again: as if all of its text were a prompt.
-    last = max(step for step, (running, _, _) in enumerate(batches) if running == 8)
-    alone = next(step for step in range(last, len(batches)) if batches[step][0] == 1)
-    _, count, proposals = batches[alone]
-    text = PROMPTS[0] + tokens["0"][: count - 1]
-    # Scheduled asynchronously, a step has run before the tokens of the one before it come out.
-    late = engine.vllm_config.scheduler_config.async_scheduling
-    drafts_in_flight = drafts[proposals - 1 - late]
-    drafts.clear()
-    scheduled.generate([text], params(1, temperature=temperature, max_tokens=2))
-    assert drafts[0] == drafts_in_flight
 
 
 @on_the_host

@@ -72,16 +72,6 @@ def test_two_drafters_in_keys_with_dashes_as_on_a_command_line():
     assert plan.layers == (2, 3, 4)
 
 
-def test_weights_in_eight_bits_want_a_gpu_that_has_them(monkeypatch):
-    plan, gpu = plan_of({"quantization": "fp8"}), put_on_a_gpu(monkeypatch)
-    others = EngineArgs(model=str(TARGET)), plan, {}, ParallelConfig()
-    gpu.has_device_capability = lambda wanted: wanted <= 89
-    validate.check_combination(*others)
-    gpu.has_device_capability = lambda wanted: wanted <= 80
-    with pytest.raises(OptionError, match=r"'fp8', but this GPU has no float8.*drop the key"):
-        validate.check_combination(*others)
-
-
 def test_default_numbers_of_nodes_and_blocks():
     given = {"method": "specblock", "model": str(DRAFTER)}
     args = EngineArgs(model=str(TARGET), max_model_len=512, speculative_config=given)
@@ -97,8 +87,6 @@ NGRAM = {"kind": "ngram"}
 SECOND = {"second_drafter": NGRAM}
 TABLES, EAGLE3 = ROOT / "examples/two_heads/tables", ROOT / "examples/two_heads/eagle3"
 ADAPT, LEARNS = {"adapt": {"policy": "watch", "requests": "marked"}}, {"adapt": True}
-
-
 ADAPTIVE = {"enable_adaptive_verification": True}
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
@@ -123,6 +111,7 @@ TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         ({"kind": "eagle3"}, ["'kind' is 'eagle3'", "kind 'specblock'"]),
         ({"kind": "ngram", "model": None, **SECOND}, ["Both drafters", "n-gram"]),
         (SECOND | {"merge": "trie"}, ["'merge'", "draft_policy is 'route'"]),
+        (SECOND | {"skip_drafter": True}, ["'skip_drafter' is true, but", "drop the key"]),
         (
             SECOND | {"draft_policy": "merge", "budget": "split", "num_speculative_tokens": 1},
             ["cannot be split", "num_speculative_tokens"],
@@ -189,7 +178,7 @@ def test_a_head_size_that_a_cache_of_8_bits_cannot_have(monkeypatch):
 
 
 def test_what_a_gpu_does_not_support(monkeypatch):
-    put_on_a_gpu(monkeypatch)
+    plan, gpu = plan_of({"quantization": "fp8"}), put_on_a_gpu(monkeypatch)
     args = EngineArgs(model=str(TARGET), kv_cache_dtype="fp8", enable_lora=True)
     with pytest.raises(OptionError, match=r"only on a CPU.*use 'auto'\.$"):
         validate.check_cache(args, SimpleNamespace())
@@ -199,6 +188,11 @@ def test_what_a_gpu_does_not_support(monkeypatch):
     parallel = replace(ParallelConfig(), enable_dbo=True)
     with pytest.raises(OptionError, match=r"micro-batches.*drop enable_dbo and ubatch_size\.$"):
         validate.check_runner(args, parallel)
+    gpu.has_device_capability = lambda wanted: wanted <= 89
+    validate.check_combination(args, plan, {}, ParallelConfig())
+    gpu.has_device_capability = lambda wanted: wanted <= 80
+    with pytest.raises(OptionError, match=r"'fp8', but this GPU has no float8.*drop the key"):
+        validate.check_combination(args, plan, {}, ParallelConfig())
 
 
 def test_the_other_runner(monkeypatch):
@@ -231,14 +225,8 @@ def test_targets_that_cannot_be_verified_as_trees(kind, says):
         validate.check_target(SimpleNamespace(**TARGET_KIND | kind))
 
 
-@pytest.fixture
-def copied(tmp_path):
-    """A drafter whose config.json and tensors a test may spoil."""
-    shutil.copytree(DRAFTER, tmp_path / "drafter")
-    return tmp_path / "drafter"
-
-
-def test_a_drafter_of_another_target(copied, tmp_path):
+def test_a_drafter_of_another_target(tmp_path):
+    copied = shutil.copytree(DRAFTER, tmp_path / "drafter")
     target = json.loads((copied / "config.json").read_text())["target"]
     edit_config(copied, vocab_size=2049, target=target | {"vocab_size": 2049})
     given = {"second_drafter": {"model": str(copied)}}
@@ -250,44 +238,23 @@ def test_a_drafter_of_another_target(copied, tmp_path):
     refused("hidden size 192", "has 384", target=other)
 
 
-MERGED = SECOND | {"draft_policy": "merge"}
-
-
-@on_a_cpu
-def test_a_drafter_is_left_out_of_steps_beside_a_lookup():
-    assert plan_of(MERGED).combine.skip_drafter
-    assert not plan_of(MERGED | {"skip_drafter": False}).combine.skip_drafter
-
-
 @on_a_cpu
 @pytest.mark.parametrize(
-    ("given", "changes"),
+    ("given", "changes", "adaptive", "skips"),
     [
-        ({"draft_policy": "route"}, {}),
-        ({"budget": "split"}, {}),
-        ({"second_drafter": {"model": str(TABLES)}}, {}),
-        ({}, {"tensor_parallel_size": 2}),
+        ({}, {}, True, True),
+        ({"enable_adaptive_verification": False, "skip_drafter": False}, {}, False, False),
+        ({"draft_policy": "route"}, {}, True, False),
+        ({"budget": "split"}, {}, True, False),
+        ({"second_drafter": {"model": str(TABLES)}}, {}, True, False),
+        ({"num_speculative_tokens_per_batch_size": [[1, 8, 24]]}, {}, False, True),
+        ({}, {"tensor_parallel_size": 2}, False, False),
+        ({}, {"enable_lora": True}, False, True),
     ],
 )
-def test_where_no_drafter_can_be_left_out(given, changes):
-    assert not plan_of(MERGED | given, **changes).combine.skip_drafter
-    says = "'skip_drafter' is true, but", "drop the key"
-    refused(*says, speculative=MERGED | given | {"skip_drafter": True}, **changes)
-
-
-@on_a_cpu
-@pytest.mark.parametrize(
-    ("given", "changes", "adapts"),
-    [
-        ({}, {}, True),
-        ({"enable_adaptive_verification": False}, {}, False),
-        ({"num_speculative_tokens_per_batch_size": [[1, 8, 24]]}, {}, False),
-        ({}, {"tensor_parallel_size": 2}, False),
-        ({}, {"enable_lora": True}, False),
-    ],
-)
-def test_budgets_follow_from_costs_on_a_cpu_by_default(given, changes, adapts):
-    assert plan_of(given, **changes).adaptive == adapts
+def test_budgets_and_skipped_drafters_on_a_cpu_by_default(given, changes, adaptive, skips):
+    plan = plan_of(SECOND | {"draft_policy": "merge"} | given, **changes)
+    assert (plan.adaptive, plan.combine.skip_drafter) == (adaptive, skips)
 
 
 @pytest.mark.parametrize(
@@ -323,3 +290,13 @@ def test_adaptation_of_one_drafter_among_ranks_and_of_a_target_elsewhere():
             validate.check_adapt(watch, SimpleNamespace(**two | apart), here)
     with pytest.raises(OptionError, match=r"'some/target' is not a folder.*drop the key\.$"):
         validate.check_adapt(learns, SimpleNamespace(**two), there)
+
+
+@pytest.mark.parametrize("activations", [None, {"num_bits": 8, "type": "int"}])
+def test_rounded_activations_are_warned_of(monkeypatch, activations):
+    warnings = []
+    monkeypatch.setattr(validate.logger, "warning", warnings.append)
+    group = {"weights": {"type": "int", "num_bits": 8}, "input_activations": activations}
+    said = {"config_groups": {"group_0": group}}
+    validate.warn_of_rounding(SimpleNamespace(hf_config=SimpleNamespace(quantization_config=said)))
+    assert len(warnings) == (activations is not None)

@@ -17,7 +17,6 @@ from vllm.v1.worker.gpu.sample import (
     logprob,
     min_p,
     penalties,
-    thinking_budget,
 )
 
 from vllm_specblock.cpu.kernels import REPLACED
@@ -173,42 +172,6 @@ def test_what_changes_logits(both, kernel, given):
     ours, theirs = both(module, kernel, call)
     torch.testing.assert_close(ours, theirs)
     assert not torch.equal(ours, logits())
-
-
-@pytest.mark.parametrize("markers", [(1, 1, 1), (2, 1, 3), (1, 3, 2), (3, 2, 5)])
-def test_thinking_budgets(both, markers):
-    """A vocabulary of four tokens, so markers are frequent; chains of up to five drafts."""
-    draw = torch.Generator().manual_seed(sum(markers))
-    of = lambda *shape: torch.randint(4, shape, generator=draw, dtype=torch.int32)  # noqa: E731
-    texts, slots = of(6, 2200), torch.tensor([4, 0, 5, 1, 2])
-    start, natural, end = map(of, markers)
-    # From shorter than any marker to longer than two of the kernel's blocks.
-    lengths = torch.tensor([1, 1100, 2, 8, 2060, 5], dtype=torch.int32)
-    texts[1, :1100], texts[4, 700:1999] = 3, 2  # markers lie far back, if there are any
-    budgets = torch.tensor([0, 2, 3, 0, 0, -1], dtype=torch.int32)
-    drafts = [torch.randint(6, (5,), generator=draw) for _ in range(12)]
-    rows = [of(int((count + 1).sum())) for count in drafts]
-
-    def run() -> torch.Tensor:
-        total, found = lengths.clone(), []
-        cache = (*torch.full((2, 6), -1).int().unbind(), torch.zeros(6).int())
-        for step, (count, tokens) in enumerate(zip(drafts, rows)):
-            scores = torch.zeros(len(tokens), 4)
-            place = torch.cat([torch.arange(n + 1) for n in count.tolist()]).int()
-            expanded = slots.repeat_interleave(count + 1)
-            thinking_budget.apply_thinking_budget(
-                scores, slots, expanded, budgets, texts, total, tokens, place, *cache,
-                start, natural, end,
-            )  # fmt: skip
-            found += [scores.flatten(), cache[2].clone()]
-            total += 1 + step % 4
-            if step == 7:  # as for a request that was preempted
-                total[1] = 900
-        return torch.cat(found)
-
-    kernels = "_update_committed_marker_cache_kernel _thinking_budget_kernel"
-    ours, theirs = both(thinking_budget, kernels, run)
-    assert torch.equal(ours, theirs) and (ours == 1e9).any()
 
 
 def test_logprobs_and_ranks(both):

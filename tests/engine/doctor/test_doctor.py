@@ -134,7 +134,6 @@ def test_a_plugin_that_vllm_does_not_load(monkeypatch):
     assert "VLLM_PLUGINS" in found["vllm-specblock"].advice
     monkeypatch.setenv("VLLM_PLUGINS", "another,specblock")
     assert setup.plugin().verdict == "right"
-    assert "runner" in found, "what is left is looked at"
     monkeypatch.setattr(setup, "entry_points", lambda group: [])
     assert "entry point" in setup.plugin().found
 

@@ -124,19 +124,6 @@ def test_reported_tau(engine, end, temperature):
         assert metrics["num_draft_tokens"] == NODES * (len(seen.given[where]) - 1)
 
 
-@fixed_trees
-def test_a_stop_inside_an_accepted_path(engine):
-    """max_tokens cuts the last token of an accepted path."""
-    steps = run(engine, params(1, temperature=0.0, max_tokens=60), PROMPTS[:1]).given["0", 0]
-    ends = [sum(steps[: at + 1]) - 1 for at, tokens in enumerate(steps) if tokens > 2]
-    assert len(ends) > 3, "too few accepted drafts to test"
-    for end in ends[:4]:
-        seen = run(engine, params(1, temperature=0.0, max_tokens=end), PROMPTS[:1])
-        assert sum(seen.given["0", 0]) == end and seen.given["0", 0][-1] > 1
-        assert seen.counters[ACCEPTED] == end - 1 - seen.steps
-        check(seen)
-
-
 def test_sequences_and_aborted_requests(engine):
     seen = run(engine, params(3, n=2, temperature=0.8, max_tokens=30), aborted=("1",))
     assert len(seen.given) == 6 and len(seen.given["1", 0]) < len(seen.given["0", 0])
@@ -162,6 +149,13 @@ def test_steps_of_an_offline_answer_add_up(engine, plain):
     for other in (engine, plain):
         answering.llm = other.llm
         assert answering.answer(job)["ids"] == found["ids"]
+
+
+@fixed_trees
+def test_preempted_requests(engine):
+    preempted = record_preemptions(engine)
+    check(run(engine, params(temperature=0.0, max_tokens=150)))
+    assert preempted
 
 
 def count_drafts(output, *_) -> int:
@@ -198,10 +192,3 @@ def test_drafting_resumes_after_a_pause(engine, monkeypatch):
     assert drafts[paused:].count(0) >= 7
     pause(engine, monkeypatch, lambda step: 4 <= step < 12)
     check(run(engine, requests))
-
-
-@fixed_trees
-def test_preempted_requests(engine):
-    preempted = record_preemptions(engine)
-    check(run(engine, params(temperature=0.0, max_tokens=150)))
-    assert preempted

@@ -7,10 +7,7 @@ import torch
 from support.engines import make_engine
 from support.lora_adapters import RANK, write_adapter
 from support.matrix import PROMPTS, params
-from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 from vllm.lora.request import LoRARequest
-
-from vllm_specblock.engine.target_model import embedding_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU")
 
@@ -61,13 +58,3 @@ def test_tokens_are_vllms_own(ours, adapted, adapters, reference, temperature):
         assert (mine == base.tokens) == (index % len(adapters) == 0), "adapters change what is said"
     accepted = ours.speculator.counters.as_dict()["accepted_nodes_1"] - before
     assert accepted > 40, "hardly a tree was right: this tested little"
-
-
-def test_drafters_embed_without_adapters(ours):
-    """For any adapter of the batch's first tokens, and for any number of ids."""
-    model = ours.runner.model
-    embed = embedding_of(model, torch.device("cpu"))
-    (layer,) = (x for x in model.modules() if isinstance(x, VocabParallelEmbeddingWithLoRA))
-    token = torch.arange(2048).repeat(3)
-    assert torch.equal(embed(token), layer.base_layer.weight[token])
-    assert model.model.embed_tokens is layer, "the target keeps its adapters"

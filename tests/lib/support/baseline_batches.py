@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from support.train_batches import packed
-from support.trees import texts
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
@@ -57,15 +55,11 @@ def two_windows(vocab: int) -> Batch:
     return packed(torch.randint(vocab, (2, 12)), loss_mask, [[7, 4], [12]])
 
 
-LENGTHS = [[9, 7], [3, 1, 6], [15, 3]]
-"""Of the documents in the windows of `packed_lesson`."""
-
-
 def packed_lesson() -> TrainBatch:
     """Three windows of 18 columns with random tokens, of which most count, features and laws."""
     torch.manual_seed(0)
     tokens, loss_mask = torch.randint(VOCAB, (3, 18)), torch.rand(3, 18) < 0.85
-    return lesson_of(packed(tokens, loss_mask, LENGTHS))
+    return lesson_of(packed(tokens, loss_mask, [[9, 7], [3, 1, 6], [15, 3]]))
 
 
 def lesson_of(batch: Batch) -> TrainBatch:
@@ -79,41 +73,9 @@ def lesson_of(batch: Batch) -> TrainBatch:
     return TrainBatch(batch, target_outputs, embed, 0, 0)
 
 
-def cycle_lesson() -> TrainBatch:
-    """A text that goes round five tokens, and a target that knows it: features and law follow
-    from the token."""
-    named = vocabulary()[2]
-    ring = [named[n] for n in (3, 0, 8, 5, 11)]
-    starts = torch.arange(4)[:, None]
-    batch = Batch.of(torch.tensor(ring)[(torch.arange(24) + starts) % 5])
-    draw = torch.Generator().manual_seed(7)
-    table = torch.randn(VOCAB, 4 * HIDDEN, generator=draw)[batch.tokens]
-    target_probs = torch.full((*batch.tokens.shape, DRAFT_VOCAB), 0.01)
-    follows = dict(zip(ring, [*ring[1:], ring[0]]))
-    for window, row in enumerate(batch.tokens.tolist()):
-        for column, token in enumerate(row):
-            target_probs[window, column, named.index(follows[token])] = 0.87
-    return TrainBatch(
-        batch, TargetOutputs(*table.split([3 * HIDDEN, HIDDEN], -1), target_probs), embed, 0, 0
-    )
-
-
 def embed(tokens: Tensor) -> Tensor:
     """The target's embeddings [..., HIDDEN] of target ids [...]."""
     return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2))[tokens]
-
-
-def train(learner: torch.nn.Module, updates: int = 30, rate: float = 1e-2) -> tuple[float, float]:
-    """α₁ on `cycle_lesson` before and after."""
-    train_batch, optimizer = cycle_lesson(), torch.optim.Adam(learner.parameters(), rate)
-    accuracy = []
-    for _ in range(updates + 1):
-        outcome = learner(train_batch)
-        accuracy.append(float(outcome.hits[0, 0] / outcome.seen[0, 0]))
-        optimizer.zero_grad()
-        outcome.loss.backward()
-        optimizer.step()
-    return accuracy[0], accuracy[-1]
 
 
 def script_to(train_batch: TrainBatch, root: int) -> EvalSequence:
@@ -129,17 +91,22 @@ Rows = Callable[[int, int, int], Sequence[Tensor]]
 position of that row."""
 
 
-def naive_outcome(
-    rows: Rows, train_batch: TrainBatch, weights: Sequence[float]
-) -> tuple[float, list[float], list[float], list[float]]:
-    """(loss, nats, hits, seen), one document, row and position at a time."""
+def assert_outcome(
+    outcome: LossOutput,
+    rows: Rows,
+    train_batch: TrainBatch,
+    weights: Sequence[float],
+    blocks: int,
+) -> None:
+    """The loss and tally are those of one document, row and position at a time, in `blocks`."""
     named = vocabulary()[2]
     batch, count = train_batch.batch, len(weights)
     losses: list[list[float]] = [[] for _ in weights]
     ce_loss, hits, seen = ([0.0] * count for _ in range(3))
-    for window, begin, end, column in rows_of(batch):
+    for window, root in (batch.loss_mask & (batch.position > 0)).nonzero().tolist():
         tokens, loss_mask = batch.tokens[window].tolist(), batch.loss_mask[window].tolist()
-        right = True
+        begin, column, right = root - int(batch.position[window, root]), root - 1, True
+        end = begin + int((batch.document[window] == batch.document[window, root]).sum())
         for k, logprob in enumerate(rows(window, begin, column)):
             place = column + 2 + k
             if place >= end or not loss_mask[place] or tokens[place] not in named:
@@ -154,49 +121,12 @@ def naive_outcome(
                 right = named[int(logprob.argmax())] == tokens[place]
                 hits[k] += right
     means = [sum(each) / len(each) if each else 0.0 for each in losses]
-    return sum(w * m for w, m in zip(weights, means)) / sum(weights), ce_loss, hits, seen
-
-
-def assert_outcome(
-    outcome: LossOutput,
-    rows: Rows,
-    train_batch: TrainBatch,
-    weights: Sequence[float],
-    blocks: int,
-) -> None:
-    """The loss and tally are those of `naive_outcome`, split into so many blocks."""
-    loss, ce_loss, hits, seen = naive_outcome(rows, train_batch, weights)
-    assert outcome.loss.item() == pytest.approx(loss, rel=1e-4)
+    mean = sum(w * m for w, m in zip(weights, means)) / sum(weights)
+    assert outcome.loss.item() == pytest.approx(mean, rel=1e-4)
     assert outcome.seen.flatten().tolist() == seen and seen[0] > 12
     assert outcome.hits.flatten().tolist() == hits
-    assert outcome.seen.shape == outcome.hits.shape == (blocks, len(weights) // blocks)
+    assert outcome.seen.shape == outcome.hits.shape == (blocks, count // blocks)
     assert outcome.ce_loss.flatten().tolist() == pytest.approx(ce_loss, rel=1e-4)
-
-
-def assert_drafts(learner, train_batch: TrainBatch, positions: Callable, close: float) -> None:
-    """Trees of 15 nodes score their paths as `positions(root)` does, [Vd] of each position; one
-    pass over the whole text drafts the same."""
-    named = vocabulary()[2]
-    whole = learner.draft_along(script_to(train_batch, 8))
-    for root in (1, 4, 8):
-        logprobs = positions(root)
-        found = texts(learner.draft_along(script_to(train_batch, root))(root), 0)
-        assert len(found) == 15
-        for path, score in found.items():
-            total = sum(logprobs[k][named.index(token)].item() for k, token in enumerate(path))
-            assert score == pytest.approx(total, abs=1e-4)
-        assert texts(whole(root), 0) == pytest.approx(found, abs=close)
-
-
-def rows_of(batch: Batch) -> list[tuple[int, int, int, int]]:
-    """(window, begin and end of the document, column) of `packed_lesson`'s rows that count."""
-    return [
-        (window, begin, begin + length, root - 1)
-        for window, lengths in enumerate(LENGTHS)
-        for begin, length in zip(itertools.accumulate(lengths, initial=0), lengths)
-        for root in range(begin + 1, begin + length)
-        if batch.loss_mask[window, root]
-    ]
 
 
 def plain_trunk(trunk: torch.nn.Module, inputs: Tensor, position: Tensor, mask: Tensor) -> Tensor:

@@ -34,8 +34,3 @@ def unanswered(page: str | None = None) -> set[str]:
     samples = (each for family in text_string_to_metric_families(page) for each in family.samples)
     there = {sample.name: set(sample.labels) for sample in samples}
     return {name for name, labels in asked().items() if not labels <= there.get(name, set())}
-
-
-def of_adaptation(name: str) -> bool:
-    """Whether only an engine with `adapt` has it."""
-    return name.startswith("vllm:specblock_adapt_")

@@ -84,12 +84,10 @@ class Engine:
 
 
 def _output(raw) -> Output:
-    logprobs = None
-    if raw.logprobs is not None:
-        logprobs = [
-            {token: (entry.logprob, entry.rank) for token, entry in place.items()}
-            for place in raw.logprobs
-        ]
+    logprobs = raw.logprobs and [
+        {token: (entry.logprob, entry.rank) for token, entry in place.items()}
+        for place in raw.logprobs
+    ]
     return Output(list(raw.token_ids), raw.finish_reason, raw.stop_reason, raw.text, logprobs)
 
 

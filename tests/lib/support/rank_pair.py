@@ -75,10 +75,8 @@ def served_of(seed: int) -> SpecBlockModel:
 
 def digest(drafter: SpecBlockModel) -> str:
     """Of every tensor that serves, bit for bit."""
-    found = sha256()
-    for _, value in sorted(values(drafter).items()):
-        found.update(value.numpy())
-    return found.hexdigest()[:8]
+    found = torch.cat([value for _, value in sorted(values(drafter).items())])
+    return sha256(found.numpy()).hexdigest()[:8]
 
 
 def digest_of(seed: int) -> str:
@@ -122,17 +120,6 @@ class Script:
 # ---- scripts ----
 
 
-def swaps_of(link: Script, model: SpecBlockModel, ranks: TwoRanks | None, late: int = 0) -> Swaps:
-    """late: a version is prepared beside up to so many turns, as for a GPU."""
-    swaps = Swaps(link, model, ranks)
-    if late:
-        draw = random.Random(late)
-        swaps._pool = SimpleNamespace(
-            submit=lambda _, *args: Late(partial(_prepare, *args), draw.randint(late // 2, late))
-        )
-    return swaps
-
-
 class Late:
     """A future that is done after some turns."""
 
@@ -151,11 +138,19 @@ def scripted(
     turns: int,
     late: tuple[int, int] = (0, 0),
 ) -> SimpleNamespace:
-    """What serves after each turn; late: per rank, see `swaps_of`."""
-    model, link = served_of(0), Script(arrivals[number])
-    versions, seen = swaps_of(link, model, ranks, late[number]), []
+    """What serves after each turn.
+
+    late: per rank, a version is prepared beside up to so many turns, as for a GPU.
+    """
+    model, link, seen = served_of(0), Script(arrivals[number]), []
+    swaps = Swaps(link, model, ranks)
+    if most := late[number]:
+        draw = random.Random(most)
+        swaps._pool = SimpleNamespace(
+            submit=lambda _, *args: Late(partial(_prepare, *args), draw.randint(most // 2, most))
+        )
     for link.now in range(1, turns + 1):
-        versions.turn()
+        swaps.turn()
         seen.append(digest(model))
     return SimpleNamespace(seen=seen, taken=link.taken, refused=link.refused)
 

@@ -144,8 +144,8 @@ def recording(graph: RecordedGraph, *args, **kwargs):
             yield
 
 
-def stand_in(monkeypatch) -> None:
-    """Let vLLM's graph managers capture on a CPU, into RecordedGraph."""
+def capture(engine, monkeypatch, sizes: list[int]) -> dict:
+    """Capture the proposals of an engine for batches of `sizes` rows, as vLLM does on a GPU."""
     for name, value in {
         "current_platform": SimpleNamespace(get_global_graph_pool=lambda: None),
         "graph_capture": lambda device: contextlib.nullcontext(),
@@ -155,11 +155,6 @@ def stand_in(monkeypatch) -> None:
         monkeypatch.setattr(cudagraph_utils, name, value)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
-
-
-def capture(engine, monkeypatch, sizes: list[int]) -> dict:
-    """Capture the proposals of an engine for batches of `sizes` rows, as vLLM does on a GPU."""
-    stand_in(monkeypatch)
     speculator = engine.speculator
     config = speculator.vllm_config.compilation_config
     monkeypatch.setattr(speculator, "graphs", speculator.graphs)  # comes back

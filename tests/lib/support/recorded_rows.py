@@ -9,6 +9,7 @@ from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, Ste
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
 FAR = 2**40
+DEPTH = 5
 
 
 def some_slabs(
@@ -30,13 +31,7 @@ def some_slabs(
 
 
 def some_step(
-    seed: int,
-    slabs: SlabTensors,
-    requests: int,
-    nodes: int = 11,
-    depth: int = 5,
-    fillers: int = 1,
-    spread: bool = False,
+    seed: int, slabs: SlabTensors, requests: int, nodes: int, fillers: int, spread: bool
 ) -> StepToRecord:
     """A step of `requests` of the slots and `fillers` rows of the last one, which is unused.
 
@@ -52,7 +47,7 @@ def some_step(
         [torch.randperm(slots - 1, generator=draw)[:requests], torch.full((fillers,), slots - 1)]
     )
     count = len(slot)
-    real = among(1, depth + 1, count)
+    real = among(1, DEPTH + 1, count)
     padded = real + among(0, 2, count)
     start = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
     request = torch.arange(count).repeat_interleave(padded)
@@ -64,20 +59,20 @@ def some_step(
     kept = local < real[request]
     source = torch.randperm(batch, generator=draw)[: len(request)]
     parent = among(-1, nodes, slots, nodes).int()
-    path = among(0, nodes, count, depth + 1)
+    path = among(0, nodes, count, DEPTH + 1)
     path[:, 0] = 0
-    accepted = among(0, depth, count).int()
-    path[torch.arange(depth + 1) > accepted[:, None]] = FAR
+    accepted = among(0, DEPTH, count).int()
+    path[torch.arange(DEPTH + 1) > accepted[:, None]] = FAR
     run = among(0, nodes, count) * (among(0, 3, count) > 0)
     origin = (among(0, 3, slots, nodes) > 0).to(torch.uint8)
-    states = [
+    *states, last = (
         torch.randn(batch, hidden + 3, generator=draw).to(slabs.last.dtype)[:, :hidden]
         for _ in range(4)
-    ]
+    )
     ours = (slot, run, accepted)
     if spread:
         ours, path = tuple(map(column, ours)), torch.nn.functional.pad(path, (0, 2), value=FAR)
-        path = path[:, : depth + 1]
+        path = path[:, : DEPTH + 1]
     result = VerifiedTrees(*ours, path, None, origin, None)
     return StepToRecord(
         request,
@@ -86,8 +81,8 @@ def some_step(
         position,
         torch.where(kept, among(0, 999, len(request)), -1),
         start[:-1] + real - 1,
-        tuple(states[:3]),
-        states[3],
+        tuple(states),
+        last,
         result,
         parent,
     )

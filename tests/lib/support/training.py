@@ -19,7 +19,7 @@ VOCAB = 40
 
 def write_pair(folder: Path) -> Path:
     """A random target in folder/target, and a repeating pattern in folder/d.safetensors."""
-    target = tiny_target(0, vocab_size=VOCAB, num_hidden_layers=7, num_key_value_heads=2)
+    target = tiny_target(vocab_size=VOCAB, num_hidden_layers=7, num_key_value_heads=2)
     target.save_pretrained(folder / "target")
     pattern = torch.randint(VOCAB, (12,))
     starts = torch.randint(12, (40,)).tolist()

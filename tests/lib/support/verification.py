@@ -18,10 +18,7 @@ def verified_of(
     count = len(requests)
     slots = count + SPARE_SLOTS
     req_idx = torch.randperm(slots, dtype=torch.int32)[:count]
-    score, temperatures = (
-        torch.full((slots, NODES), float("nan")),
-        torch.full((slots,), float("nan")),
-    )
+    score, temperatures = torch.full((slots, NODES), torch.nan), torch.full((slots,), torch.nan)
     origin = torch.zeros(slots, NODES, dtype=torch.uint8)
     path = torch.zeros(count, DEPTH + 1, dtype=torch.int64)
     for index, (at, request) in enumerate(zip(req_idx.tolist(), requests)):

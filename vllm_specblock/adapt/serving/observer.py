@@ -32,7 +32,7 @@ from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig, ResolvedDrafter
-from vllm_specblock.engine.ranks import Ranks, tensor_parallel_ranks
+from vllm_specblock.engine.ranks import Ranks
 from vllm_specblock.engine.step_observer import StepObserver
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def make_observer(
     options, model = adapting.adapt, config.model_config
     assert isinstance(options, AdaptConfig)
     several = config.parallel_config.tensor_parallel_size > 1
-    ranks = tensor_parallel_ranks() if several else None
+    ranks = Ranks() if several else None
     drafter = drafters[resolved.drafters.index(adapting)]
     assert isinstance(drafter, SpecBlockDrafter)
     if ranks is not None and not ranks.first:

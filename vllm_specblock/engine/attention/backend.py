@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_specblock.commit.store import store_kv
@@ -50,19 +50,13 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
     # All metadata tensors are persistent, and the grid depends on host values only.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.num_speculative_tokens = vllm_config.num_speculative_tokens
-        layers = vllm_config.compilation_config.static_forward_context
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.num_speculative_tokens = self.vllm_config.num_speculative_tokens
+        layers = self.vllm_config.compilation_config.static_forward_context
         # FlashAttention supports sinks on some GPUs only.
-        sinks = any(layers[name].impl.sinks is not None for name in layer_names)
-        self.by_flash = not sinks and flash_causal.takes(kv_cache_spec, device)
+        sinks = any(layers[name].impl.sinks is not None for name in self.layer_names)
+        self.by_flash = not sinks and flash_causal.takes(self.kv_cache_spec, self.device)
 
     @property
     def needs_mask(self) -> bool:
@@ -133,17 +127,8 @@ class TreeAttentionBackend(AttentionBackend):
     def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
         return TreeAttentionMetadataBuilder
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        return True  # text-only requests have no such prefix
+    # Text-only requests have no multimodal prefix.
+    supports_sliding_window = supports_sink = supports_mm_prefix = classmethod(lambda cls: True)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

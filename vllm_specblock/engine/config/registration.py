@@ -112,10 +112,7 @@ def create_speculative_config(
 
 
 def keep_method(
-    original: Function,
-    *args: Any,
-    vllm_speculative_config: dict[str, Any] | None = None,
-    **kwargs: Any,
+    original: Function, *args: Any, vllm_speculative_config: Any = None, **kwargs: Any
 ) -> tuple[str, str | None, dict[str, Any] | None]:
     """Keep our method if a checkpoint in the speculators layout names another."""
     given = vllm_speculative_config

@@ -203,12 +203,10 @@ def _resolve_drafter(
 
 def _check_policy(combine: CombineConfig, num_speculative_tokens: int) -> None:
     policy = combine.draft_policy
-    of_policy = {"route": ("confidence",), "merge": ("merge", "budget")}
-    for other, keys in of_policy.items():
-        given = [key for key in keys if key in combine.model_fields_set]
-        if other != policy and given:
+    for key, other in (("confidence", "route"), ("merge", "merge"), ("budget", "merge")):
+        if key in combine.model_fields_set and other != policy:
             raise OptionError(
-                f"speculative_config key '{given[0]}' goes with draft_policy '{other}', but "
+                f"speculative_config key '{key}' goes with draft_policy '{other}', but "
                 f"draft_policy is '{policy}': change the one or drop the other."
             )
     combine.shares(num_speculative_tokens)

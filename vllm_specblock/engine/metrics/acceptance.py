@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_specblock.engine.patches import Function, replaces
-
-if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.engine.output_processor import OutputProcessor
-    from vllm.v1.metrics.stats import IterationStats
 
 TOKENS = "vllm:generation_tokens"
 REQUESTS = "vllm:time_to_first_token_seconds"
@@ -50,17 +45,12 @@ def subtract_after_stops() -> None:
 
     @replaces(OutputProcessor, "process_outputs")
     def process_outputs(
-        original: Function,
-        self: OutputProcessor,
-        engine_core_outputs: list[EngineCoreOutput],
-        engine_core_timestamp: float | None = None,
-        iteration_stats: IterationStats | None = None,
-        **more: Any,
+        original: Function, self: Any, outputs: list[Any], *args: Any, **more: Any
     ) -> Any:
-        outputs = engine_core_outputs
         counted = sum([len(output.new_token_ids) for output in outputs])
-        result = original(self, outputs, engine_core_timestamp, iteration_stats, **more)
-        if iteration_stats is not None:
+        result = original(self, outputs, *args, **more)
+        stats = args[1] if len(args) > 1 else more.get("iteration_stats")
+        if stats is not None:
             kept = sum([len(output.new_token_ids) for output in outputs])
-            iteration_stats.num_generation_tokens -= counted - kept
+            stats.num_generation_tokens -= counted - kept
         return result

@@ -82,8 +82,7 @@ _exposed: DrafterMetrics | None = None
 class DrafterMetrics:
     """A prometheus collector over the files of one deployment's engines."""
 
-    stem: str
-    """The files' path up to "-<engine>.db"."""
+    stem: str  # the files' path up to "-<engine>.db"
 
     def files(self) -> list[str]:
         return glob.glob(glob.escape(self.stem) + "-*.db")

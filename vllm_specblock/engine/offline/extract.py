@@ -6,6 +6,7 @@ request. `FeatureConnector` adds the input of the LM head, and support for CPUs.
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -150,18 +151,9 @@ def _append_last_output() -> None:
     from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
 
     @replaces(ExtractHiddenStatesSpeculator, "propose")
-    def propose(
-        original: Function,
-        self: ExtractHiddenStatesSpeculator,
-        input_batch: Any,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, Tensor],
-        last_hidden_states: Tensor,
-        aux_hidden_states: list[Tensor] | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        if aux_hidden_states is not None:
-            aux_hidden_states = [*aux_hidden_states, last_hidden_states]
-        given = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states
-        return original(self, *given, *args, **kwargs)
+    def propose(original: Function, *args: Any, **kwargs: Any) -> Tensor:
+        given = inspect.signature(original).bind(*args, **kwargs)  # by name in dummy runs
+        states, last = map(given.arguments.get, ("aux_hidden_states", "last_hidden_states"))
+        if states is not None:
+            given.arguments["aux_hidden_states"] = [*states, last]
+        return original(*given.args, **given.kwargs)

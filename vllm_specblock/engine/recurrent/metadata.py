@@ -76,17 +76,11 @@ class RecurrentTreeBuilder(AttentionMetadataBuilder[Any]):
     plain_class: ClassVar[type[AttentionMetadataBuilder[Any]]]
     trees: TreeRows | None = None
 
-    def __init__(
-        self,
-        kv_cache_spec: KVCacheSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        plain = copy.copy(vllm_config)
-        plain.speculative_config = None
-        self.plain = self.plain_class(kv_cache_spec, layer_names, plain, device)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        config = copy.copy(self.vllm_config)
+        config.speculative_config = None
+        self.plain = self.plain_class(self.kv_cache_spec, self.layer_names, config, self.device)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(

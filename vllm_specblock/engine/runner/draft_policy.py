@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,17 +128,9 @@ class SkippingMergedDrafters(DraftPolicy):
     rows are kept until it drafts again. Only a CPU can decide this in every step.
     """
 
-    def __init__(
-        self,
-        drafters: list[Drafter],
-        options: CombineConfig | None,
-        num_nodes: int,
-        device: torch.device,
-        num_slots: int,
-        controller: Controller,
-    ) -> None:
-        super().__init__(drafters, options, num_nodes, device)
-        (self.lookup,) = (at for at, drafter in enumerate(drafters) if not drafter.cache_layers())
+    def __init__(self, *given: Any, num_slots: int, controller: Controller) -> None:
+        super().__init__(*given)
+        (self.lookup,) = (at for at, it in enumerate(self.drafters) if not it.cache_layers())
         self.gate, self.behind, self.controller = DrafterGate(), Backlog(), controller
         self.scratch_idx = num_slots - 1
         # By request slot, for the tree under verification.

@@ -19,7 +19,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.engine.runner.step_batch import StepBatch
+from vllm_specblock.engine.runner.step_batch import StepBatch, rows_without_drafts
 from vllm_specblock.engine.runner.tree_states import TreeStates
 
 if TYPE_CHECKING:
@@ -165,13 +165,8 @@ class ProposalGraphs(CudaGraphManager):
         In a dummy batch, which has no drafts, requests of up to N + 1 rows count as decoding.
         """
         count, each = batch.num_reqs, self.decode_query_len
-        scheduled = batch.num_scheduled_tokens[:count]
-        if dummy:
-            decodes = (scheduled <= self.tree_states.num_nodes + 1).all()
-        else:
-            drafts = batch.num_draft_tokens_per_req
-            decodes = (scheduled - (0 if drafts is None else drafts) == 1).all()
-        if not decodes or batch.num_tokens > self.most_rows:
+        most = self.tree_states.num_nodes + 1 if dummy else 1
+        if (rows_without_drafts(batch) > most).any() or batch.num_tokens > self.most_rows:
             return None
         self.graphs = self.of_length.get(brief, self.graphs)  # none yet in a dry run
         desc = self.dispatch(count, count * each, each, num_active_loras=0)

@@ -14,7 +14,6 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
@@ -37,14 +36,8 @@ class TreeModelState(DefaultModelState):
     speculator: Any = None  # set on a subclass per engine: vLLM builds this object from its class
     plain = False  # no request has drafts, so the step runs vLLM's own code
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        model: nn.Module,
-        encoder_cache: EncoderCache | None,
-        device: torch.device,
-    ) -> None:
-        super().__init__(vllm_config, model, encoder_cache, device)
+    def __init__(self, vllm_config: VllmConfig, model: nn.Module, *rest: Any) -> None:
+        super().__init__(vllm_config, model, *rest)
         self.tree_states = self.speculator.tree_states
         lora = (each for each in model.modules() if isinstance(each, LogitsProcessorWithLoRA))
         self.lora_mappings = {each.punica_wrapper for each in lora}
@@ -52,7 +45,7 @@ class TreeModelState(DefaultModelState):
             self.max_num_tokens,
             self.max_num_reqs,
             self.tree_states.num_nodes,
-            device,
+            self.device,
             self.speculator.enable_adaptive_verification,
         )
 

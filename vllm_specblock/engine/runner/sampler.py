@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import SpeculativeConfig
-from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -41,19 +40,11 @@ class TreeSampler(RejectionSampler):
         self.tree_states, self.tree_mask, self.chains = tree_states, tree_mask, chains
         self.enable_adaptive_verification = tree_mask.adaptive
 
-    def _verify_in_chunks(
-        self,
-        logits: torch.Tensor,
-        input_batch: InputBatch,
-        draft_logits: torch.Tensor | None,
-        draft_sampled: torch.Tensor,
-        pos: torch.Tensor,
-        *rest: Any,
-    ) -> Any:
+    def _verify_in_chunks(self, *given: Any) -> Any:
+        logits, batch, draft_logits, draft_sampled, pos, *rest = given
         # Noise is keyed by (seed, position), here the token's position in plain decoding.
         pos = self.tree_mask.node_position[: len(pos)]
-        given = logits, input_batch, draft_logits, draft_sampled, pos
-        return super()._verify_in_chunks(*given, *rest)
+        return super()._verify_in_chunks(logits, batch, draft_logits, draft_sampled, pos, *rest)
 
     def _verify(
         self,

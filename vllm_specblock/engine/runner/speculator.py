@@ -107,7 +107,10 @@ class TreeSpeculator(DraftModelSpeculator):
         if combine is None or not combine.skip_drafter:
             self.draft_policy = DraftPolicy(*given)
         else:
-            self.draft_policy = SkippingMergedDrafters(*given, self.num_slots, self.controller)
+            slots = self.num_slots
+            self.draft_policy = SkippingMergedDrafters(
+                *given, num_slots=slots, controller=self.controller
+            )
         depth, follow = self.draft_policy.max_depth, any(each.cache_layers() for each in drafters)
         self.tree_states = states = TreeStates(self.num_slots, num_nodes, depth, device)
         self.caches = EngineCaches(config, target_layers, drafters, device)

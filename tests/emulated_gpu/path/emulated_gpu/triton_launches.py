@@ -7,7 +7,6 @@ import collections
 import functools
 import inspect
 import itertools
-import math
 import os
 import random
 import runpy
@@ -65,7 +64,6 @@ def patch_interpreter(interpreter: ModuleType) -> None:
     builder.create_minnumf = functools.partialmethod(builder.binary_op, op=np.fmin)
     builder.create_maxnumf = functools.partialmethod(builder.binary_op, op=np.fmax)
     sort_by_numpy(interpreter)
-    cache_types(interpreter)
     if BOUNDS:
         check_accesses(interpreter)
 
@@ -93,11 +91,6 @@ def sort_by_numpy(interpreter: ModuleType) -> None:
     """Replace networks of exchanges and scans element by element: most of an engine's time."""
     tl, plain_scan = interpreter.tl, interpreter.ScanOps.generic_scan
 
-    def largest_first(x, k):
-        data = np.flip(np.sort(x.handle.data, axis=-1), -1)[..., : int(k)]
-        handle = interpreter.TensorHandle(np.ascontiguousarray(data), x.handle.dtype)
-        return tl.core.tensor(handle, tl.block_type(x.dtype, list(data.shape)))
-
     def sort(x, dim=None, descending=False):
         assert x.dtype.is_int() and dim is None and not descending
         handle = interpreter.TensorHandle(np.sort(x.handle.data, axis=-1), x.handle.dtype)
@@ -105,7 +98,9 @@ def sort_by_numpy(interpreter: ModuleType) -> None:
 
     def topk(x, k, dim=None):
         assert x.dtype.is_int() and dim is None
-        return largest_first(x, k)
+        data = np.flip(np.sort(x.handle.data, axis=-1), -1)[..., : int(k)]
+        handle = interpreter.TensorHandle(np.ascontiguousarray(data), x.handle.dtype)
+        return tl.core.tensor(handle, tl.block_type(x.dtype, list(data.shape)))
 
     def generic_scan(self, input):
         scan = SCANS.get(self.combine_fn.__name__)
@@ -115,58 +110,6 @@ def sort_by_numpy(interpreter: ModuleType) -> None:
 
     tl.sort, tl.topk = sort, topk
     interpreter.ScanOps.generic_scan = generic_scan
-
-
-def cache_types(interpreter: ModuleType) -> None:
-    """Keep shapes and types, which the interpreter makes anew for each operation; fewer calls."""
-    core, plain_dtype = interpreter.tl.core, interpreter._get_np_dtype
-    make_block = core.block_type.__init__
-    blocks: dict[Any, dict[str, Any]] = {}
-    shapes: dict[Any, tuple[Any, Any]] = {}
-    dtypes: dict[Any, np.dtype] = {}
-
-    def block_type(self, element_ty, shape):
-        key = element_ty.name, tuple(map(int, shape))
-        if key not in blocks:
-            make_block(self, element_ty, shape)
-            blocks[key] = dict(self.__dict__)
-        self.__dict__.update(blocks[key])
-
-    def tensor(self, handle, type):
-        key = tuple(type.shape) if type.is_block() else ()
-        if key not in shapes:
-            shapes[key] = (core.tuple(map(core.constexpr, key)), core.constexpr(math.prod(key)))
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shapes[key]
-
-    def np_dtype(dtype):
-        key = type(dtype), dtype.name
-        if key not in dtypes:
-            dtypes[key] = plain_dtype(dtype)
-        return dtypes[key]
-
-    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
-    interpreter._get_np_dtype = np_dtype
-
-    semantic = interpreter.interpreter_semantic
-    broadcast = type(semantic).broadcast_impl_value
-
-    def broadcast_impl_value(self, left, right):
-        if left.type.is_block() and right.type.is_block() and left.type.shape == right.type.shape:
-            return left, right
-        return broadcast(self, left, right)
-
-    def patch_attr(obj, name, member, builder, scope):
-        function = getattr(member, "__wrapped__", member)
-
-        def call(*args, **kwargs):
-            kwargs["_semantic"] = semantic
-            return function(*args, **kwargs)
-
-        scope.set_attr(obj, name, call)
-
-    type(semantic).broadcast_impl_value = broadcast_impl_value
-    interpreter._patch_attr = patch_attr
 
 
 def check_accesses(interpreter: ModuleType) -> None:
