@@ -87,6 +87,7 @@ def serve(
         for name in learners:
             arguments = serving.arguments(drafter, target, name)
             engines.append(EngineProcess(name, arguments, ENV, out / f"{name}.log"))
+            engines[-1].wait()
         firsts = range(0, len(prompts), serving.window)
         for turn, first in enumerate(tqdm(firsts, "windows", unit="window")):
             part = list(prompts[first : first + serving.window])

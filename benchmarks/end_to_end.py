@@ -147,6 +147,7 @@ def run(name: str, arguments: dict[str, Any], job: dict[str, Any], log: Path) ->
     log.parent.mkdir(parents=True, exist_ok=True)
     engine = EngineProcess(name, arguments, ENV, log, COMMAND)
     try:
+        engine.wait()
         return engine.ask(job)
     finally:
         end_all([engine])

@@ -38,10 +38,9 @@ from transformers import AutoTokenizer
 
 from vllm_specblock.bench.config import BenchConfig, BenchError, MethodSpec
 from vllm_specblock.bench.methods import RUNNER
-from vllm_specblock.bench.questions import read_sets, units
-from vllm_specblock.bench.results import plain_of
+from vllm_specblock.bench.questions import read_sets
+from vllm_specblock.bench.results import MEAN, Figures, summarise
 from vllm_specblock.bench.run import Bench, measure, prepare
-from vllm_specblock.bench.summary import MEAN, Figures, summarise
 
 _TREES = {"ngram": "ngram", "specblock": "specblock", "eagle3": "eagle3", "merged": "merge-ngram"}
 """Our drafters, and the methods of `specblock bench` that they change."""
@@ -99,19 +98,16 @@ def write_sets(sets: Mapping[str, Iterable[str]], count: int, folder: Path) -> s
 
 def figures_of(bench: Bench, first_steps: int, waves: int) -> dict[str, list[Figures]]:
     """Figures of the first steps and of those after, by phase."""
-    config, names = bench.config, [*bench.methods]
-    pass_steps = len(bench.sets) * config.max_new_tokens * waves
-    order = [unit.key for unit in units(config, bench.sets)]
-    passes = {key: place // len(bench.sets) for place, key in enumerate(order)}
+    pass_steps = len(bench.sets) * bench.config.max_new_tokens * waves
+    passes = {key: place // len(bench.sets) for place, key in enumerate(bench.store.units)}
     found = {}
     for phase in (FIRST, LATER):
         those = [
             record
             for record in bench.store.records
-            if (passes[record.unit] * pass_steps < first_steps) == (phase == FIRST)
+            if (passes[record.unit.key] * pass_steps < first_steps) == (phase == FIRST)
         ]
-        given = those, names, [*bench.sets], config.temperature, PLAIN, plain_of(bench)
-        found[phase] = summarise(*given)
+        found[phase] = summarise(bench, those, PLAIN)
     return found
 
 

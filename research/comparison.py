@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import drafter_zoo
 import torch
@@ -24,11 +24,11 @@ from pydantic import Field
 from transformers import AutoConfig
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
-from vllm_specblock.bench.summary import markdown_table
+from vllm_specblock.bench.results import markdown_table
 from vllm_specblock.cli.options import options_of
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.options import SpecBlockConfig
-from vllm_specblock.train.config import Recipe, RunConfig, TrainError, parse, read_recipe
+from vllm_specblock.train.config import Recipe, RunConfig, TrainError
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.distributed import ranks, world
@@ -80,12 +80,8 @@ class Comparison(RunConfig):
 
 
 @options_of(Comparison)
-def compare(
-    recipe: Annotated[Path | None, typer.Argument(help="YAML file of options.")] = None,
-    **given: Any,
-) -> None:
+def compare(config: Comparison) -> None:
     """Train every drafter on the same lessons, replay them, print the table."""
-    config = parse(Comparison, **(read_recipe(recipe) if recipe else {}) | given)
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
     with ranks(config.device) as device:
         run_context = prepare(config, device, _SHORTEST)

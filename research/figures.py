@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import matplotlib
+import torch
 import typer
 from paper_measure import DrafterFigures, measure
 from rich.panel import Panel
@@ -23,16 +25,15 @@ from tqdm import tqdm
 from vllm_specblock.cli.draft_tree import (
     forward_colour,
     legend_line,
-    prompt_tensor,
     save_svg,
-    steps_of_prompt,
+    steps_of_text,
     terminal_tree,
 )
 from vllm_specblock.cli.options import Chat, Device, NewTokens, Precision, PromptTokens, TreeNodes
 from vllm_specblock.config import DEFAULT_NODES, OptionError
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.train.config import TrainError
-from vllm_specblock.train.data.prompts import read_prompts
+from vllm_specblock.train.data.prompts import prompt_ids, read_prompts
 from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.distributed import usable_device
 from vllm_specblock.train.eval.evaluate import sequences_for
@@ -250,7 +251,9 @@ def figures(
         for name, path in sets.items()
     }
     prompt = PROMPT if case is None else case
-    ids = prompt_tensor(prompt, tokenizer, chat)
+    if not prompt:
+        raise TrainError("The prompt is empty: there is nothing to draft after.")
+    ids = torch.tensor(prompt_ids(prompt, tokenizer, chat))
     out.mkdir(parents=True, exist_ok=True)
 
     model = load_target(target, precision, where)
@@ -268,10 +271,10 @@ def figures(
             bar = tqdm(sequences, f"{set_name}, {name}", total=len(texts), unit="text")
             measured[name][set_name] = measure(each, bar, depth)
     drafters = {name: DrafterFigures(of_sets) for name, of_sets in measured.items()}
-    # Each step commits at least one token.
-    cases = {
-        name: steps_of_prompt(model, each, ids, tokens, tokens) for name, each in loaded.items()
-    }
+    cases = {}
+    for name, each in loaded.items():  # each step commits at least one token; the last one is whole
+        (text,) = continue_prompts(model, [ids], tokens + each.depth + 1)
+        cases[name] = list(islice(steps_of_text(model, each, text, len(ids)), tokens))
     if not all(cases.values()):
         raise TrainError(
             "The target's answer to --case ends before anything is drafted: give another prompt."

@@ -8,22 +8,13 @@ from typing import Any
 import pytest
 
 from vllm_specblock.config import (
-    CombineConfig,
     OptionError,
     check_num_nodes,
     parse_combine,
     parse_drafter,
     split_keys,
 )
-from vllm_specblock.drafters.options import Eagle3Config, NGramConfig, SpecBlockConfig
 from vllm_specblock.versions import is_supported, supported_sentence
-
-
-def test_defaults():
-    assert parse_drafter({}, "specblock") == SpecBlockConfig()
-    assert parse_drafter({}, "eagle3") == Eagle3Config()
-    assert parse_drafter({}, "ngram") == NGramConfig()
-    assert parse_combine({}) == CombineConfig()
 
 
 def test_whose_key_is_whose():

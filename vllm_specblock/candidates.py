@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.tree import DraftTree, check_budget
+from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.op import op
 from vllm_specblock.triton_kernels.tree.candidate_keys import (
     CLOSED,
@@ -91,8 +91,7 @@ def keep(
 
 
 def tree_of(made: tuple[torch.Tensor, ...]) -> DraftTree:
-    """Return the trees of `TreeTensors`; raises ValueError for more than 256 node slots."""
-    check_budget(made[0].shape[1])
+    """Return the trees of `TreeTensors`."""
     return DraftTree(*made[:-1])
 
 

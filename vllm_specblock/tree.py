@@ -23,14 +23,6 @@ def words_for(num_nodes: int) -> int:
     return -(-(num_nodes + 1) // _WORD)
 
 
-def check_budget(num_nodes: int) -> None:
-    """Raise ValueError for more than 256 node slots."""
-    if num_nodes > MAX_NODES:
-        raise ValueError(
-            f"A draft tree holds at most {MAX_NODES} nodes, and {num_nodes} were given."
-        )
-
-
 def unpack_bits(words: torch.Tensor, count: int) -> torch.Tensor:
     """[..., W] int64 → the first `count` bits, [..., count] bool."""
     bits = (words[..., None] >> torch.arange(_WORD, device=words.device)) & 1
@@ -76,7 +68,10 @@ def climb(parent: torch.Tensor, max_depth: int | None = None) -> tuple[torch.Ten
 
 @dataclass(frozen=True)
 class DraftTree:
-    """R trees of N node slots. Node 0 is the root and is not stored; entry i is node i+1."""
+    """R trees of N node slots. Node 0 is the root and is not stored; entry i is node i+1.
+
+    Raises ValueError for more than 256 node slots.
+    """
 
     TENSORS: ClassVar = ("token", "parent", "depth", "logprob", "size", "ancestors")
 
@@ -90,6 +85,12 @@ class DraftTree:
     # drafter 1 drafted all of them.
     origin: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if (count := self.token.shape[1]) > MAX_NODES:
+            raise ValueError(
+                f"A draft tree holds at most {MAX_NODES} nodes, and {count} were given."
+            )
+
     @classmethod
     def from_nodes(
         cls,
@@ -99,11 +100,7 @@ class DraftTree:
         size: torch.Tensor,
         max_depth: int | None = None,
     ) -> DraftTree:
-        """Return a tree of sorted nodes; arguments as the attributes, and as in `climb`.
-
-        Raises ValueError for more than 256 node slots.
-        """
-        check_budget(token.shape[1])
+        """Return a tree of sorted nodes; arguments as the attributes, and as in `climb`."""
         ancestors, depth = climb(parent, max_depth)
         return cls(token, parent, depth, logprob, size, ancestors)
 

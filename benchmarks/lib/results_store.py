@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_specblock.bench.summary import markdown_table as markdown_table
+from vllm_specblock.bench.results import markdown_table as markdown_table
 from vllm_specblock.train import provenance
 from vllm_specblock.train.data.shards import write_json
 

@@ -31,6 +31,7 @@ def make(tmp_path, journal):
         arguments = {"speculative_config": speculative}
         engine = EngineProcess("it", arguments, env, tmp_path / "it.log", command)
         made.append(engine)
+        engine.wait()
         return engine
 
     yield one
@@ -46,12 +47,16 @@ def test_it_stands_still_between_two_answers(make):
     assert state(engine.process.pid) == "" and engine.guard.poll() == 0
 
 
-def test_why_it_did_not_start(make):
+def test_why_it_did_not_start_or_answer(make):
     with pytest.raises(EngineFailed, match="The engine of it failed: no such head"):
         make({"refuses": "no such head."})
     code = "import sys; print('Traceback', file=sys.stderr); sys.exit('the last word')"
     with pytest.raises(EngineFailed, match="it ended with code 1, after: the last word"):
         make(command=(sys.executable, "-c", code))
+    engine = make()
+    engine.process.kill()
+    with pytest.raises(EngineFailed, match="it was killed by SIGKILL"):
+        engine.ask(JOB)
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
@@ -79,6 +84,7 @@ def test_it_goes_when_its_maker_is_killed(tmp_path, journal, busy):
         engine = EngineProcess(
             "it", {{"speculative_config": {{"sleep": 600}}}}, {{}}, Path("it.log"), {FAKE!r}
         )
+        engine.wait()
         print(engine.process.pid, engine.guard.pid, flush=True)
         if {busy}:
             engine.ask({JOB!r})

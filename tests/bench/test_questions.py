@@ -64,15 +64,16 @@ def test_a_question_may_hold_any_end_of_a_line(tmp_path):
 def test_a_set_that_is_not_there(make_config, tmp_path, questions):
     (tmp_path / "empty").mkdir()
     (tmp_path / "none.jsonl").touch()
+    neither = "is neither NAME=FILE nor a folder of .jsonl files"
     for given, says in (
-        ("nowhere.jsonl", "There is no set of questions nowhere.jsonl"),
-        (str(tmp_path / "empty"), "no .jsonl file in the folder"),
-        (str(tmp_path / "none.jsonl"), "There is no question in"),
+        ("x=nowhere.jsonl", f"The set x=nowhere.jsonl {neither}"),
+        (str(tmp_path / "empty"), neither),
+        (f"x={tmp_path / 'none.jsonl'}", "There is no question in"),
     ):
         with pytest.raises(BenchError, match=says):
             read_sets(make_config(set=(given,)))
     with pytest.raises(BenchError, match="Two sets are called single"):
-        read_sets(make_config(set=(str(questions), str(questions / "single.jsonl"))))
+        read_sets(make_config(set=(str(questions), f"single={questions / 'single.jsonl'}")))
 
 
 def test_a_turn_comes_after_the_engines_own_answer():

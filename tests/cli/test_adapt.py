@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from support.adapting import Pair
 from typer.testing import CliRunner
 
-from vllm_specblock.adapt.learning.update import RATE
 from vllm_specblock.adapt.link.folder_link import FolderLink
 from vllm_specblock.adapt.versions import VersionFolder
 from vllm_specblock.cli.main import app
-from vllm_specblock.cli.options import UpdateRate
-
-
-def test_help_names_the_rate_that_is_the_default():
-    _, option = get_args(UpdateRate)
-    assert f"Default: {RATE} / the drafter's width" in option.help
 
 
 @pytest.fixture
@@ -47,26 +39,19 @@ def train(pair: Pair, folder: Path, *more: str | int | Path):
     return call("run", folder, *where, "--policy", "always", "--actions", "all", *more)
 
 
-def test_run_learns_from_a_folder_and_writes_versions(pair, recorded):
+def test_versions_are_learned_listed_and_chosen(pair, recorded):
     result = train(pair, recorded)
     assert result.exit_code == 0, result.output
     assert "updates_full" in result.stdout and not list(recorded.glob("request-*"))
     out = recorded / "versions"
     name = VersionFolder(out).current()
-    assert VersionFolder(out).current() == name
     told = call("list", out).stdout.splitlines()
     assert told[1].split() == ["delivered"]
     assert told[2].split()[:3] == ["version-00001", "delivered", "full"] and len(told) == 5
     assert told[4].split()[:4] == ["*", name, "version-00002", "full"]
-    # It goes on from there.
+    # The trainer goes on from there.
     again = train(pair, recorded)
     assert again.exit_code == 0 and VersionFolder(out).current() == name
-
-
-def test_use_is_a_persons_choice(pair, recorded, tmp_path):
-    out = tmp_path / "out"
-    assert train(pair, recorded, "--out", out).exit_code == 0
-    name = VersionFolder(out).current()
     result = call("use", out, "delivered")
     assert result.exit_code == 0 and "delivered is current" in result.stdout
     assert VersionFolder(out).current() is None
@@ -76,17 +61,17 @@ def test_use_is_a_persons_choice(pair, recorded, tmp_path):
 
 
 def test_wrong_folders_versions_and_policies_are_one_sentence(pair, recorded, tmp_path):
-    out = tmp_path / "out"
     for result, message in (
         (train(pair, tmp_path / "none"), "There is no folder"),
         (train(pair, recorded, "--policy", "osd"), "no policy 'osd'"),
         (train(pair, recorded, "--actions", "trunk"), "must be heads or all"),
         (train(pair, recorded, "--memory", 0), "must be above 0"),
         (train(pair, recorded, "--device", "gpu"), "The device gpu cannot be used"),
-        (call("use", out, "delivered"), "There is no folder"),
-        (call("list", out), "There is no folder"),
         (call("use", recorded, "version-00009"), "no version version-00009"),
     ):
         assert result.exit_code == 1
         assert message in result.stderr and "Traceback" not in result.stderr
+    for command in ("use", "no/folder", "delivered"), ("list", "no/folder"):
+        result = call(*command)
+        assert result.exit_code == 2 and "'no/folder' does not exist" in result.stderr
     assert len(list(recorded.glob("request-*"))) == 24

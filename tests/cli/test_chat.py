@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,8 +12,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from vllm_specblock.bench.live import Answer
 from vllm_specblock.cli import chat_sources as chats
 from vllm_specblock.cli.main import app
+from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target.features import load_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -47,40 +48,21 @@ def engines(monkeypatch):
 
 
 def test_prompts_from_a_pipe_become_one_chat(engines):
-    result = run(TARGET, "--model", DRAFTER, said="import re\n\n/help\nimport io\n/new\nx = 1\n")
+    said = "import re\n\n/help\n/tree\nimport io\n/new\nx = 1\n"
+    result = run(TARGET, "--model", DRAFTER, said=said)
     assert result.exit_code == 0, result.output
     methods, first, second, new = engines
-    assert methods == {
-        "vLLM": None,
-        "with draft trees": {"method": "specblock", "model": str(DRAFTER)},
-    }
+    assert methods == {"vLLM": None, "drafts": {"method": "specblock", "model": str(DRAFTER)}}
     assert len(second) > len(first) and len(new) < len(second)
     assert result.stdout.count("import os\nimport sys") == 3 and chats.HELP in result.stdout
     assert "tokens/s, τ" in result.stdout
-
-
-def test_the_tree_of_the_last_step(engines):
-    said = "import re\n/tree\n"
-    result = run(TARGET, "--model", DRAFTER, "--no-plain", said=said)
-    assert result.exit_code == 0, result.output
-    assert engines[0].keys() == {"with draft trees"}
     assert "  root" in result.stdout and "✓ accepted" in result.stdout
-    result = run(TARGET, said=said)
+
+
+def test_a_chat_goes_on_where_there_is_no_tree(engines):
+    result = run(TARGET, said="import re\n/tree\nimport io\n")
     assert "/tree shows the tree of a drafter with weights: give --model." in result.stdout
-
-
-def test_a_chat_goes_on_after_an_answer_without_a_tree(engines, monkeypatch):
-    monkeypatch.setattr(chats, "steps_of_text", lambda *arguments: iter(()))
-    result = run(TARGET, "--model", DRAFTER, said="import re\n/tree\nimport io\n")
-    assert result.exit_code == 0, result.output
-    assert "nothing was drafted" in result.stdout and "> import io" in result.stdout
-
-
-def test_a_server_that_is_not_there_is_one_sentence():
-    result = run("http://127.0.0.1:1", said="why?\n")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("Error: The server at http://127.0.0.1:1 gave no answer")
-    assert result.stderr.count("\n") == 1
+    assert "> import io" in result.stdout
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -120,10 +102,11 @@ def test_a_server_answers_without_and_with_drafts():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         address = f"http://127.0.0.1:{server.server_port}"
-        source, out = chats.ServerSource(address, True, 8, 0.0), io.StringIO()
-        answers = source.answers()
+        source = chats.ServerSource(address, 8, 0.0)
+        answers = [Answer(name, source.decode, source.joined) for name in source.names]
         source.ask([{"role": "user", "content": "why?"}], answers)
-        source.tree(Console(file=out, width=200), answers[-1])
+        with pytest.raises(TrainError, match="give the target and --model"):
+            source.tree(Console(), answers[-1])
     finally:
         server.shutdown()
     plain, drafts = answers
@@ -134,4 +117,3 @@ def test_a_server_answers_without_and_with_drafts():
     assert plain.tau is None and "τ" not in plain.figures()
     assert [body.get("vllm_xargs") for body in Handler.asked] == [{"specblock_draft": False}, None]
     assert Handler.asked[0]["return_token_ids"] and Handler.asked[0]["max_tokens"] == 8
-    assert "give the target's folder and --model" in out.getvalue()

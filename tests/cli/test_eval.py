@@ -77,15 +77,3 @@ def test_scores_are_set_right_unless_told_otherwise(prompts, tmp_path):
     served, drafted = found
     assert served["sharpness"] > 1.3 and drafted["sharpness"] == 1
     assert served["tau"] > drafted["tau"]
-
-
-def test_the_drafter_says_what_its_target_is(prompts, monkeypatch):
-    arguments = ["eval", DRAFTER, "--data", prompts, "--prompts", 1, "--new-tokens", 12]
-    arguments += ["--temperature", 0, "--nodes", 8]
-    monkeypatch.chdir(PAIR.parents[1])
-    result = specblock(*arguments)
-    assert result.exit_code == 0, result.output
-    monkeypatch.chdir(prompts.parent)
-    result = specblock(*arguments)
-    assert result.exit_code == 1
-    assert "is for examples/tiny_pair/target, which is no folder here" in result.stderr

@@ -37,32 +37,22 @@ def arguments(data: Path, out: Path) -> list[str]:
         "kv_cache_memory_bytes": 50 << 20,
         "enforce_eager": True,
     }
-    options = {
-        "target": TARGET,
-        "data": data,
-        "out": out,
-        "length": LENGTH,
-        "layer-ids": ",".join(map(str, LAYERS)),
-        "dtype": "float32",
-        "shard-tokens": 100,
-        "engine": json.dumps(engine),
-    }
-    return ["features", *(f"--{name}={value}" for name, value in options.items())]
+    given = f"--target={TARGET} --data={data} --out={out} --length={LENGTH} --dtype=float32"
+    layers = ",".join(map(str, LAYERS))
+    more = f"--layer-ids={layers}", "--shard-tokens=100", f"--engine={json.dumps(engine)}"
+    return ["features", *given.split(), *more]
 
 
 @pytest.mark.engine
 def test_same_numbers_as_online(data, tmp_path):
     """Extracted by a vLLM engine in a process of its own, vLLM's default."""
     pytest.importorskip("vllm", reason="runs real vLLM")
-    out, script = tmp_path / "out", tmp_path / "specblock.py"
-    script.write_text(
-        "from vllm_specblock.cli.main import app\nif __name__ == '__main__':\n    app()"
-    )
+    out, code = tmp_path / "out", "from vllm_specblock.cli.main import app; app()"
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    command = [sys.executable, str(script), *arguments(data, out)]
+    command = [sys.executable, "-c", code, *arguments(data, out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -289,14 +289,6 @@ def test_no_more_slots_are_borrowed_than_are_spared():
     assert flat.nonzero().flatten().tolist() == list(range(10 + 3 * 2))
 
 
-@torch.no_grad()
-def test_no_row_has_more_children_than_the_draft_vocabulary():
-    drafter = make("eagle3", changes={"draft_vocab_size": 4}, depth=2, top_k=10)
-    states, text = made_up(1)
-    drafter.advance(rows_of([(0, 9)], TABLES[:1], states, text, PAGE))
-    assert int(drafter.draft().size[0]) == 4 + 4 * 4
-
-
 @pytest.mark.parametrize("same", [False, True])
 def test_a_checkpoints_own_embedding_is_kept_unless_it_is_the_targets(same):
     model = small_eagle3(own_embedding=True)

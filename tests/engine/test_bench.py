@@ -19,7 +19,7 @@ def test_the_example_pair_beside_plain_vllm(tmp_path):
     )
     config = BenchConfig(
         target=TARGET,
-        set=(str(questions),),
+        set=(f"code={questions}",),
         method=("plain-v2", "specblock"),
         drafter={"specblock": DRAFTER},
         nodes=12,
@@ -43,7 +43,7 @@ def test_the_example_pair_beside_plain_vllm(tmp_path):
     for each in ours:
         assert (each.tokens, each.outputs, each.different) == (3 * 24, 3, 0)
         assert each.speedup > 0 and each.speedup_cpu > 0 and 1.0 < each.tau <= 9
-        assert each.draft_ms > 0 and 0 < each.draft_share < 1
+        assert each.draft_ms > 0
     engines = bench.store.head["engines"]
     assert engines["specblock"] == {"runner": "V2", "dtype": "float32", "compiled": "NONE"}
     assert "| specblock |" in write_results(bench)[0]

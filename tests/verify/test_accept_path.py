@@ -8,9 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trees import nodes, path_to, to_tree
-
-from vllm_specblock.verify.accept_path import accept_path
+from support.trees import nodes, path_to, to_tree, walk
 
 quick = settings(deadline=None, max_examples=120)
 
@@ -31,10 +29,7 @@ def check_longest_path(batch, slots, sampled, scheduled, max_depth=None):
     tree = to_tree(batch, slots)
     live = torch.arange(slots) < torch.tensor(scheduled)[:, None]
     max_depth = int(tree.depth.max()) if max_depth is None else max_depth
-    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
-    accepted_paths = accept_path(
-        tree.token, tree.parent, depth, tree.ancestors, live, sampled, max_depth
-    )
+    output, accepted_nodes, paths = walk(tree, live, sampled, max_depth)
     for request, plain in enumerate(batch):
         z = sampled[request].tolist()
         reached = [
@@ -45,11 +40,10 @@ def check_longest_path(batch, slots, sampled, scheduled, max_depth=None):
         ]
         best = max(reached, key=lambda path: (len(path), -path[-1]))
         accepted = len(best) - 1
-        assert accepted_paths.accepted[request] == accepted
-        assert accepted_paths.path[request].tolist() == best + [0] * (max_depth - accepted)
-        assert accepted_paths.output[request].tolist() == [z[node] for node in best] + [0] * (
-            max_depth - accepted
-        )
+        beyond = [0] * (max_depth - accepted)
+        assert accepted_nodes[request] == accepted
+        assert paths[request].tolist() == best + beyond
+        assert output[request].tolist() == [z[node] for node in best] + beyond
 
 
 @quick

@@ -9,9 +9,9 @@ import math
 
 import pytest
 import torch
-from support.trees import path_to, to_tree
+from support.trees import path_to, to_tree, walk
 
-from vllm_specblock.verify.accept_path import accept_path
+from vllm_specblock.tree import DraftTree
 
 VOCAB = 5
 TREES = {
@@ -37,15 +37,12 @@ def test_texts_have_the_targets_law(name):
     drawn = torch.cartesian_prod(*[torch.arange(VOCAB)] * len(distinct))
     chance = torch.stack([target[key][tokens] for key, tokens in zip(distinct, drawn.T)]).prod(0)
     sampled = drawn[:, [distinct.index(key) for key in texts]]
-    tree = to_tree([plain], len(plain))
-    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
-    fields = tree.token, tree.parent, depth, tree.ancestors, torch.ones(1, len(plain)).bool()
-    every = (each.expand(len(drawn), *each.shape[1:]) for each in fields)
-    found = accept_path(*every, sampled, int(depth.max()))
+    one = to_tree([plain], len(plain))
+    fields = (getattr(one, name) for name in DraftTree.TENSORS)
+    tree = DraftTree(*(each.expand(len(drawn), *each.shape[1:]) for each in fields))
+    output, accepted, _ = walk(tree, tree.parent >= 0, sampled, int(one.depth.max()))
 
-    outcomes, which = torch.cat([found.accepted[:, None], found.output], 1).unique(
-        dim=0, return_inverse=True
-    )
+    outcomes, which = torch.cat([accepted[:, None], output], 1).unique(dim=0, return_inverse=True)
     law = torch.zeros(len(outcomes), dtype=torch.float64).index_add(0, which, chance)
     assert float(law.sum()) == pytest.approx(1) and len(outcomes) > 2 * VOCAB
     for (accepted, *output), share in zip(outcomes.tolist(), law.tolist()):

@@ -18,8 +18,6 @@ from ..optional_triton import cdiv, jit, tl
 
 def layer_shift_triton(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Launch the kernel. hidden [T, K, H], weight [H, 2H] -> [T, K, H]."""
-    if hidden.dtype != weight.dtype:  # under autocast
-        return shift.reference(hidden, weight)
     hidden, weight = hidden.contiguous(), weight.contiguous()
     num_rows, block_len, size = hidden.shape
     out = torch.empty_like(hidden)
@@ -62,22 +60,23 @@ def beside_previous(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def layer_shift(
-    hidden: torch.Tensor, weight: torch.Tensor | nn.Module, norm: nn.RMSNorm
+    hidden: torch.Tensor, linear: nn.Module, norm: nn.RMSNorm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mix each block position with the one before it, and norm the result.
 
     Args:
         hidden: [T, K, H].
-        weight: [H, 2H] of the same dtype, or a layer without a gradient that multiplies by it.
+        linear: multiplies by W; another kind of layer than torch's has no gradient.
         norm: over H.
 
     Returns:
         the shifted state and its norm, both [T, K, H].
     """
-    if isinstance(weight, nn.Module):
-        shifted = weight(beside_previous(hidden))
+    if isinstance(linear, nn.Linear):
+        # The cast only matters under autocast: the kernel wants one dtype.
+        shifted = shift(hidden, linear.weight.to(hidden.dtype))
     else:
-        shifted = shift(hidden, weight)
+        shifted = linear(beside_previous(hidden))
     return shifted, norm(shifted)
 
 

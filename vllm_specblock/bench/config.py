@@ -17,21 +17,19 @@ class MethodSpec(BaseModel):
 
     None removes a key of `base`. Without `speculative` it is plain vLLM. A string "{NAME}" in
     `speculative` is replaced by the folder that the option `drafter` gives to NAME.
+
+    Attributes:
+        base: built-in method that this one extends.
+        speculative: vLLM's `speculative_config`; engine: further arguments of its `LLM`.
+        env: environment of the engine's process; None: the variable is not set.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     base: str | None = None
-    """Built-in method that this one extends."""
-
     speculative: dict[str, Any] = {}
-    """vLLM's `speculative_config`."""
-
     engine: dict[str, Any] = {}
-    """Further arguments of vLLM's `LLM`."""
-
     env: dict[str, str | None] = {}
-    """Environment of the engine's process; None: the variable is not set."""
 
 
 class BenchConfig(BaseModel):
@@ -96,11 +94,6 @@ class BenchConfig(BaseModel):
         if not all(isinstance(each, str) and "=" in each for each in given):
             raise ValueError("drafter must be NAME=FOLDER, such as specblock=DIR")
         return dict(each.split("=", 1) for each in given)
-
-    @field_validator("temperature")
-    @classmethod
-    def _each_once(cls, given: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(dict.fromkeys(given))
 
     def must_match(self) -> dict[str, Any]:
         """Return the options that all results of one folder share.

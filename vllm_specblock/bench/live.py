@@ -43,7 +43,6 @@ class Answer:
         self.seconds = 0.0
         self.reported_tau: float | None = None
         self.text = Text()
-        self.panel = Panel(self.text, title=name, title_align="left")
         self._shown = 0
 
     def hear(self, tokens: Sequence[int]) -> None:
@@ -82,9 +81,7 @@ def shown(console: Console, question: str, answers: Sequence[Answer]) -> Iterato
 
         def draw() -> Group:
             table = Table.grid(*(Column(ratio=1) for _ in answers), expand=True)
-            for each in answers:
-                each.panel.subtitle = each.figures()
-            table.add_row(*(each.panel for each in answers))
+            table.add_row(*(Panel(a.text, title=a.name, subtitle=a.figures()) for a in answers))
             return Group(Text(question, style="bold"), table)
 
         with Live(
@@ -131,7 +128,7 @@ def start_engines(
     }
     for name, speculative in methods.items():
         given = arguments | {"speculative_config": speculative}
-        engines.append(EngineProcess(name, given, env, folder / f"{name}.log", wait=False))
+        engines.append(EngineProcess(name, given, env, folder / f"{name}.log"))
     for engine in reversed(engines):  # wrong options of drafts come before plain vLLM is ready
         engine.wait()
 

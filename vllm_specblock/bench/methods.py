@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +34,7 @@ BUILT_IN: dict[str, MethodSpec] = {
     "ngram": _tree(kind="ngram"),
     **{
         name: _tree(model=f"{{{name}}}")
-        for name in (
-            *("medusa", "parallelspec", "falcon"),
-            *("eagle3", "dflash", "jetspec", "specblock"),
-        )
+        for name in ("medusa", "parallelspec", "falcon", "eagle3", "dflash", "jetspec", "specblock")
     },
     # vLLM's own drafting and rejection sampling: one path.
     "eagle3-chain": MethodSpec(
@@ -62,8 +57,7 @@ BUILT_IN: dict[str, MethodSpec] = {
 def resolve(config: BenchConfig) -> dict[str, MethodSpec]:
     """Return the chosen methods by name, plain vLLM first, without bases and "{NAME}".
 
-    Raises:
-        BenchError: an unknown method or base, a missing drafter, or no plain vLLM.
+    Raises BenchError: an unknown method or base, a missing drafter, or no plain vLLM.
     """
     found = {name: _resolve(name, config) for name in config.method}
     if all(method.speculative for method in found.values()):
@@ -96,9 +90,7 @@ def _resolve(name: str, config: BenchConfig) -> MethodSpec:
 
 def _known(name: str, methods: Mapping[str, MethodSpec]) -> MethodSpec:
     if name not in methods:
-        near = difflib.get_close_matches(name, methods, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(methods)}."
-        raise BenchError(f"There is no method {name}; {hint}")
+        raise BenchError(f"There is no method {name}; there are {', '.join(methods)}.")
     return methods[name]
 
 
@@ -112,36 +104,9 @@ def _put_folders(text: str, name: str, drafters: dict[str, Path]) -> str:
     def folder_of(found: re.Match[str]) -> str:
         folder = drafters.get(found[1])
         if folder is None:
-            raise BenchError(
-                f"The method {name} needs a drafter: give --drafter {found[1]}=FOLDER."
-            )
+            raise BenchError(f"The method {name} needs --drafter {found[1]}=FOLDER.")
         if not folder.is_dir():
             raise BenchError(f"The drafter {found[1]}={folder} is no folder.")
         return json.dumps(str(folder))
 
     return _FOLDER.sub(folder_of, text)
-
-
-def identity(value: Any) -> Any:
-    """Return a method's arguments as JSON types, with digests in place of checkpoints' folders."""
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: f"weights {weights(Path(each))}"
-        if key == "model" and Path(each).is_dir()
-        else identity(each)
-        for key, each in value.items()
-    }
-
-
-def weights(folder: Path) -> str:
-    """Return a digest of a checkpoint's weights."""
-    return digest(path.read_bytes() for path in sorted(folder.glob("*.safetensors")))
-
-
-def digest(parts: Iterable[bytes]) -> str:
-    """Return 12 digits of the SHA-256 of all parts together."""
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(part)
-    return whole.hexdigest()[:12]

@@ -40,12 +40,11 @@ class GuardedProcess:
         self, command: Sequence[str], log: Path, env: Mapping[str, str | None], **pipes: Any
     ) -> None:
         self.log = log
-        environment = {**os.environ, **env}
         with log.open("w") as output:
             self.process: subprocess.Popen[Any] = subprocess.Popen(
                 command,
                 stderr=output,
-                env={key: value for key, value in environment.items() if value is not None},
+                env={k: v for k, v in {**os.environ, **env}.items() if v is not None},
                 start_new_session=True,  # its own group, which Ctrl-C does not reach
                 **{"stdout": output, **pipes},
             )
@@ -88,12 +87,12 @@ class EngineFailed(BenchError):
 class EngineProcess(GuardedProcess):
     """An engine that is stopped between its answers, by `engine/offline/answering.py`'s protocol.
 
-    Methods that wait for it raise EngineFailed if it did not start, exited, or could not answer.
+    Call `wait` before the first job. Methods that wait for it raise EngineFailed if it did not
+    start, exited, or could not answer.
 
     Args:
         arguments: of vLLM's `LLM`.
         env: added to `ENV`.
-        wait: wait until it can answer. Else call `wait()` after starting other engines.
 
     Attributes:
         facts: what the engine reports when it is ready.
@@ -106,23 +105,15 @@ class EngineProcess(GuardedProcess):
         env: Mapping[str, str | None],
         log: Path,
         command: Sequence[str] = COMMAND,
-        *,
-        wait: bool = True,
     ) -> None:
         self.name = name
         pipe = subprocess.PIPE
         super().__init__(command, log, {**ENV, **env}, stdin=pipe, stdout=pipe, text=True)
         self.send(arguments)
-        if wait:
-            self.wait()
 
     def wait(self) -> None:
         """Wait until it can answer, then stop it."""
-        try:
-            self.facts = self.receive()
-        except BaseException:
-            end_all([self])
-            raise
+        self.facts = self.receive()
         self.pause()
 
     def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,12 +186,9 @@ def end_all(processes: Iterable[GuardedProcess]) -> None:
 
 
 def cache_bytes(config: Any, length: int, batch: int, dtype_bytes: int, spare: int = 64) -> int:
-    """Return the KV cache for all requests, and a quarter more for drafters and draft slots.
+    """Return the KV cache of requests of `length` tokens, with a quarter for drafters and drafts.
 
-    Args:
-        config: the target's transformers config.
-        length: maximum tokens of a request.
-        spare: additional blocks.
+    `config` is the target's, of transformers; `spare` are further blocks.
     """
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     blocks = batch * (-(-length // BLOCK) + 2) + spare

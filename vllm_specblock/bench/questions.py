@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 
 from vllm_specblock.bench.config import BenchConfig, BenchError
@@ -26,25 +25,20 @@ Sets = dict[str, list[Question]]
 
 
 def read_sets(config: BenchConfig) -> Sets:
-    """Return the chosen questions of every set, in the order of the options.
-
-    Raises:
-        BenchError: a file is missing or has a line without a question, or two sets have one name.
-    """
+    """Return the chosen questions of every set; raises BenchError if one cannot be read."""
     found: Sets = {}
     for given in config.set:
         name, equals, path = given.partition("=")
-        where = Path(path if equals else given)
-        files = sorted(where.glob("*.jsonl")) if where.is_dir() else [where]
-        if not files:
-            raise BenchError(f"There is no .jsonl file in the folder {where}.")
-        if not files[0].is_file():
-            raise BenchError(f"There is no set of questions {where}.")
-        for file in files:
-            own = name if equals and file == where else file.stem
+        folder = {file.stem: file for file in sorted(Path(given).glob("*.jsonl"))}
+        files = {name: Path(path)} if equals else folder
+        if not files or not all(file.is_file() for file in files.values()):
+            raise BenchError(f"The set {given} is neither NAME=FILE nor a folder of .jsonl files.")
+        for own, file in files.items():
             if own in found:
                 raise BenchError(f"Two sets are called {own}: give one as --set OTHER={file}.")
-            found[own] = spread(read_questions(file), config.questions)
+            questions = read_questions(file)
+            count = min(config.questions or len(questions), len(questions))
+            found[own] = [questions[i * len(questions) // count] for i in range(count)]
     return found
 
 
@@ -74,21 +68,9 @@ def read_questions(path: Path) -> list[Question]:
     return found
 
 
-def spread(questions: list[Question], count: int | None) -> list[Question]:
-    """Return `count` questions, evenly spread; None: all."""
-    if count is None or count >= len(questions):
-        return questions
-    return [questions[index * len(questions) // count] for index in range(count)]
-
-
-def seed_of(name: str, question: Question, turn: int, seed: int) -> int:
-    """Return the seed of one answer: the same for all methods and rounds."""
-    return (zlib.crc32(f"{name}/{question.id}/{turn}".encode()) + seed) % 2**31
-
-
 @dataclass(frozen=True)
 class Unit:
-    """All turns of a batch of questions: each engine answers them before the next unit."""
+    """All turns, as many in each, of a batch of questions: what an engine answers in its turn."""
 
     round: int
     temperature: float
@@ -100,11 +82,6 @@ class Unit:
         """Name in the store."""
         ids = ",".join(question.id for question in self.questions)
         return f"round {self.round}, T = {self.temperature:g}, {self.set}/{ids}"
-
-    @property
-    def turns(self) -> int:
-        """Number of turns, the same in all questions."""
-        return len(self.questions[0].turns)
 
 
 def units(config: BenchConfig, sets: Sets) -> Iterator[Unit]:
@@ -119,23 +96,15 @@ def units(config: BenchConfig, sets: Sets) -> Iterator[Unit]:
 
 def _batches(questions: Sequence[Question], size: int) -> Iterator[tuple[Question, ...]]:
     """Yield up to `size` questions with the same number of turns."""
-    batch: tuple[Question, ...] = ()
-    for question in questions:
-        if batch and (len(batch) == size or len(batch[0].turns) != len(question.turns)):
-            yield batch
-            batch = ()
-        batch += (question,)
-    yield batch
+    for _, group in groupby(questions, lambda question: len(question.turns)):
+        same = tuple(group)
+        yield from (same[first : first + size] for first in range(0, len(same), size))
 
 
 class Reader:
-    """Makes prompts, as token ids.
+    """Makes prompts, as token ids; `raw`: answers and turns continue one text.
 
-    Args:
-        raw: no chat template: answers and turns continue one text.
-
-    Raises:
-        BenchError: there is no chat template.
+    Raises BenchError if there is no chat template, or if it refuses a question.
     """
 
     def __init__(self, tokens: ChatTokens, raw: bool) -> None:
@@ -146,11 +115,7 @@ class Reader:
         self.tokens, self.raw = tokens, raw
 
     def prompt(self, question: Question, answers: Sequence[list[int]]) -> list[int]:
-        """Return the prompt of the turn after `answers`.
-
-        Raises:
-            BenchError: the template refuses it.
-        """
+        """Return the prompt of the turn after `answers`."""
         turns, said = question.turns[: len(answers) + 1], [*map(self.tokens.said, answers)]
         try:
             if self.raw:

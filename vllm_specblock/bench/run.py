@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
+import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from vllm_specblock.bench.config import BenchConfig, BenchError, MethodSpec
-from vllm_specblock.bench.methods import digest, identity, resolve
+from vllm_specblock.bench.methods import resolve
 from vllm_specblock.bench.process import (
     COMMAND,
     EngineFailed,
@@ -27,13 +30,14 @@ from vllm_specblock.bench.process import (
     job_of,
     shared_arguments,
 )
-from vllm_specblock.bench.questions import Reader, Sets, Unit, read_sets, seed_of, units
+from vllm_specblock.bench.questions import Reader, Sets, Unit, read_sets, units
 from vllm_specblock.bench.store import Answer, Store
 from vllm_specblock.engine.metrics.acceptance import STEPS
 from vllm_specblock.engine.offline.answering import DRAFTING
 from vllm_specblock.train.data.chat_tokens import ChatTokens
 from vllm_specblock.train.target.features import load_tokenizer
 from vllm_specblock.train.target.target_info import describe_target
+from vllm_specblock.train.target.target_rows import fingerprint
 
 
 @dataclass
@@ -66,15 +70,12 @@ class Bench:
 
 def describe_machine() -> dict[str, Any]:
     """Return the processor, the cores and threads of this process, and the GPU (None: none)."""
-    gpu, processor, affinity = None, platform.machine(), getattr(os, "sched_getaffinity", None)
+    gpu, affinity, linux = None, getattr(os, "sched_getaffinity", None), Path("/proc/cpuinfo")
     if torch.cuda.is_available():
         gpu = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        processor = next(names, processor)
+    named = linux.exists() and re.search(r"model name\s*:\s*(.+)", linux.read_text())
     return {
-        "cpu": processor,
+        "cpu": named[1] if named else platform.machine(),
         "cores": len(affinity(0)) if affinity else os.cpu_count(),
         "gpu": gpu,
         "threads": os.environ.get("OMP_NUM_THREADS"),
@@ -84,8 +85,7 @@ def describe_machine() -> dict[str, Any]:
 def prepare(config: BenchConfig) -> Bench:
     """Check all inputs before the first engine starts.
 
-    Raises:
-        BenchError, CheckpointError, TrainError: one sentence names the wrong input.
+    Raises BenchError, CheckpointError or TrainError, each with one sentence on the wrong input.
     """
     methods, sets = resolve(config), read_sets(config)
     vocab_size, tokenizer = describe_target(config.target).vocab_size, load_tokenizer(config.target)
@@ -99,33 +99,34 @@ def prepare(config: BenchConfig) -> Bench:
             f"{common['max_model_len']}: lower --max-new-tokens or drop long questions."
         )
     settings = config.must_match() | {
-        "target": {
-            "name": config.target.resolve().name,
-            "config": digest([(config.target / "config.json").read_bytes()]),
-            "bytes": str(sum(p.stat().st_size for p in config.target.glob("*.safetensors"))),
-        },
+        "target": config.target.resolve().name,
+        "target_files": fingerprint(config.target),
         "machine": describe_machine(),
     }
     for name, method in methods.items():
-        settings[f"method {name}"] = identity(method.model_dump(exclude={"base"}))
+        settings[f"method {name}"] = method.model_dump(exclude={"base"})
+    for name, folder in config.drafter.items():
+        weights = sorted(folder.glob("*.safetensors"))
+        settings[f"drafter {name}"] = _digest(path.read_bytes() for path in weights)
     for name, questions in sets.items():
-        settings[f"set {name}"] = digest(json.dumps([q.id, q.turns]).encode() for q in questions)
-    store = Store(config.out, settings)
+        settings[f"set {name}"] = _digest(json.dumps([q.id, q.turns]).encode() for q in questions)
+    store = Store(config.out, units(config, sets), settings)
     return Bench(config, methods, sets, reader, common | config.engine, store)
 
 
-def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
-    """Run the engines on all missing units.
+def _digest(parts: Iterable[bytes]) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(part)
+    return whole.hexdigest()[:12]
 
-    Raises:
-        EngineFailed: plain vLLM gave no answer to compare with.
-    """
+
+def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
+    """Run the engines on all missing units; raises EngineFailed if plain vLLM gives no answer."""
     plain, store = bench.plain, bench.store
     compared = [name for name in bench.methods if name not in plain] or plain
     # Methods that have answered are skipped; plain vLLM answers again beside the others.
-    wanted = {
-        unit: store.missing(unit, compared, plain) for unit in units(bench.config, bench.sets)
-    }
+    wanted = {unit: store.missing(unit, compared, plain) for unit in store.units.values()}
     todo = [unit for unit, names in wanted.items() if names]
     needed = {name for unit in todo for name in (*plain, *wanted[unit])}
     engines: dict[str, EngineProcess] = {}
@@ -145,19 +146,19 @@ def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
     left: list[int] = []
     names = [name for name in bench.methods if name in needed]
     try:
-        with tqdm(names, "engines", unit="engine", disable=not todo) as bar:
-            for name in bar:
-                bar.set_postfix_str(name)
-                left.append(psutil.virtual_memory().available)
-                most = max((a - b for a, b in pairwise(left)), default=0)
-                if left[-1] < most:  # one more engine would make the machine swap
-                    raise BenchError(
-                        f"{len(engines)} engines are alive, {left[-1] / 2**30:.1f} GiB of memory "
-                        f"are left, and one takes up to {most / 2**30:.1f}: give fewer --method; "
-                        "later calls may add others."
-                    )
-                with left_out_if_it_fails(name):
-                    engines[name] = _start(bench, name, todo[0])
+        for name in (bar := tqdm(names, "engines", unit="engine", disable=not todo)):
+            bar.set_postfix_str(name)
+            left.append(psutil.virtual_memory().available)
+            most = max((a - b for a, b in pairwise(left)), default=0)
+            if left[-1] < most:  # one more engine would make the machine swap
+                raise BenchError(
+                    f"{len(engines)} engines are alive, {left[-1] / 2**30:.1f} GiB of memory are "
+                    f"left, and one takes up to {most / 2**30:.1f}: give fewer --method; later "
+                    "calls may add others."
+                )
+            with left_out_if_it_fails(name):
+                engines[name] = _start(bench, name)
+                _warm_up(bench, engines[name], todo[0])
         for number, unit in enumerate(tqdm(todo, "answers", unit="turn", disable=not todo)):
             if engines.keys().isdisjoint(wanted[unit]):
                 continue
@@ -172,31 +173,31 @@ def measure(bench: Bench, say: Callable[[str], None] = tqdm.write) -> None:
         end_all(engines.values())
 
 
-def _start(bench: Bench, name: str, unit: Unit) -> EngineProcess:
-    """Start an engine and warm it up."""
-    config, method, logs = bench.config, bench.methods[name], bench.config.out / "logs"
+def _start(bench: Bench, name: str) -> EngineProcess:
+    method, logs = bench.methods[name], bench.config.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     arguments = bench.common | method.engine | {"speculative_config": method.speculative or None}
-    engine = EngineProcess(name, arguments, method.env, logs / f"{name}.log", bench.command)
-    try:
-        bench.store.note_engine(name, engine.facts)
-        prompts = [bench.reader.prompt(each, []) for each in unit.questions]
-        most = min(bench.warm_up_tokens, config.max_new_tokens)
-        for temperature in config.temperature:
-            engine.ask(job_of(prompts, most, temperature, ignore_eos=config.ignore_eos))
-    except BaseException:
-        end_all([engine])
-        raise
-    return engine
+    return EngineProcess(name, arguments, method.env, logs / f"{name}.log", bench.command)
+
+
+def _warm_up(bench: Bench, engine: EngineProcess, unit: Unit) -> None:
+    engine.wait()
+    bench.store.note_engine(engine.name, engine.facts)
+    prompts = [bench.reader.prompt(each, []) for each in unit.questions]
+    most = min(bench.warm_up_tokens, bench.config.max_new_tokens)
+    for temperature in bench.config.temperature:
+        engine.ask(job_of(prompts, most, temperature, ignore_eos=bench.config.ignore_eos))
 
 
 def _answer(bench: Bench, engine: EngineProcess, unit: Unit) -> Answer:
     """Return an engine's answers to a unit, as the store keeps them."""
     config, found = bench.config, Counter[str]()
     ids: list[list[list[int]]] = [[] for _ in unit.questions]
-    for turn in range(unit.turns):
+    for turn in range(len(unit.questions[0].turns)):
         prompts = [bench.reader.prompt(*each) for each in zip(unit.questions, ids)]
-        seeds = [seed_of(unit.set, q, turn, config.seed) for q in unit.questions]
+        # The same for all methods and rounds.
+        names = (f"{unit.set}/{question.id}/{turn}".encode() for question in unit.questions)
+        seeds = [(zlib.crc32(name) + config.seed) % 2**31 for name in names]
         job = job_of(prompts, config.max_new_tokens, unit.temperature, seeds, config.ignore_eos)
         answer = engine.ask(job)
         for before, new in zip(ids, answer["ids"]):

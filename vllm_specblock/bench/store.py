@@ -19,7 +19,7 @@ from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.provenance import provenance, revision
 
 RUN, UNITS = "run.json", "units.jsonl"
-_GROWING = ("method ", "set ")
+_GROWING = ("method ", "drafter ", "set ")
 """Settings of which a later call may add some and leave some out."""
 
 
@@ -54,28 +54,22 @@ class Answer:
 
 @dataclass(frozen=True)
 class Record:
-    """Answers of engines that took turns, by method; `unit` is `Unit.key`."""
+    """Answers of engines that took turns, by method."""
 
-    unit: str
-    round: int
-    temperature: float
-    set: str
+    unit: Unit
     answers: dict[str, Answer]
 
 
 class Store:
-    """All records of a folder.
+    """All records of a run; those of other units stay in the folder, which is created or resumed.
 
-    Args:
-        folder: created, or resumed.
-        settings: shared by all results, but for "method NAME" and "set NAME"; JSON types only.
-
-    Raises:
-        BenchError: the folder's results are damaged, or of other settings, code or dependencies.
+    All results share `settings` (JSON types only), but for those of `_GROWING`. Raises BenchError
+    if the results are damaged, or of other settings, code or dependencies.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, units: Iterable[Unit], settings: Mapping[str, Any]) -> None:
         self.folder = folder
+        self.units = {unit.key: unit for unit in units}
         self.records: list[Record] = []
         facts = provenance()
         # New files do not count: the results may lie in the repository.
@@ -99,9 +93,7 @@ class Store:
             now, then = self.head["settings"], {**known["settings"]}
             self._read_units()
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise BenchError(
-                f"The results in {self.folder} are damaged: give another --out."
-            ) from None
+            raise BenchError(f"{self.folder} has damaged results: give another --out.") from None
         other = {key for key in now.keys() & then.keys() if now[key] != then[key]}
         other |= {key for key in now.keys() ^ then.keys() if not key.startswith(_GROWING)}
         if other:
@@ -119,8 +111,9 @@ class Store:
             os.truncate(path, len(kept))
         for line in kept.splitlines():
             raw = json.loads(line)
-            answers = {name: Answer(**each) for name, each in raw.pop("answers").items()}
-            self.records.append(Record(**raw, answers=answers))
+            answers = {name: Answer(**each) for name, each in raw["answers"].items()}
+            if unit := self.units.get(raw["unit"]):
+                self.records.append(Record(unit, answers))
 
     def note_engine(self, name: str, facts: dict[str, Any]) -> None:
         """Store the facts of an engine."""
@@ -129,17 +122,17 @@ class Store:
 
     def add(self, unit: Unit, answers: dict[str, Answer]) -> None:
         """Write the answers to a unit to disk."""
-        record = Record(unit.key, unit.round, unit.temperature, unit.set, answers)
+        raw = {"unit": unit.key, "answers": {name: asdict(each) for name, each in answers.items()}}
         with (self.folder / UNITS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
+            file.write(json.dumps(raw, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self.records.append(record)
+        self.records.append(Record(unit, answers))
 
     def missing(self, unit: Unit, methods: Iterable[str], plain: Iterable[str]) -> list[str]:
         """Return the `methods` that have not answered `unit` in turns with all of `plain`."""
-        key, beside, done = unit.key, {*plain}, set[str]()
+        beside, done = {*plain}, set[str]()
         for record in self.records:
-            if record.unit == key and record.answers.keys() >= beside:
+            if record.unit == unit and record.answers.keys() >= beside:
                 done |= record.answers.keys()
         return [name for name in methods if name not in done]

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from vllm_specblock.cli.options import TargetDir, UpdateRate
 
-if TYPE_CHECKING:
-    from vllm_specblock.adapt.versions import VersionFolder
-
-DELIVERED = "delivered"
-"""Name of the unadapted drafter."""
-
 adapt = typer.Typer(
     help="Adaptation while serving: train from a folder, list versions.", no_args_is_help=True
 )
 
-Out = Annotated[Path, typer.Argument(help="Folder of versions.")]
+Out = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of versions.")]
 
 
 @adapt.command()
@@ -42,15 +36,12 @@ def run(
     device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     seconds: Annotated[float, typer.Option(min=0, help="Minimum time between two versions.")] = 30,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     once: Annotated[bool, typer.Option(help="Exit when the folder is empty.")] = False,
 ) -> None:
     """Train on the requests in a folder, and write versions for the engines that use it.
 
     Requests are deleted when read. Stop with Ctrl-C; the next run resumes.
     """
-    from collections import Counter
-
     import torch
 
     from vllm_specblock.adapt.link.folder_link import VERSIONS, FolderSource
@@ -74,9 +65,7 @@ def run(
         seconds=seconds,
         device=str(usable_device(device)),
         threads=threads,
-        seed=seed,
     )
-    before = Counter(source.tally)
     trainer = Trainer(config, source)
     try:
         while (found := trainer.step()) or not once:
@@ -85,7 +74,6 @@ def run(
     except KeyboardInterrupt:
         pass
     trainer.close()
-    source.tally.subtract(before)
     counts = [f"{name} {count}" for name, count in sorted(source.tally.items()) if count]
     typer.echo(", ".join(counts) or "nothing was learned")
 
@@ -93,7 +81,9 @@ def run(
 @adapt.command("list")
 def list_versions(out: Out) -> None:
     """List versions with their parents and gains; an asterisk marks the current one."""
-    folder = versions_in(out)
+    from vllm_specblock.adapt.versions import DELIVERED, VersionFolder
+
+    folder = VersionFolder(out)
     current = folder.current() or DELIVERED
     rows = [("version", "parent", "action", "rows", "tokens per row"), (DELIVERED, *[""] * 4)]
     for name, facts in folder.listed().items():
@@ -111,15 +101,7 @@ def use(
     version: Annotated[str, typer.Argument(help="A name from `list`, or `delivered`.")],
 ) -> None:
     """Choose the version to serve; engines with this folder load it and train from it."""
-    versions_in(out).use(None if version == DELIVERED else version)
+    from vllm_specblock.adapt.versions import DELIVERED, VersionFolder
+
+    VersionFolder(out).use(None if version == DELIVERED else version)
     typer.echo(f"{version} is current in {out}.")
-
-
-def versions_in(out: Path) -> VersionFolder:
-    """Open a folder of versions; raises TrainError where there is none."""
-    from vllm_specblock.adapt.versions import VersionFolder
-    from vllm_specblock.train.config import TrainError
-
-    if not out.is_dir():
-        raise TrainError(f"There is no folder {out}: give the one that the option out names.")
-    return VersionFolder(out)

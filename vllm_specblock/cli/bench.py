@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 
 from vllm_specblock.bench.config import BenchConfig
 from vllm_specblock.cli.options import options_of
-from vllm_specblock.train.config import parse, read_recipe
 
 
 @options_of(BenchConfig)
-def bench(
-    recipe: Annotated[
-        Path | None, typer.Argument(help="YAML file of options; those on the command line win.")
-    ] = None,
-    **given: Any,
-) -> None:
+def bench(config: BenchConfig) -> None:
     """Measure speed-up, tokens/s, τ and drafting time of methods on sets of questions.
 
     The engines of all methods run side by side and take turns, one answer each, so that a machine
     with changing speed gives fair ratios. A killed run resumes with the same options. Writes
     OUT/table.md and OUT/results.json.
     """
-    config = parse(BenchConfig, **(read_recipe(recipe) if recipe else {}) | given)
     from vllm_specblock.bench.results import write_results
     from vllm_specblock.bench.run import measure, prepare
     from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
@@ -46,8 +37,7 @@ def bench(
         typer.echo(f"Stopped. The answers are in {config.out}; the same command goes on.", err=True)
         raise typer.Exit(130) from None
     table, files = write_results(prepared)
-    typer.echo(table)
-    typer.echo(f"Written: {', '.join(map(str, files))}.")
+    typer.echo(f"{table}\nWritten: {', '.join(map(str, files))}.")
     if prepared.failures:
         typer.echo(" ".join(["Error:", *prepared.failures.values()]), err=True)
         raise typer.Exit(1)

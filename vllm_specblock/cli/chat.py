@@ -17,7 +17,6 @@ def chat(
         str | None, typer.Option(help="Drafter, a folder or a hub id. Default: n-gram lookup.")
     ] = None,
     speculative_config: SpeculativeConfig = None,
-    plain: Annotated[bool, typer.Option(help="Answer without drafts as well.")] = True,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     dtype: Annotated[str, typer.Option(help="Dtype of the target, as in vLLM.")] = "auto",
@@ -30,17 +29,22 @@ def chat(
     come from a pipe, one a line.
     """
     given = chosen_drafter(model, speculative_config)
+    import httpx
+    import openai
     from rich.console import Console
 
     from vllm_specblock.bench.process import end_all
     from vllm_specblock.cli.chat_sources import EngineSource, ServerSource, talk
+    from vllm_specblock.train.config import TrainError
 
     console = Console(highlight=False)
     if target.startswith(("http://", "https://")):
-        talk(console, ServerSource(target.rstrip("/"), plain, max_tokens, temperature))
-        return
+        try:
+            return talk(console, ServerSource(target.rstrip("/"), max_tokens, temperature))
+        except (openai.OpenAIError, httpx.HTTPError) as error:
+            raise TrainError(f"The server at {target} gave no answer: {error}") from None
     speculative = {"method": "specblock"} | (given or {"kind": "ngram"})
-    source = EngineSource(target, speculative, plain, max_tokens, temperature)
+    source = EngineSource(target, speculative, max_tokens, temperature)
     console.print("Starting vLLM; the first time it compiles the model.", style="dim")
     try:
         source.start(dtype, eager)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from rich.console import Console
 
 from vllm_specblock.bench.live import Answer, ask_together, shown, start_engines
 from vllm_specblock.bench.process import EngineProcess, job_of
-from vllm_specblock.cli.draft_tree import print_step, steps_of_text
+from vllm_specblock.cli.draft_tree import drawing, steps_of_text
 from vllm_specblock.config import default_nodes
 from vllm_specblock.drafters.common.hub import target_folder
 from vllm_specblock.train.config import TrainError
@@ -45,7 +43,7 @@ def talk(console: Console, source: EngineSource | ServerSource) -> None:
             console.print(HELP)
         elif line:
             messages.append({"role": "user", "content": line})
-            answers = source.answers()  # the last one is with drafts
+            answers = [Answer(name, source.decode, source.joined) for name in source.names]
             with shown(console, line, answers):
                 source.ask(messages, answers)
             messages.append({"role": "assistant", "content": answers[-1].text.plain})
@@ -61,25 +59,24 @@ def prompt_line(console: Console) -> str | None:
 
 
 class EngineSource:
-    """Engines in separate processes that take turns."""
+    """Engines in separate processes that take turns; the last answer is with drafts."""
+
+    names, joined = ("vLLM", "with draft trees"), False
 
     def __init__(
-        self, target: str, speculative: dict[str, Any], plain: bool, tokens: int, temperature: float
+        self, target: str, speculative: dict[str, Any], tokens: int, temperature: float
     ) -> None:
-        self.target, self.speculative = target_folder(Path(target)), speculative
+        self.target, self.speculative = target_folder(target), speculative
         self.tokenizer = load_tokenizer(self.target)
-        self.methods = ({"vLLM": None} if plain else {}) | {"with draft trees": speculative}
         self.max_tokens, self.temperature = tokens, temperature
         self.engines: list[EngineProcess] = []
         self.prompt: list[int] = []
 
     def start(self, dtype: str, eager: bool) -> None:
-        start_engines(self.engines, self.target, self.methods, Path("runs/chat"), dtype, eager)
+        methods = {"vLLM": None, "drafts": self.speculative}
+        start_engines(self.engines, self.target, methods, Path("runs/chat"), dtype, eager)
         for engine in self.engines:  # first calls allocate and compile
             engine.ask(job_of([self.tokenizer("Hello").input_ids], 16))
-
-    def answers(self) -> list[Answer]:
-        return [Answer(name, self._decode) for name in self.methods]
 
     def ask(self, messages: Messages, answers: list[Answer]) -> None:
         if self.tokenizer.chat_template:
@@ -95,8 +92,7 @@ class EngineSource:
         """Print the tree of an answer's last step, drafted again along its text."""
         given = self.speculative.get
         if "model" not in self.speculative:
-            console.print("/tree shows the tree of a drafter with weights: give --model.")
-            return
+            raise TrainError("/tree shows the tree of a drafter with weights: give --model.")
         pairing = pair(Path(self.speculative["model"]), self.target)
         usual = default_nodes(on_cpu=not torch.cuda.is_available())
         nodes = given("num_speculative_tokens") or usual
@@ -106,54 +102,42 @@ class EngineSource:
         steps = list(steps_of_text(model, drafter, text, len(self.prompt)))
         if not steps:
             raise TrainError("The answer is too short: nothing was drafted.")
-        print_step(console, steps[-1], self.tokenizer, drafter.forward_name)
+        shape = drawing(steps[-1], self.tokenizer, drafter.forward_name)
+        console.print(shape, soft_wrap=True)
 
-    def _decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 class ServerSource:
     """A running server, which can answer a request without drafts."""
 
-    def __init__(self, address: str, plain: bool, max_tokens: int, temperature: float) -> None:
+    names, joined = ("without drafts", "with drafts"), True
+
+    def __init__(self, address: str, max_tokens: int, temperature: float) -> None:
         self.address = address
         self.client = openai.OpenAI(base_url=f"{address}/v1", api_key="-")
-        with self.errors():
-            self.model = self.client.models.list().data[0].id
-        self.kinds = ({"without drafts": False} if plain else {}) | {"with drafts": True}
-        self.sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-
-    @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Turn errors of the server and of the way to it into a TrainError."""
-        try:
-            yield
-        except (openai.OpenAIError, httpx.HTTPError) as error:
-            raise TrainError(f"The server at {self.address} gave no answer: {error}") from None
-
-    def answers(self) -> list[Answer]:
-        return [Answer(name, self._decode, joined=True) for name in self.kinds]
+        self.model = self.client.models.list().data[0].id
+        self.request: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+        self.request |= {"model": self.model, "seed": 0, "stream": True}
 
     def ask(self, messages: Messages, answers: list[Answer]) -> None:
         create: Any = self.client.chat.completions.create
-        asked = {"model": self.model, "messages": messages, "seed": 0, **self.sampling}
-        asked |= {"stream": True, "stream_options": {"include_usage": True}}
-        for answer, drafts in zip(answers, self.kinds.values()):
-            own = {} if drafts else {"vllm_xargs": {"specblock_draft": False}}
-            with self.errors():
-                stream = create(extra_body={"return_token_ids": True, **own}, **asked)
-                began = time.perf_counter()
-                for chunk in stream:
-                    for choice in chunk.choices:
-                        answer.hear(getattr(choice, "token_ids", None) or [])
-                    answer.seconds = time.perf_counter() - began
-                    metrics = (getattr(chunk, "metrics", None) or {}).get("speculative_decoding")
-                    if metrics:
-                        answer.reported_tau = metrics["mean_acceptance_length"]
+        asked = {"messages": messages, "stream_options": {"include_usage": True}, **self.request}
+        for answer, own in zip(answers, ({"vllm_xargs": {"specblock_draft": False}}, {})):
+            stream = create(extra_body={"return_token_ids": True, **own}, **asked)
+            began = time.perf_counter()
+            for chunk in stream:
+                for choice in chunk.choices:
+                    answer.hear(getattr(choice, "token_ids", None) or [])
+                answer.seconds = time.perf_counter() - began
+                metrics = (getattr(chunk, "metrics", None) or {}).get("speculative_decoding")
+                if metrics:
+                    answer.reported_tau = metrics["mean_acceptance_length"]
 
     def tree(self, console: Console, answer: Answer) -> None:
-        console.print("A server does not report its trees: give the target's folder and --model.")
+        raise TrainError("A server does not report its trees: give the target and --model.")
 
-    def _decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int]) -> str:
         asked = {"model": self.model, "tokens": ids}
         return httpx.post(f"{self.address}/detokenize", json=asked).json()["prompt"]

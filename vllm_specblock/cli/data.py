@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from vllm_specblock.cli.options import options_of
-from vllm_specblock.train.config import DataOptions, parse
-
-if TYPE_CHECKING:
-    from vllm_specblock.engine.offline.generate import VllmAnswerer
+from vllm_specblock.train.config import DataOptions
 
 
 @options_of(DataOptions)
-def data(**given: Any) -> None:
+def data(options: DataOptions) -> None:
     """Make training shards from chat data, with answers by the target in vLLM.
 
     A killed run resumes with the same options.
@@ -22,20 +19,13 @@ def data(**given: Any) -> None:
     from vllm_specblock.drafters.common.hub import target_folder
     from vllm_specblock.train.data.make_data import coverage, make_data
 
-    options = parse(DataOptions, **given)
     options = options.model_copy(update={"target": target_folder(options.target)})
 
-    def load() -> VllmAnswerer:
+    def load() -> Any:
         from vllm_specblock.engine.offline.generate import VllmAnswerer
 
-        return VllmAnswerer(
-            options.target,
-            max_length=options.max_length,
-            dtype=options.dtype,
-            top_p=options.top_p,
-            seed=options.seed,
-            engine=options.engine,
-        )
+        shared = {"max_length", "dtype", "top_p", "seed", "engine"}
+        return VllmAnswerer(options.target, **options.model_dump(include=shared))
 
     index, counts = make_data(options, load)
     typer.echo(

@@ -53,7 +53,7 @@ def evaluate(
     device: Device = "cpu",
     precision: Precision = "fp32",
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="File to write all figures to.")
+        Path | None, typer.Option("--json", dir_okay=False, help="File for all figures.")
     ] = None,
 ) -> None:
     """Draft along the target's own texts, and print τ and α.
@@ -67,7 +67,6 @@ def evaluate(
 
     from vllm_specblock.config import DEFAULT_NODES, parse_drafter
     from vllm_specblock.drafters.specblock import checkpoint
-    from vllm_specblock.train.config import TrainError
     from vllm_specblock.train.data.prompts import read_prompts
     from vllm_specblock.train.data.shards import write_json
     from vllm_specblock.train.distributed import usable_device
@@ -76,8 +75,6 @@ def evaluate(
     from vllm_specblock.train.provenance import provenance
     from vllm_specblock.train.target.features import load_target, load_tokenizer
 
-    if json_file is not None and json_file.is_dir():
-        raise TrainError(f"--json {json_file} is a folder: name a file in it.")
     where = usable_device(device)
     pairing = pair(drafter, target, ["specblock"])
     found = read_prompts(
@@ -129,35 +126,28 @@ def evaluate(
 
 
 def print_tables(whole: dict[str, Any]) -> None:
-    """Print τ, α and the rank head; `whole` is what --json writes."""
-    from vllm_specblock.bench.summary import markdown_table
-
-    results = whole["results"]
-    typer.echo("{prompts} prompts, {device}, {dtype}, seed {seed}".format(**whole))
+    """Print τ, α and the rank head at each temperature; `whole` is what --json writes."""
+    from vllm_specblock.bench.results import markdown_table
 
     def show(title: str, head: list[str], rows: list[list[str]]) -> None:
         typer.echo(f"\n{title}\n\n{markdown_table([head, *rows])}")
 
-    head, rows = ["drafted"], {name: [name] for name in results[0]["trees"]}
-    for result in results:
-        head += [f"τ at T = {result['temperature']:g}", "steps", "nodes", "β"]
-        for name, reach in result["trees"].items():
-            row = "{tau:.3f} ± {error:.3f}|{steps:,}|{nodes:.1f}|{sharpness:.2f}".format(**reach)
-            rows[name] += row.split("|")
-    show("τ: tokens per step, ± its standard error; nodes of a tree", head, [*rows.values()])
-
-    head = ["k = m,j", *(f"α_m,j at T = {result['temperature']:g}" for result in results)]
-    size, alphas = results[0]["chain"]["block_size"], [each["chain"]["alpha"] for each in results]
-    places = [f"{k + 1} = {k // size + 1},{k % size + 1}" for k in range(len(alphas[0]))]
-    lines = [[place, *map(_percent, shares)] for place, *shares in zip(places, *alphas)]
-    show("first choices that are right, given that all before were", head, lines)
-
-    head = ["rank", "frequency", "precision", "recall", "F1"]
-    for result in results:
-        chain, names = result["chain"], ("1", "2–4", "5–10", "beyond")
-        title = f"rank head at T = {result['temperature']:g}, {chain['rank_positions']:,} positions"
-        lines = [[n, *map(_percent, each.values())] for n, each in zip(names, chain["rank"])]
-        show(title, head, lines)
+    typer.echo("{prompts} prompts, {device}, {dtype}, seed {seed}".format(**whole))
+    for result in whole["results"]:
+        heat, chain = f"T = {result['temperature']:g}", result["chain"]
+        row = "{tau:.3f} ± {error:.3f}|{steps:,}|{nodes:.1f}|{sharpness:.2f}"
+        rows = [[name, *row.format(**of).split("|")] for name, of in result["trees"].items()]
+        show(f"τ at {heat}, ± its standard error", ["drafted", "τ", "steps", "nodes", "β"], rows)
+        size = chain["block_size"]
+        rows = [
+            [f"{k + 1} = {k // size + 1},{k % size + 1}", _percent(share)]
+            for k, share in enumerate(chain["alpha"])
+        ]
+        show(f"α at {heat}: right first choices after right ones", ["k = m,j", "α_m,j"], rows)
+        names = "1", "2–4", "5–10", "beyond"
+        rows = [[n, *map(_percent, each.values())] for n, each in zip(names, chain["rank"])]
+        title = f"rank head at {heat}, {chain['rank_positions']:,} positions"
+        show(title, ["rank", "frequency", "precision", "recall", "F1"], rows)
 
 
 def _percent(share: float | None) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from vllm_specblock.cli.options import LayerIds, RequiredTarget, json_option
+from vllm_specblock.cli.options import RequiredTarget, json_option, three_layers
 
 
 def features(
@@ -18,7 +18,15 @@ def features(
     length: Annotated[
         int, typer.Option(min=1, help="Tokens of the longest piece: --length of the training.")
     ],
-    layer_ids: LayerIds = None,
+    layer_ids: Annotated[  # typer would take a tuple for three arguments
+        Any,
+        typer.Option(
+            parser=three_layers,
+            metavar="LOW,MID,HIGH",
+            help="Target layers whose states the drafter reads; i is the state after i layers. "
+            "Default: 2, N//2, N-3 of N.",
+        ),
+    ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         typer.Option(help="Dtype of the target and of the features."),

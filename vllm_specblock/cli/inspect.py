@@ -18,18 +18,7 @@ def inspect(
     target: TargetDir = None,
     chat: Chat = None,
     nodes: TreeNodes = None,
-    blocks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=32,
-            help="Drafter forwards: SpecBlock's blocks, EAGLE-3's levels. Default: as in serving.",
-        ),
-    ] = None,
-    steps: Annotated[
-        int, typer.Option(min=0, help="Verification steps before the one that is shown.")
-    ] = 0,
-    svg: Annotated[Path | None, typer.Option(help="Draw the tree into this file too.")] = None,
+    svg: Annotated[Path | None, typer.Option(dir_okay=False, help="SVG of the tree.")] = None,
     device: Device = "cpu",
     precision: Precision = "fp32",
 ) -> None:
@@ -44,47 +33,43 @@ def inspect(
         if svg is not None:
             raise OptionError("--svg draws the tree after a prompt: give one with --prompt.")
         return _show_files(directory)
-    if svg is not None and svg.is_dir():
-        raise OptionError(f"--svg {svg} is a folder: name a file in it.")
 
+    import torch
     from rich.console import Console
 
     from vllm_specblock.cli import draft_tree
-    from vllm_specblock.train.config import TrainError
+    from vllm_specblock.train.data.prompts import prompt_ids
     from vllm_specblock.train.distributed import usable_device
     from vllm_specblock.train.eval.loaded import load_drafter, pair
+    from vllm_specblock.train.target.answers import continue_prompts
     from vllm_specblock.train.target.features import load_target, load_tokenizer
 
+    if not prompt:
+        raise OptionError("The prompt is empty: there is nothing to draft after.")
     where = usable_device(device)
     pairing = pair(directory, target)
     tokenizer = load_tokenizer(pairing.target)
-    ids = draft_tree.prompt_tensor(prompt, tokenizer, chat)
+    chat = bool(tokenizer.chat_template) if chat is None else chat
+    ids = torch.tensor(prompt_ids(prompt, tokenizer, chat))
     model = load_target(pairing.target, precision, where)
     nodes = nodes or default_nodes(on_cpu=where.type == "cpu")
-    drafter = load_drafter(pairing, model.dtype, where, nodes, blocks)
-    found = draft_tree.steps_of_prompt(model, drafter, ids, steps + 1)
-    if len(found) <= steps:
-        raise TrainError(
-            f"The target's answer ends after {len(found)} steps: nothing is drafted in step "
-            f"{steps + 1}; give fewer --steps."
-        )
-    step, name = found[steps], drafter.forward_name
+    drafter = load_drafter(pairing, model.dtype, where, nodes)
+    # A step commits depth + 1 tokens at most; the root comes from the prompt's own forward.
+    (text,) = continue_prompts(model, [ids], drafter.depth + 2)
+    step = next(draft_tree.steps_of_text(model, drafter, text, len(ids)), None)
+    if step is None:
+        raise OptionError("The target's answer ends before anything is drafted.")
     console = Console(highlight=False)
-    console.print(f"Step {steps + 1}, after:", style="dim")
-    # A bonus token is the next step's root.
-    committed = [each.token[node] for each in found[:steps] for node in each.accepted]
-    before = [*ids.tolist(), *committed, step.token[0]]
-    console.print(tokenizer.decode(before), markup=False)
-    draft_tree.print_step(console, step, tokenizer, name)
+    console.print(tokenizer.decode([*ids.tolist(), step.token[0]]), markup=False)
+    drawing = draft_tree.drawing(step, tokenizer, drafter.forward_name)
+    console.print(drawing, soft_wrap=True)
     typer.echo(
         f"{step.nodes} nodes, drafter forwards: {max(step.forward)}, accepted tokens: "
         f"{step.accepted_length}"
     )
     if svg is not None:
-        tree = draft_tree.terminal_tree(step, tokenizer, name)
-        legend = draft_tree.legend_line(max(step.forward), name)
         title = f"draft tree, {step.accepted_length} of {step.nodes} accepted"
-        draft_tree.save_svg(svg, title, tree, legend)
+        draft_tree.save_svg(svg, title, drawing)
         typer.echo(f"The tree is in {svg}.")
 
 
@@ -100,10 +85,8 @@ def _show_files(directory: Path) -> None:
     config = files.read_config(directory)
     tensors = files.read_tensors(directory, config)
     typer.echo(config.model_dump_json(indent=2))
-    width = max(map(len, tensors))
     for name, tensor in sorted(tensors.items()):
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        typer.echo(f"{name:{width}}  {dtype:8}  {list(tensor.shape)}")
+        typer.echo(f"{name:48}  {str(tensor.dtype).removeprefix('torch.'):8}  {[*tensor.shape]}")
     weights = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
     typer.echo(f"parameters: {weights:,}")
     covered, total = config.draft_vocab_size, config.vocab_size

@@ -8,20 +8,20 @@ import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+from vllm_specblock.train.config import parse, read_recipe
 
 
 def three_layers(text: str) -> tuple[int, ...]:
     """Parse "2,16,29"."""
     parts = text.split(",")
     if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
-        raise typer.BadParameter(
-            f"{text!r} is not 3 integers with commas between them, such as 2,16,29."
-        )
+        raise typer.BadParameter(f"{text!r} is not 3 integers, such as 2,16,29.")
     return tuple(map(int, parts))
 
 
@@ -40,19 +40,6 @@ def json_option(help: str) -> Any:
     """Return an option that takes a JSON object."""
     return typer.Option(parser=json_object, metavar="JSON", help=help)
 
-
-if TYPE_CHECKING:
-    LayerIds = tuple[int, int, int] | None
-else:  # typer would take a tuple for three arguments
-    LayerIds = Annotated[
-        str | None,
-        typer.Option(
-            parser=three_layers,
-            metavar="LOW,MID,HIGH",
-            help="Target layers whose states the drafter reads; i is the state after i layers. "
-            "Default: 2, N//2, N-3 of N.",
-        ),
-    ]
 
 Chat = Annotated[
     bool | None,
@@ -77,10 +64,6 @@ TargetDir = Annotated[
     Path | None,
     typer.Option(help="Folder or hub id of the target. Default: as the drafter names it."),
 ]
-TargetName = Annotated[
-    str | None,
-    typer.Option(help="What vLLM loads as the target, folder or hub id. Default: --target."),
-]
 TreeNodes = Annotated[
     int | None, typer.Option(min=1, max=256, help="Nodes of a tree. Default: as in serving.")
 ]
@@ -91,26 +74,30 @@ UpdateRate = Annotated[
     ),
 ]
 
-Command = Callable[..., None]
+_RECIPE = Annotated[
+    Path | None, typer.Argument(help="YAML file of options; those on the command line win.")
+]
 
 
-def options_of(model: type[BaseModel]) -> Callable[[Command], Command]:
-    """Decorate a command so that it takes `model`'s fields as options.
+def options_of(model: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command so that it takes a recipe and `model`'s fields as options.
 
-    The command's last parameter must be `**given`: the options that the user set, by name.
+    The command's first parameter gets the parsed `model`.
     """
 
-    def decorate(command: Command) -> Command:
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         fields = [_option(name, field) for name, field in model.model_fields.items()]
 
-        def run(**arguments: Any) -> None:
-            names = {parameter.name for parameter in own}
+        def run(recipe: Path | None, **arguments: Any) -> None:
+            of_command = {parameter.name: arguments.pop(parameter.name) for parameter in own}
             # A repeatable option that is not set comes as an empty list.
             unset: tuple[Any, ...] = (None, [], ())
-            command(**{k: v for k, v in arguments.items() if k in names or v not in unset})
+            given = {name: value for name, value in arguments.items() if value not in unset}
+            command(parse(model, **(read_recipe(recipe) if recipe else {}) | given), **of_command)
 
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *fields)]
+        first = _parameter("recipe", _RECIPE)
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (first, *own, *fields)]
         described: Any = run
         described.__signature__ = inspect.Signature(parameters)
         described.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -118,6 +105,11 @@ def options_of(model: type[BaseModel]) -> Callable[[Command], Command]:
         return run
 
     return decorate
+
+
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -129,10 +121,7 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     elif isinstance(default, bool):
         shown = f"{'' if default else 'no-'}{name.replace('_', '-')}"
     option = typer.Option(help=field.description, show_default=shown, **how)
-    annotation = Annotated[kind | None, option]  # type: ignore[valid-type]  # made as it runs
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
+    return _parameter(name, Annotated[kind | None, option])
 
 
 def _kind(annotation: Any) -> tuple[Any, dict[str, Any]]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from vllm_specblock.cli.options import options_of
-from vllm_specblock.train.config import TrainConfig, parse, read_recipe
+from vllm_specblock.train.config import TrainConfig
 
 
 @options_of(TrainConfig)
 def train(
-    recipe: Annotated[
-        Path | None, typer.Argument(help="YAML file of options; those on the command line win.")
-    ] = None,
+    config: TrainConfig,
     resume: Annotated[
         bool, typer.Option(help="Resume from the state in --out, if there is one.")
     ] = True,
@@ -25,14 +22,12 @@ def train(
             "--dry-run", help="Check everything, and write an untrained drafter that vLLM loads."
         ),
     ] = False,
-    **given: Any,
 ) -> None:
     """Train a SpecBlock drafter for a frozen target.
 
     The drafter in --out is what vLLM loads; the state to resume from lies in OUT/training. On
     several GPUs: torchrun --nproc-per-node N -m vllm_specblock train RECIPE.
     """
-    config = parse(TrainConfig, **(read_recipe(recipe) if recipe else {}) | given)
     from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
     from vllm_specblock.train.run import train as run
 

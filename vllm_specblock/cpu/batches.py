@@ -6,7 +6,6 @@ A step runs a dozen of these on a few numbers each; torch calls would cost more.
 from __future__ import annotations
 
 from vllm_specblock.cpu.kernels import replaces_kernel
-from vllm_specblock.triton_kernels.optional_numba import njit
 
 
 @replaces_kernel("spec_decode.rejection_sampler._flatten_sampled_kernel")
@@ -137,19 +136,3 @@ def apply_write(output, write_indices, write_starts, write_contents, write_cu_le
     for row, start, end in writes:
         flat[row, start : start + end - begin] = write_contents[begin:end]
         begin = end
-
-
-@njit
-def slot_mapping(slots, idx_mapping, query_start_loc, positions, table, block_size):
-    """Fill `slots` [T] int64, the cache slot of each row; −1 for padding.
-
-    Args:
-        idx_mapping: [R] integers; negative: no request.
-        query_start_loc: [≥ R+1] int32; positions: [≥ rows] int64; table: [S, max blocks] int32.
-    """
-    slots[query_start_loc[len(idx_mapping)] :] = -1
-    for request in range(len(idx_mapping)):
-        at = idx_mapping[request]
-        for row in range(query_start_loc[request], query_start_loc[request + 1]):
-            block, inside = positions[row] // block_size, positions[row] % block_size
-            slots[row] = table[at, block] * block_size + inside if at >= 0 else -1

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_specblock.cpu import (
-    batches,
+    batches,  # noqa: F401 - replaces kernels
     compile_cache,
-    gumbel,  # noqa: F401 - replaces a kernel
+    gumbel,  # noqa: F401 - likewise
     loops,
     sampling,  # noqa: F401 - likewise
     sleeping_waits,
@@ -129,11 +129,15 @@ def _compute_slot_mappings(
     num_tokens_padded: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    slots = self.slot_mappings if out is None else out
-    for group, size in enumerate(self.block_sizes):
-        table = self.block_tables[group].gpu
-        rows = slots[group], idx_mapping, query_start_loc, positions, table
-        batches.slot_mapping(*map(torch.Tensor.numpy, rows), size)
+    slots, start = self.slot_mappings if out is None else out, query_start_loc
+    start, dummies = start[: len(idx_mapping) + 1], idx_mapping < 0
+    slots.fill_(-1)
+    for of, source, size in zip(slots, self.block_tables, self.block_sizes):
+        table = source.gpu[idx_mapping]
+        torch.ops._C.compute_slot_mapping_kernel_impl(start, positions, table, of, size)
+    if dummies.any():
+        rows = dummies.repeat_interleave(start.diff())
+        slots[:, : len(rows)].masked_fill_(rows, -1)
     return slots[:, :num_tokens_padded]
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.engines import DRAFTER, ROOT
 from support.records import small_drafter
 from support.refreshed import served, values, weights
 from support.tensors import assert_equal
 
 from vllm_specblock.drafters.common.linear import PackedLinear
-from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.refresh import HEADS, RefreshError, held, refresh
 
-SECOND = ROOT / "examples/two_heads/tables"
 MAPPING = ("d2t", "t2d")
 FORMS = [
     *((dtype, None) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
@@ -47,25 +44,6 @@ def test_it_is_what_loading_gives(form, changes, alone):
     assert same >= {*MAPPING, "rotary.turn", "rotary.offset"}
     for name, kept in (("lm_head.weight", False), ("layers.1.mlp.down_proj.weight", alone)):
         assert (name in same) == kept or not old[name].numel()  # packed weights cannot be read
-
-
-@pytest.mark.parametrize("form", FORMS[:2], ids=str)
-@torch.no_grad()
-def test_the_examples_there_and_back(form):
-    """In sizes at which products are split and packed."""
-    drafter, second = (
-        served(checkpoint.load(folder, torch.float32), *form) for folder in (DRAFTER, SECOND)
-    )
-    kinds = {type(module) for module in drafter.modules()}
-    assert (PackedLinear in kinds) == (PackedLinear.packs() and form[0] == torch.bfloat16)
-    config = drafter.config
-    draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(9, config.block_size, config.hidden_size, generator=draw).to(form[0])
-    before, wanted = (each.candidates(hidden, 8) for each in (drafter, second))
-    for folder, expected in ((SECOND, wanted), (DRAFTER, before)):
-        refresh(drafter, weights(checkpoint.load(folder, torch.float32)))
-        found = drafter.candidates(hidden, 8)
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[2], expected[2])
 
 
 @pytest.mark.parametrize("loads", [False, True], ids=["loaded outside", "loaded in inference mode"])

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 import pytest
 import torch
 from hypothesis import strategies as st
+from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
 
 from vllm_specblock.tree import DraftTree, words_for
+from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 
 Nodes = list[tuple[int, int]]
 """(parent, token) of node 1, 2, …; parents come first."""
@@ -61,6 +63,21 @@ def ancestor_sets(tree: Nodes, slots: int) -> list[set[int]]:
     """Ancestors of every slot, root and itself included; unused slots hang from the root."""
     used = [set(path_to(tree, node)) for node in range(len(tree) + 1)]
     return used + [{0, node} for node in range(len(tree) + 1, slots + 1)]
+
+
+def walk(
+    tree: DraftTree, live: torch.Tensor, sampled: torch.Tensor, max_depth: int
+) -> tuple[torch.Tensor, ...]:
+    """Output, accepted nodes and paths of R trees; live: [R, N]; sampled: [R, N+1], draws."""
+    requests, nodes = tree.token.shape
+    rooted = torch.nn.functional.pad(torch.where(live, tree.token, -1), (1, 0))
+    first_row = torch.arange(requests + 1, dtype=torch.int32) * (nodes + 1)
+    rows = DrawnRows(rooted.flatten(), sampled.flatten(), first_row, torch.arange(requests))
+    depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
+    path = torch.zeros(requests, max_depth + 1, dtype=torch.int64)
+    verdict = path[:, 0].int(), path
+    kept = KeptTrees(tree.parent, depth, tree.logprob, tree.ancestors, tree.origin, *verdict)
+    return accept_path_rows(rows, kept)[0], *verdict
 
 
 def texts(tree: DraftTree, request: int) -> dict[tuple, float]:

@@ -151,7 +151,7 @@ def test_growth_equals_torch(kernels, shape, make, requests, seed):
     assert_same_tree(got, wanted)
 
 
-def test_too_large_a_budget_is_refused_before_any_launch():
+def test_too_large_a_budget_is_refused():
     fields, depth = scattered(1, 8, 3, 0)
     with pytest.raises(ValueError, match="at most 256 nodes, and 257 were given"):
         select(fields, 257, depth)

@@ -20,22 +20,19 @@ def shift_inputs(rows, block_len, size, dtype=torch.float32, device="cpu"):
     return hidden, weight
 
 
-def norm_over(size, device="cpu"):
-    norm = nn.RMSNorm(size, 1e-2).to(device)
-    with torch.no_grad():
-        norm.weight.copy_(torch.linspace(0.5, 2.0, size))
-    return norm
+def layers(size, device="cpu"):
+    return nn.Linear(2 * size, size, bias=False).to(device), nn.RMSNorm(size, 1e-2).to(device)
 
 
 def test_the_shift_is_equation_3():
-    hidden, weight = shift_inputs(3, 4, 6)
-    norm = norm_over(6)
-    shifted, normed = layer_shift(hidden, weight, norm)
+    (hidden, _), (linear, norm) = shift_inputs(3, 4, 6), layers(6)
+    nn.init.uniform_(norm.weight, 0.5, 2.0)
+    shifted, normed = layer_shift(hidden, linear, norm)
     torch.testing.assert_close(normed, norm(shifted))
     for t in range(3):
         for k in range(4):
             pair = torch.cat([hidden[t, k], hidden[t, max(k - 1, 0)]])
-            torch.testing.assert_close(shifted[t, k], weight @ pair)
+            torch.testing.assert_close(shifted[t, k], linear(pair))
 
 
 @pytest.mark.parametrize("dtype", SHIFTED, ids=str)
@@ -62,11 +59,10 @@ def test_shift_of_strided_hidden_and_no_rows(kernels):
 
 def test_a_shift_with_a_needed_gradient_takes_the_reference(kernels):
     # On CUDA the kernel has no backward: the result must still carry a graph.
-    hidden, weight = shift_inputs(2, 3, 16, device=kernels.device)
-    norm = norm_over(16, kernels.device)
-    assert all(x.requires_grad for x in layer_shift(hidden, weight.requires_grad_(), norm))
+    given = shift_inputs(2, 3, 16, device=kernels.device)[0], *layers(16, kernels.device)
+    assert all(x.requires_grad for x in layer_shift(*given))
     with torch.no_grad():
-        assert not any(x.requires_grad for x in layer_shift(hidden, weight, norm))
+        assert not any(x.requires_grad for x in layer_shift(*given))
 
 
 # ---- Weights in 8 bits: what is lost by rounding them, and nothing by the kernel ----

@@ -135,14 +135,9 @@ def _model(config: Eagle3Shape, names: Collection[str]) -> Eagle3Model:
     # The target's embedding will do only where it is as wide, and its LM head where it also names
     # the same tokens.
     narrow = config.hidden_size != config.target_hidden_size
-    return Eagle3Model(
-        config,
-        own_embedding="embed_tokens.weight" in names or narrow,
-        own_head="lm_head.weight" in names
-        or narrow
-        or config.draft_vocab_size != config.vocab_size,
-        fc_bias="fc.bias" in names,
-    )
+    embeds, apart = "embed_tokens.weight" in names, config.draft_vocab_size != config.vocab_size
+    own_head = "lm_head.weight" in names or narrow or apart
+    return Eagle3Model(config, embeds or narrow, own_head, fc_bias="fc.bias" in names)
 
 
 def _named(found: Tensors, config: Eagle3Shape, directory: Path) -> Tensors:

@@ -63,12 +63,12 @@ class NGramDrafter(Drafter):
         if not room:
             return
         at = torch.arange(room, device=text.device)
-        first = (length - room + 1).clamp(min=first)  # of a long answer, the end
-        source = first + at
+        begin = (length - room + 1).clamp(min=first)  # of a long answer, the end
+        source = begin + at
         place = (self.head + at) % room
         token = text[source.clamp(max=len(text) - 1)].where(source < length, -1)
         self.earlier[place] = token.where(source <= length, self.earlier[place])
-        self.head.add_((length + 1 - first).clamp(min=0)).remainder_(room)
+        self.head.add_((length + 1 - begin).clamp(min=0)).remainder_(room)
 
     def forget(self) -> None:
         self.earlier.fill_(-1)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
-from vllm_specblock.drafters.common.linear import PackedLinear
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.specblock.config import TOP_LOGPROBS, DrafterConfig
 from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
@@ -92,10 +91,7 @@ class SpecBlockModel(nn.Module):
         layer: Any  # ModuleList is untyped
         for index, layer in enumerate(self.layers):
             if index and self.config.layer_shift:
-                shift: Any = self.shift_proj[index - 1]
-                if not isinstance(shift, PackedLinear):
-                    # The cast only matters under autocast: the kernel wants one dtype.
-                    shift = shift.weight.to(hidden.dtype)
+                shift = self.shift_proj[index - 1]
                 hidden, normed = layer_shift(hidden, shift, layer.input_layernorm)
             kept = keep if index == last else None
             hidden, normed = layer(index, hidden, rope, attend, kept, normed), None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from vllm_specblock.bench.config import BenchError
+from vllm_specblock.bench.questions import Question, Unit
+from vllm_specblock.bench.results import MEAN, figures_of, summarise
 from vllm_specblock.bench.store import Answer, Record
-from vllm_specblock.bench.summary import MEAN, fastest, summarise
 
 
 def answer(tokens, wall, cpu=1.0, steps=0, draft_ns=0, draft_steps=0):
@@ -17,11 +20,25 @@ def record(name, number, plain, ours, unit=0, temperature=0.0, other=None):
     answers = {"plain": plain, "ours": ours}
     if other is not None:
         answers["plain-v2"] = other
-    return Record(f"{name} {number} {unit}", number, temperature, name, answers)
+    return Record(Unit(number, temperature, name, (Question(str(unit), ()),)), answers)
 
 
-def figures(records, sets=("a",), plain_of=None, methods=("plain", "ours")):
-    found = summarise(records, methods, sets, [0.0], "plain", plain_of or {"ours": "plain"})
+def benchmark(records, sets=("a",), plain=("plain",)):
+    """A benchmark whose engines compute alike."""
+    alike = {"runner": "V2", "dtype": "float32"}
+    return SimpleNamespace(
+        methods=[*plain, "ours"],
+        plain=plain,
+        sets=sets,
+        config=SimpleNamespace(temperature=[0.0]),
+        store=SimpleNamespace(
+            records=records, head={"engines": dict.fromkeys([*plain, "ours"], alike)}
+        ),
+    )
+
+
+def figures(records, sets=("a",)):
+    found = summarise(benchmark(records, sets), records, "plain")
     return {(each.method, each.set): each for each in found}
 
 
@@ -39,14 +56,14 @@ def test_one_set_one_round():
     assert ours.throughput == pytest.approx(34 / 14) and ours.tokens == 34
     # Without the first token of each answer: 9, 19 and 3 tokens in 4, 6 and 2 steps.
     assert ours.tau == pytest.approx(31 / 12)
-    # 70 ms in 12 steps, of 14 s.
-    assert ours.draft_ms == pytest.approx(70 / 12) and ours.draft_share == pytest.approx(0.005)
+    # 70 ms in 12 steps.
+    assert ours.draft_ms == pytest.approx(70 / 12)
     assert (ours.different, ours.outputs) == (1, 3)
-    assert ours.speedup_spread is None
+    assert ours.speedup_rounds == [2.0]
     plain = figures(records)["plain", "a"]
     assert (plain.speedup, plain.speedup_cpu, plain.tau) == (1.0, 1.0, 1.0)
     assert plain.throughput == pytest.approx(22 / 26)
-    assert plain.draft_ms is plain.draft_share is plain.different is None
+    assert plain.draft_ms is plain.different is None
 
 
 def test_the_mean_over_sets():
@@ -60,7 +77,7 @@ def test_the_mean_over_sets():
     a, b, mean = (found["ours", name] for name in ("a", "b", MEAN))
     assert (a.speedup, b.speedup, mean.speedup) == (3.0, 3.5, 3.25)
     # Round 0: 2 and 4 times; round 1: 4 and 3 times.
-    assert mean.speedup_spread == (3.0, 3.5)
+    assert mean.speedup_rounds == [3.0, 3.5]
     assert (a.tau, b.tau, mean.tau) == (2.0, 4.0, 3.0)
     assert (a.throughput, b.throughput, mean.throughput) == (1.0, 0.5, 0.75)
     assert (a.draft_ms, b.draft_ms, mean.draft_ms) == (2.0, 4.0, 3.0)
@@ -68,7 +85,7 @@ def test_the_mean_over_sets():
 
 
 def test_only_engines_that_took_turns_are_compared():
-    apart = Record("a 0 1", 0, 0.0, "a", {"ours": answer(1, 100.0)})
+    apart = Record(Unit(0, 0.0, "a", (Question("1", ()),)), {"ours": answer(1, 100.0)})
     records = [record("a", 0, answer(1, 3.0), answer(1, 1.0)), apart]
     ours = figures(records)["ours", "a"]
     assert ours.speedup == 3.0 and ours.outputs == 2 and ours.different == 0
@@ -82,7 +99,8 @@ def test_the_fastest_plain_is_so_by_the_median():
         record("a", 0, answer(1, one), answer(1, 1.0), place, other=answer(1, two))
         for place, (one, two) in enumerate(zip(v1, v2))
     ]
-    assert fastest(records, ["plain", "plain-v2"]) == "plain-v2"
-    assert fastest(records, ["plain"]) == "plain"
+    found, base = figures_of(benchmark(records, plain=("plain", "plain-v2")))
+    assert base == "plain-v2" and found[0].speedup == 0.9
+    assert figures_of(benchmark(records))[1] == "plain"
     with pytest.raises(BenchError, match="no answer of plain vLLM"):
-        fastest([], ["plain"])
+        figures_of(benchmark([]))
