@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.records import random_record, small_drafter, small_teacher
 
-from vllm_specblock.adapt.learning.update import AdaptationConfig, Updater
+from vllm_specblock.adapt.learning.update import AdaptationConfig, Updater, anchor
 from vllm_specblock.adapt.policy.actions import parameters
 from vllm_specblock.adapt.policy.interface import Action
 
@@ -82,3 +82,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(train_batch):
     before = state_of(updater)[0]
     assert updater.update(Action.FULL, [train_batch]) == []
     assert not changed(before, state_of(updater)[0])
+
+
+def test_the_anchor_is_zero_at_the_origin_and_holds_back(train_batch):
+    drafter = small_drafter()
+    at_origin = anchor(drafter, copy.deepcopy(drafter), train_batch)
+    assert float(at_origin.detach()) == pytest.approx(0, abs=1e-6)
+    away = {}
+    for weight in (0.0, 10.0):
+        updater = Updater(small_drafter(), AdaptationConfig(lr=1e-3, anchor=weight))
+        updater.update(Action.FULL, [train_batch] * 15)
+        away[weight] = float(anchor(updater.drafter, drafter, train_batch).detach())
+    assert 0 < away[10.0] < away[0.0] / 2

@@ -1,19 +1,18 @@
-"""Updates of the training copy on recorded rows [SpecBlock, eq. 7].
-
-Rehearsal of old rows guards against drift, in place of the paper's KL to θ_0 (λ = 0.01).
-"""
+"""Updates of the training copy on recorded rows [SpecBlock, eq. 7]."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vllm_specblock.adapt.policy.actions import parameters
 from vllm_specblock.adapt.policy.interface import EVERY, Action
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train.attention import FirstBlock
 from vllm_specblock.train.config import Recipe
 from vllm_specblock.train.learner import TrainBatch
 from vllm_specblock.train.optimizers import BETAS
@@ -36,12 +35,14 @@ class AdaptationConfig:
 
     Attributes:
         lr: constant rate of a full update; None: by the drafter's width.
+        anchor: λ of the KL to θ_0 (the paper: 0.01; rehearsal replaces it by default).
         num_blocks: M, of serving.
         memory: size of the book, MiB.
         every: new records of an update.
     """
 
     lr: float | None = None
+    anchor: float = 0.0
     num_blocks: int = 2
     memory: float = 512
     every: int = EVERY
@@ -71,6 +72,7 @@ class Updater:
         # In a new domain few rows reach later positions, and their mean is noisy.
         recipe = Recipe(num_blocks=config.num_blocks, rank_from=0, loss_floor=1.0)
         self.learner = SpecBlockLearner(drafter, recipe, rejected_only=rejected_only)
+        self.origin = copy.deepcopy(drafter).requires_grad_(False) if self.config.anchor else None
         self.steps = 0
         self.forget()
 
@@ -100,6 +102,8 @@ class Updater:
     def _learn(self, train_batch: TrainBatch, learning: list[nn.Parameter]) -> float | None:
         """Return the batch's loss; None: skipped, since it or its gradient was not finite."""
         loss = self.learner(train_batch).loss
+        if self.origin is not None:
+            loss = loss + self.config.anchor * anchor(self.drafter, self.origin, train_batch)
         if not loss.requires_grad or not torch.isfinite(loss):
             return None
         loss.backward()
@@ -108,3 +112,31 @@ class Updater:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return float(loss.detach()) if torch.isfinite(norm) else None
+
+
+def anchor(drafter: SpecBlockModel, origin: SpecBlockModel, train_batch: TrainBatch) -> Tensor:
+    """KL(p_θ ‖ p_θ0) of block 1's K positions, the paper's guard against drift (SpecBlock §3.4).
+
+    A mean over rows whose root the target drew itself: [] fp32, nats; 0 without such a row.
+    """
+    batch = train_batch.batch
+    row = torch.arange(batch.tokens.shape[1] - 1, device=batch.tokens.device)
+    row = row.expand(len(batch.tokens), -1)
+    live = batch.at(batch.loss_mask, row, row + 1, False).flatten()
+    if not live.any():
+        return torch.zeros((), device=live.device)
+
+    def log_probs(model: SpecBlockModel) -> Tensor:
+        """[live rows, K, Vd] fp32."""
+        hidden = model(
+            model.condition(train_batch.target_outputs.hidden[:, :-1].flatten(0, 1)),
+            train_batch.embed(batch.tokens[:, 1:].clamp(min=0).flatten()),
+            (batch.position[:, :-1] + 1).flatten(),
+            FirstBlock(batch, model.config.block_size),
+        )
+        return model.lm_head(model.norm(hidden[live])).float().log_softmax(-1)
+
+    own = log_probs(drafter)
+    with torch.no_grad():
+        before = log_probs(origin)
+    return (own.exp() * (own - before)).sum(-1).mean()
