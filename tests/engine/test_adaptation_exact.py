@@ -82,14 +82,20 @@ def crowded(small_cache, monkeypatch) -> Engine:
 
 
 def test_swaps_while_crowded(crowded, versions, reference, monkeypatch):
-    """Both drafters change; chunked prompts, preemption, budgets and the length limit."""
-    preempted = record_preemptions(crowded)
-    swaps = swapping(crowded, versions, monkeypatch, heads=(0, 1))
+    """Both drafters change; chunked prompts, preemption, budgets and the length limit. A request
+    that resumes is another one to the recorder."""
+    preempted, sink = record_preemptions(crowded), kept(crowded, monkeypatch)
+    swaps, whole = swapping(crowded, versions, monkeypatch, heads=(0, 1)), []
     for temperature in (0.0, 1.0):
         requests, texts = to_the_limit(temperature)[:8], PROMPTS[:8]
-        check(crowded, requests, reference(f"crowded {temperature}", requests, texts), texts)
+        expected = reference(f"crowded {temperature}", requests, texts)
+        check(crowded, requests, expected, texts)
+        whole += [[*text, *answer[0].tokens] for text, answer in zip(texts, expected)]
+    flush(crowded)
     assert preempted, "the cache was large enough for every request: this tested no preemption"
     swaps.require(200, accepted=40)
+    assert len(sink.offers) > len(whole)
+    assert_no_gap(sink.records, whole)
 
 
 @dataclass
@@ -186,19 +192,6 @@ def assert_no_gap(records: list[Record], texts: list[list[int]]) -> None:
         # The last step may have accepted more than was asked for.
         spelled = ",".join(map(str, record.tokens.tolist()[:-5]))
         assert any(spelled in ",".join(map(str, text)) for text in texts)
-
-
-def test_recording_while_crowded(crowded, monkeypatch, reference):
-    """Resumed requests are others."""
-    preempted, sink = record_preemptions(crowded), kept(crowded, monkeypatch)
-    requests = to_the_limit(0.0)[:8]
-    expected = reference("crowded 0.0", requests, PROMPTS[:8])
-    check(crowded, requests, expected, PROMPTS[:8])
-    flush(crowded)
-    assert preempted, "the cache was large enough for every request: this tested no preemption"
-    assert len(sink.offers) > 8
-    texts = [[*text, *answer[0].tokens] for text, answer in zip(PROMPTS, expected)]
-    assert_no_gap(sink.records, texts)
 
 
 def test_pauses_end_recordings(crowded, monkeypatch, reference):

@@ -128,13 +128,6 @@ def test_trees_made_to_hurt(tree: Engine, reference, monkeypatch, kind, name):
     check(tree, params(**CASES[name]), expected)
 
 
-@pytest.mark.parametrize("name", ["greedy", "temperature 1"])
-def test_rows_padded_as_on_a_gpu(tree: Engine, reference, monkeypatch, name):
-    """A CPU looks how many rows were accepted; a GPU must not, and pads."""
-    monkeypatch.setattr(tree.speculator, "pad_rows", True)
-    check(tree, params(**CASES[name]), reference(name, params(**CASES[name])))
-
-
 def test_crowded(reference, monkeypatch):
     """Chunked prefill, preemption and the length limit at once, with deep and wrong drafts."""
     crowded = crowded_engine({"num_speculative_tokens": 16})
