@@ -15,6 +15,7 @@ from lib.weight_swaps import Swaps, Versions, make_versions
 from support.engines import DRAFTER, ROOT, Engine, make_engine, note_calls, record_preemptions
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from support.recorded_graph import capture
+from vllm import SamplingParams
 from vllm.platforms import current_platform
 
 from vllm_specblock.adapt.book import Record
@@ -282,21 +283,11 @@ def test_who_opted_out_is_in_no_buffer(watching, monkeypatch):
     assert all(map(torch.equal, untouched, slabs)) and len(sink.offers) == 4
 
 
-def test_marked_requests_only(watching, monkeypatch):
-    sink, recorder = kept(watching, monkeypatch), watching.speculator.recorder
-    monkeypatch.setattr(recorder, "requests", "marked")
+def test_marked_requests_only():
     said = [None, 1, "1", True, 1.0, 0, "0", False, "no", 2]  # what is unclear is a no
-    requests, before = params(max_tokens=20), recorder.counts()[recording.OPTED_OUT, 0]
-    for request, each in zip(requests[1:], said[1:]):
-        request.extra_args = {recording.SAYS: each}
-    watching.llm.reset_prefix_cache()
-    watching.generate(PROMPTS, requests)
-    flush(watching)
-    assert len(sink.records) == 4
-    for record in sink.records:
-        prompt = record.tokens[~record.labels].tolist()
-        assert prompt and any(text[-len(prompt) :] == prompt for text in PROMPTS[1:5])
-    assert recorder.counts()[recording.OPTED_OUT, 0] == before + 6
+    asked = [SamplingParams(extra_args={recording.SAYS: each}) for each in said]
+    found = [recording.wanted(params, "marked") for params in (SamplingParams(), *asked)]
+    assert found == [False, False, *[True] * 4, *[False] * 5]
 
 
 @on_a_cpu
