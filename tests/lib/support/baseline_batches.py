@@ -7,16 +7,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from support.train_batches import packed
+from support.records import DRAFT_VOCAB, HIDDEN, NAMED, VOCAB
+from support.train_batches import lesson_of, packed
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import EvalSequence, LossOutput, TrainBatch
-from vllm_specblock.train.target.features import TargetOutputs
-
-HIDDEN, VOCAB, DRAFT_VOCAB = 32, 20, 14
 
 TARGET_CONFIG = LlamaConfig(
     hidden_size=HIDDEN,
@@ -39,11 +37,9 @@ SMALL = {
 
 def vocabulary() -> tuple[Tensor, Tensor, list[int]]:
     """d2t, t2d, and the target ids that the drafter can name."""
-    named = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:DRAFT_VOCAB]
-    named = named.sort().values
     t2d = torch.zeros(VOCAB, dtype=torch.bool)
-    t2d[named] = True
-    return named - torch.arange(DRAFT_VOCAB), t2d, named.tolist()
+    t2d[NAMED] = True
+    return NAMED - torch.arange(DRAFT_VOCAB), t2d, NAMED.tolist()
 
 
 def two_windows(vocab: int) -> Batch:
@@ -62,28 +58,12 @@ def packed_lesson() -> TrainBatch:
     return lesson_of(packed(tokens, loss_mask, [[9, 7], [3, 1, 6], [15, 3]]))
 
 
-def lesson_of(batch: Batch) -> TrainBatch:
-    """Random features and laws for a batch."""
-    shape = batch.tokens.shape
-    target_outputs = TargetOutputs(
-        torch.randn(*shape, 3 * HIDDEN),
-        torch.randn(*shape, HIDDEN),
-        torch.randn(*shape, DRAFT_VOCAB).mul(2).softmax(-1),
-    )
-    return TrainBatch(batch, target_outputs, embed, 0, 0)
-
-
-def embed(tokens: Tensor) -> Tensor:
-    """The target's embeddings [..., HIDDEN] of target ids [...]."""
-    return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2))[tokens]
-
-
 def script_to(train_batch: TrainBatch, root: int) -> EvalSequence:
     """The first window's text up to `root`; what the target has not run on is not a number."""
     target_outputs = train_batch.target_outputs
     hidden, last = (x[0, : root + 1].clone() for x in (target_outputs.hidden, target_outputs.last))
     hidden[root], last[root] = math.nan, math.nan
-    return EvalSequence(train_batch.batch.tokens[0, : root + 1], 1, hidden, last, embed)
+    return EvalSequence(train_batch.batch.tokens[0, : root + 1], 1, hidden, last, train_batch.embed)
 
 
 Rows = Callable[[int, int, int], Sequence[Tensor]]

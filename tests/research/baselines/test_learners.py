@@ -13,12 +13,8 @@ from baselines.mask_blocks import DFlash, JetSpec
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from support.baseline_batches import (
-    DRAFT_VOCAB,
-    HIDDEN,
     TARGET_CONFIG,
     assert_outcome,
-    embed,
-    lesson_of,
     packed_lesson,
     plain_trunk,
     script_to,
@@ -26,6 +22,8 @@ from support.baseline_batches import (
 )
 from support.dflash import plain_logits
 from support.eagle3 import PlainEagle3
+from support.records import DRAFT_VOCAB, HIDDEN
+from support.train_batches import embed, lesson_of
 from support.trees import texts
 
 from vllm_specblock.train.data.batch import Batch
