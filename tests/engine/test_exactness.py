@@ -117,7 +117,6 @@ def test_interrupted_and_used_again(tree: Engine, reference, monkeypatch):
         ("scattered", "greedy"),
         ("scattered", "temperature 1"),
         ("deep", "greedy"),
-        ("random", "greedy"),
         ("twins", "temperature 1"),
         ("empty", "temperature 1"),
     ],

@@ -1,6 +1,7 @@
 """The proposal from graphs: the same drafts as eagerly, also where a batch has to be filled up.
 
-On a GPU: `benchmarks/exactness.py --graphs`.
+On a GPU: `benchmarks/exactness.py --graphs`. Drafts shared out on the device, and more rows than
+graphs hold: tests/emulated_gpu.
 """
 
 from __future__ import annotations
@@ -74,17 +75,3 @@ def test_graphs_draft_what_runs_eagerly(engine, monkeypatch):
         replays = sum(graph.replays for graph in graphs.values()) - before
         # Prompts run eagerly, and so do seven requests until one of them is done.
         assert 5 < replays < len(steps)
-
-
-def test_graphs_of_as_many_rows_as_the_device_gives(engine, monkeypatch):
-    """With drafts shared out on the device, a size is a number of requests."""
-    monkeypatch.setattr(engine.speculator, "enable_adaptive_verification", True)
-    graphs = capture(engine, monkeypatch, [2, 5, 40])
-    assert sorted(desc.num_reqs for desc in graphs) == [2, 5]
-    monkeypatch.setattr(engine.speculator, "enable_adaptive_verification", False)
-    run(engine, monkeypatch, 3)  # 33 rows
-    assert sum(graph.replays for graph in graphs.values()) > 5
-    before = sum(graph.replays for graph in graphs.values())
-    monkeypatch.setattr(engine.speculator.graphs, "most_rows", 10)
-    run(engine, monkeypatch, 3)  # more rows than the buffers hold
-    assert sum(graph.replays for graph in graphs.values()) == before
