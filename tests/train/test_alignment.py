@@ -25,7 +25,7 @@ def scene(lucky):
         loss_mask = torch.ones_like(tokens, dtype=torch.bool)
         loss_mask[0, :2] = False  # a prompt
         loss_mask[1, 5] = False
-        return drafter, lesson_of(packed(tokens, loss_mask, LENGTHS))
+        return drafter, lesson_of(drafter, packed(tokens, loss_mask, LENGTHS))
 
     return make
 

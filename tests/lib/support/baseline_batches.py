@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from support.records import DRAFT_VOCAB, HIDDEN, NAMED, VOCAB
+from support.records import DRAFT_VOCAB, HIDDEN, NAMED, VOCAB, small_drafter
 from support.train_batches import lesson_of, packed
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -55,7 +55,7 @@ def packed_lesson() -> TrainBatch:
     """Three windows of 18 columns with random tokens, of which most count, features and laws."""
     torch.manual_seed(0)
     tokens, loss_mask = torch.randint(VOCAB, (3, 18)), torch.rand(3, 18) < 0.85
-    return lesson_of(packed(tokens, loss_mask, [[9, 7], [3, 1, 6], [15, 3]]))
+    return lesson_of(small_drafter(), packed(tokens, loss_mask, [[9, 7], [3, 1, 6], [15, 3]]))
 
 
 def script_to(train_batch: TrainBatch, root: int) -> EvalSequence:

@@ -20,7 +20,7 @@ from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
 SLOTS, SLABS, HIDDEN, NODES, DEPTH = 5, 3, 2, 6, 4
 REACH = DEPTH + 1
-ROWS = PROMPT_ROWS + 9 * REACH
+ROWS = PROMPT_ROWS + 3 * REACH
 STOP = 7
 
 
@@ -45,13 +45,14 @@ def states_of(number: torch.Tensor | int, position: torch.Tensor) -> list[torch.
 
 
 class Engine:
-    """An engine's steps on slabs of a device that is behind; `seen` counts events."""
+    """An engine's steps on slabs, of a late device or in host memory; `seen` counts events."""
 
-    def __init__(self, seed: int, device: LateDevice):
-        self.draw, self.device = random.Random(seed), device
-        self.slabs = Slabs(SLOTS + 1, HIDDEN, slabs=SLABS, rows=ROWS)
-        copies = self.slabs.copies = slabs_module.PinnedSlabs(self.slabs.tensors)
-        device.own([*self.slabs.tensors, *copies.rows, *copies.sums])
+    def __init__(self, seed: int, rows: int = ROWS, device: LateDevice | None = None):
+        self.draw, self.rows, self.device = random.Random(seed), rows, device
+        self.slabs = Slabs(SLOTS + 1, HIDDEN, slabs=SLABS, rows=rows)
+        if device is not None:
+            copies = self.slabs.copies = slabs_module.PinnedSlabs(self.slabs.tensors)
+            device.own([*self.slabs.tensors, *copies.rows, *copies.sums])
         self.running: dict[int, Plain] = {}
         self.waiting: list[Plain] = []
         self.left: deque[Plain] = deque()
@@ -95,6 +96,9 @@ class Engine:
         """What left arrives, in its order."""
         for arrival in self.slabs.arrived():
             self.compare(self.left.popleft(), *arrival)
+        if self.device is None:
+            recorded = sum(each.rows is not None for each in self.running.values())
+            assert not self.left and len(self.slabs.free) == SLABS - recorded
         self.seen["on the way"] += bool(self.left)
 
     def compare(self, request: Plain, record, finished, last) -> None:
@@ -130,8 +134,10 @@ class Engine:
         crowded = self.slabs.crowded(slots, REACH)
         for slot in slots:
             request = self.running[slot]
-            full = bool(request.rows) and len(request.rows) + REACH > ROWS
+            full = bool(request.rows) and len(request.rows) + REACH > self.rows
+            # A late device is some steps behind.
             assert slot in crowded or not full
+            assert self.device is not None or full == (slot in crowded)
             if slot not in crowded:
                 continue
             self.seen["moved early"] += not full
@@ -174,7 +180,7 @@ class Engine:
                 rows.append((index, word, at, request.number))
                 if request.rows is not None and at >= request.begin:
                     request.rows.append((at, word))
-                    assert len(request.rows) <= ROWS, "a row found no place"
+                    assert len(request.rows) <= self.rows, "a row found no place"
             newest.append(len(rows) - 1)
             request.position += count
         index, token, position, number = torch.tensor(rows).T.contiguous()
@@ -184,19 +190,12 @@ class Engine:
         of_rows = index, torch.arange(len(rows)), token, position, position, torch.tensor(newest)
         verified = VerifiedTrees(torch.tensor(slots), *verdict)
         step = StepToRecord(*of_rows, tuple(states), last, verified, self.parent)
-        self.device.launch(partial(record_step, self.slabs.tensors, step))
+        record = partial(record_step, self.slabs.tensors, step)
+        record() if self.device is None else self.device.launch(record)
 
 
-def serve(seed: int, length: int) -> Counter[str]:
+def serve(engine: Engine, length: int) -> Counter[str]:
     """Serve a random stream -> `seen`."""
-    with pytest.MonkeyPatch.context() as patch:
-        device = LateDevice(seed)
-        device.install(patch, slabs_module)
-        with device:
-            return _serve(Engine(seed, device), length)
-
-
-def _serve(engine: Engine, length: int) -> Counter[str]:
     for _ in range(length):
         what = engine.draw.random()
         if what < 0.25:
@@ -209,13 +208,24 @@ def _serve(engine: Engine, length: int) -> Counter[str]:
                 engine.waiting.append(request)
         else:
             engine.step()
-        # Now and then it does nothing for a while.
-        engine.device.go_on(engine.draw.choice([0, 0, 5, 20, 60]))
+        if engine.device is not None:
+            # Now and then it does nothing for a while.
+            engine.device.go_on(engine.draw.choice([0, 0, 5, 20, 60]))
     for slot in list(engine.running):
         engine.leave(slot)
         del engine.running[slot]
-    engine.device.finish()
-    engine.look()
+    if engine.device is not None:
+        engine.device.finish()
+        engine.look()
     assert len(engine.slabs.free) == SLABS and not engine.slabs.parts and not engine.left
     assert (engine.slabs.tensors.of_slot == -1).all()
     return engine.seen
+
+
+def serve_late(seed: int, length: int) -> Counter[str]:
+    """The same, of slabs on a device that is behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        device = LateDevice(seed)
+        device.install(patch, slabs_module)
+        with device:
+            return serve(Engine(seed, PROMPT_ROWS + 9 * REACH, device), length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from support.records import DRAFT_VOCAB, HIDDEN, VOCAB
+from support.records import HIDDEN, VOCAB
 from torch import Tensor
 
 from vllm_specblock.train.data.batch import NO_TOKEN, Batch
@@ -35,12 +35,12 @@ def embed(tokens: Tensor) -> Tensor:
     return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2))[tokens]
 
 
-def lesson_of(batch: Batch) -> TrainBatch:
+def lesson_of(drafter, batch: Batch) -> TrainBatch:
     """A random target's features and laws for a batch, of the sizes of a `small_drafter`."""
-    draw, shape = torch.Generator().manual_seed(0), batch.tokens.shape
+    config, draw, shape = drafter.config, torch.Generator().manual_seed(0), batch.tokens.shape
     target_outputs = TargetOutputs(
         torch.randn(*shape, 3 * HIDDEN, generator=draw),
         torch.randn(*shape, HIDDEN, generator=draw),
-        torch.randn(*shape, DRAFT_VOCAB, generator=draw).softmax(-1),
+        torch.randn(*shape, config.draft_vocab_size, generator=draw).softmax(-1),
     )
     return TrainBatch(batch, target_outputs, embed, 0, 0)

@@ -226,5 +226,5 @@ def test_medusa_starts_as_the_target_and_takes_short_windows():
     last = torch.randn(HIDDEN)
     for logits in medusa.logits(medusa.states(last)):
         assert torch.allclose(logits, HEAD @ last, atol=1e-5)
-    outcome = medusa(lesson_of(Batch.of(torch.tensor([[4, 5, 6]]))))
+    outcome = medusa(lesson_of(medusa, Batch.of(torch.tensor([[4, 5, 6]]))))
     assert outcome.loss.isfinite() and outcome.seen[0, 1:].sum() == 0
