@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from support.records import DRAFT_VOCAB, HIDDEN, NAMED, VOCAB, small_drafter
-from support.train_batches import lesson_of, packed
+from support.records import DRAFT_VOCAB, HIDDEN, NAMED, VOCAB
+from support.train_batches import packed
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import EvalSequence, LossOutput, TrainBatch
+from vllm_specblock.train.target.features import TargetOutputs
 
 TARGET_CONFIG = LlamaConfig(
     hidden_size=HIDDEN,
@@ -55,7 +56,23 @@ def packed_lesson() -> TrainBatch:
     """Three windows of 18 columns with random tokens, of which most count, features and laws."""
     torch.manual_seed(0)
     tokens, loss_mask = torch.randint(VOCAB, (3, 18)), torch.rand(3, 18) < 0.85
-    return lesson_of(small_drafter(), packed(tokens, loss_mask, [[9, 7], [3, 1, 6], [15, 3]]))
+    return lesson_of(packed(tokens, loss_mask, [[9, 7], [3, 1, 6], [15, 3]]))
+
+
+def lesson_of(batch: Batch) -> TrainBatch:
+    """Random features and laws for a batch."""
+    shape = batch.tokens.shape
+    target_outputs = TargetOutputs(
+        torch.randn(*shape, 3 * HIDDEN),
+        torch.randn(*shape, HIDDEN),
+        torch.randn(*shape, DRAFT_VOCAB).mul(2).softmax(-1),
+    )
+    return TrainBatch(batch, target_outputs, embed, 0, 0)
+
+
+def embed(tokens: Tensor) -> Tensor:
+    """The target's embeddings [..., HIDDEN] of target ids [...]."""
+    return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2))[tokens]
 
 
 def script_to(train_batch: TrainBatch, root: int) -> EvalSequence:
@@ -63,7 +80,7 @@ def script_to(train_batch: TrainBatch, root: int) -> EvalSequence:
     target_outputs = train_batch.target_outputs
     hidden, last = (x[0, : root + 1].clone() for x in (target_outputs.hidden, target_outputs.last))
     hidden[root], last[root] = math.nan, math.nan
-    return EvalSequence(train_batch.batch.tokens[0, : root + 1], 1, hidden, last, train_batch.embed)
+    return EvalSequence(train_batch.batch.tokens[0, : root + 1], 1, hidden, last, embed)
 
 
 Rows = Callable[[int, int, int], Sequence[Tensor]]

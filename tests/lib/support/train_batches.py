@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from support.records import HIDDEN, VOCAB
 from torch import Tensor
 
 from vllm_specblock.train.data.batch import NO_TOKEN, Batch
@@ -30,17 +29,14 @@ def packed(tokens: Tensor, loss_mask: Tensor, lengths: Sequence[Sequence[int]]) 
     return batch
 
 
-def embed(tokens: Tensor) -> Tensor:
-    """The target's embeddings [..., HIDDEN] of target ids [...]."""
-    return torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2))[tokens]
-
-
 def lesson_of(drafter, batch: Batch) -> TrainBatch:
-    """A random target's features and laws for a batch, of the sizes of a `small_drafter`."""
-    config, draw, shape = drafter.config, torch.Generator().manual_seed(0), batch.tokens.shape
+    """A random target's features of `batch`, for a drafter with a `DrafterConfig`."""
+    config, draw = drafter.config, torch.Generator().manual_seed(0)
+    shape = batch.tokens.shape
     target_outputs = TargetOutputs(
-        torch.randn(*shape, 3 * HIDDEN, generator=draw),
-        torch.randn(*shape, HIDDEN, generator=draw),
+        torch.randn(*shape, 3 * config.target_hidden_size, generator=draw),
+        torch.randn(*shape, config.target_hidden_size, generator=draw),
         torch.randn(*shape, config.draft_vocab_size, generator=draw).softmax(-1),
     )
-    return TrainBatch(batch, target_outputs, embed, 0, 0)
+    table = torch.randn(config.vocab_size, config.hidden_size, generator=draw)
+    return TrainBatch(batch, target_outputs, lambda tokens: table[tokens], 0, 0)

@@ -12,8 +12,7 @@ from baselines.falcon import Falcon
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from safetensors.torch import load_file
-from support.baseline_batches import TARGET_CONFIG, vocabulary
-from support.records import DRAFT_VOCAB, VOCAB
+from support.baseline_batches import DRAFT_VOCAB, TARGET_CONFIG, VOCAB, vocabulary
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app

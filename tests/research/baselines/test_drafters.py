@@ -10,10 +10,8 @@ from baselines.checkpoint import FILES
 from baselines.falcon import Falcon, FalconDrafter
 from baselines.medusa import Medusa, MedusaDrafter
 from baselines.parallelspec import ParallelSpec, ParallelSpecDrafter
-from support.baseline_batches import TARGET_CONFIG, vocabulary
+from support.baseline_batches import HIDDEN, TARGET_CONFIG, VOCAB, embed, vocabulary
 from support.committed import advance, rows_of
-from support.records import HIDDEN, VOCAB
-from support.train_batches import embed
 from support.trees import assert_same_tree, texts
 
 from vllm_specblock.drafters.common.linear import process_after_loading

@@ -13,8 +13,12 @@ from baselines.mask_blocks import DFlash, JetSpec
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from support.baseline_batches import (
+    DRAFT_VOCAB,
+    HIDDEN,
     TARGET_CONFIG,
     assert_outcome,
+    embed,
+    lesson_of,
     packed_lesson,
     plain_trunk,
     script_to,
@@ -22,8 +26,6 @@ from support.baseline_batches import (
 )
 from support.dflash import plain_logits
 from support.eagle3 import PlainEagle3
-from support.records import DRAFT_VOCAB, HIDDEN
-from support.train_batches import embed, lesson_of
 from support.trees import texts
 
 from vllm_specblock.train.data.batch import Batch
@@ -226,5 +228,5 @@ def test_medusa_starts_as_the_target_and_takes_short_windows():
     last = torch.randn(HIDDEN)
     for logits in medusa.logits(medusa.states(last)):
         assert torch.allclose(logits, HEAD @ last, atol=1e-5)
-    outcome = medusa(lesson_of(medusa, Batch.of(torch.tensor([[4, 5, 6]]))))
+    outcome = medusa(lesson_of(Batch.of(torch.tensor([[4, 5, 6]]))))
     assert outcome.loss.isfinite() and outcome.seen[0, 1:].sum() == 0
