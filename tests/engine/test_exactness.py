@@ -1,14 +1,14 @@
 """The promise: with SpecBlock, vLLM generates what it generates without, token for token.
 
 Every test runs real vLLM both ways in float32 and compares tokens, reasons, text and
-log-probabilities.
+log-probabilities. Asynchronous scheduling: test_undrafted.py.
 """
 
 from __future__ import annotations
 
 import pytest
 from support.drafters import install
-from support.engines import Engine, asynchronous_engine, make_engine, record_preemptions
+from support.engines import Engine, make_engine, record_preemptions
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -139,12 +139,6 @@ def test_crowded(reference, monkeypatch):
             install(patch, crowded, "scattered", expected)
             check(crowded, requests, expected)
     assert preempted, "the cache was large enough for everybody: this tested no preemption"
-
-
-def test_asynchronous_scheduling(reference):
-    engine = asynchronous_engine()
-    for name in ("greedy", "temperature 1", "repetition penalty"):
-        check(engine, params(**CASES[name]), reference(name, params(**CASES[name])))
 
 
 @pytest.mark.parametrize(("nodes", "blocks"), [(1, 1), (60, 3)])
