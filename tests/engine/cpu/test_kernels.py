@@ -90,7 +90,7 @@ REQUESTS = (
         "min_tokens": 5,
         "ignore_eos": False,
     },
-    {},
+    {"bad_words": ["a", "return self"]},  # a token, and the end of several
 )
 
 
@@ -133,9 +133,6 @@ def test_an_engine_computes_what_the_kernels_do(monkeypatch):
     requests = [
         SamplingParams(**common | {"seed": number} | given) for number, given in enumerate(REQUESTS)
     ]
-    ((said,),) = engine.generate(texts[-1:], requests[-1:])
-    requests[-1]._bad_words_token_ids = [said.tokens[2:4], said.tokens[6:7]]
-    requests[-1].bad_words = ["a word"]  # what marks a request; the ids above are what counts
     monkeypatch.setattr(engine.core.scheduler, "max_num_scheduled_tokens", 64)
     wrote = hold_launches(monkeypatch)
     engine.generate(texts, requests)
