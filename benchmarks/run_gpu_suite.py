@@ -69,7 +69,7 @@ PARTS: dict[int, list[Step]] = {
         Step("attention", f"{KERNELS} --only=attention --splits=256", 70, 110),
         Step("exact: EAGLE-3 --graphs", f"{EXACT}EAGLE-3 --graphs", 35, 70),
         Step("exact: merged --graphs", f"{EXACT}{MERGED} --graphs", 35, 70),
-        Step("waits, graphs", f"{TESTS} {RUNNER}/test_no_sync.py {RUNNER}/test_graphs.py", 75, 120),
+        Step("waits", f"{TESTS} {RUNNER}/test_no_sync.py", 40, 90),
         Step("idle share, batch 1", f"{IDLE} --batch=1", 30, 90),
     ],
     2: [  # how fast it is

@@ -15,6 +15,7 @@ from lib.weight_swaps import Swaps, Versions, make_versions
 from support.engines import DRAFTER, ROOT, Engine, make_engine, note_calls, record_preemptions
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from support.recorded_graph import capture
+from vllm import SamplingParams
 from vllm.platforms import current_platform
 
 from vllm_specblock.adapt.book import Record
@@ -82,14 +83,20 @@ def crowded(small_cache, monkeypatch) -> Engine:
 
 
 def test_swaps_while_crowded(crowded, versions, reference, monkeypatch):
-    """Both drafters change; chunked prompts, preemption, budgets and the length limit."""
-    preempted = record_preemptions(crowded)
-    swaps = swapping(crowded, versions, monkeypatch, heads=(0, 1))
+    """Both drafters change; chunked prompts, preemption, budgets and the length limit. A request
+    that resumes is another one to the recorder."""
+    preempted, sink = record_preemptions(crowded), kept(crowded, monkeypatch)
+    swaps, whole = swapping(crowded, versions, monkeypatch, heads=(0, 1)), []
     for temperature in (0.0, 1.0):
         requests, texts = to_the_limit(temperature)[:8], PROMPTS[:8]
-        check(crowded, requests, reference(f"crowded {temperature}", requests, texts), texts)
+        expected = reference(f"crowded {temperature}", requests, texts)
+        check(crowded, requests, expected, texts)
+        whole += [[*text, *answer[0].tokens] for text, answer in zip(texts, expected)]
+    flush(crowded)
     assert preempted, "the cache was large enough for every request: this tested no preemption"
     swaps.require(200, accepted=40)
+    assert len(sink.offers) > len(whole)
+    assert_no_gap(sink.records, whole)
 
 
 @dataclass
@@ -188,19 +195,6 @@ def assert_no_gap(records: list[Record], texts: list[list[int]]) -> None:
         assert any(spelled in ",".join(map(str, text)) for text in texts)
 
 
-def test_recording_while_crowded(crowded, monkeypatch, reference):
-    """Resumed requests are others."""
-    preempted, sink = record_preemptions(crowded), kept(crowded, monkeypatch)
-    requests = to_the_limit(0.0)[:8]
-    expected = reference("crowded 0.0", requests, PROMPTS[:8])
-    check(crowded, requests, expected, PROMPTS[:8])
-    flush(crowded)
-    assert preempted, "the cache was large enough for every request: this tested no preemption"
-    assert len(sink.offers) > 8
-    texts = [[*text, *answer[0].tokens] for text, answer in zip(PROMPTS, expected)]
-    assert_no_gap(sink.records, texts)
-
-
 def test_pauses_end_recordings(crowded, monkeypatch, reference):
     preempted, sink = record_preemptions(crowded), kept(crowded, monkeypatch)
     steps, controller = itertools.count(1), crowded.runner.adaptive_verification.controller
@@ -289,21 +283,11 @@ def test_who_opted_out_is_in_no_buffer(watching, monkeypatch):
     assert all(map(torch.equal, untouched, slabs)) and len(sink.offers) == 4
 
 
-def test_marked_requests_only(watching, monkeypatch):
-    sink, recorder = kept(watching, monkeypatch), watching.speculator.recorder
-    monkeypatch.setattr(recorder, "requests", "marked")
+def test_marked_requests_only():
     said = [None, 1, "1", True, 1.0, 0, "0", False, "no", 2]  # what is unclear is a no
-    requests, before = params(max_tokens=20), recorder.counts()[recording.OPTED_OUT, 0]
-    for request, each in zip(requests[1:], said[1:]):
-        request.extra_args = {recording.SAYS: each}
-    watching.llm.reset_prefix_cache()
-    watching.generate(PROMPTS, requests)
-    flush(watching)
-    assert len(sink.records) == 4
-    for record in sink.records:
-        prompt = record.tokens[~record.labels].tolist()
-        assert prompt and any(text[-len(prompt) :] == prompt for text in PROMPTS[1:5])
-    assert recorder.counts()[recording.OPTED_OUT, 0] == before + 6
+    asked = [SamplingParams(extra_args={recording.SAYS: each}) for each in said]
+    found = [recording.wanted(params, "marked") for params in (SamplingParams(), *asked)]
+    assert found == [False, False, *[True] * 4, *[False] * 5]
 
 
 @on_a_cpu

@@ -1,14 +1,14 @@
 """The promise: with SpecBlock, vLLM generates what it generates without, token for token.
 
 Every test runs real vLLM both ways in float32 and compares tokens, reasons, text and
-log-probabilities.
+log-probabilities. Asynchronous scheduling: test_undrafted.py.
 """
 
 from __future__ import annotations
 
 import pytest
 from support.drafters import install
-from support.engines import Engine, asynchronous_engine, make_engine, record_preemptions
+from support.engines import Engine, make_engine, record_preemptions
 from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -117,7 +117,6 @@ def test_interrupted_and_used_again(tree: Engine, reference, monkeypatch):
         ("scattered", "greedy"),
         ("scattered", "temperature 1"),
         ("deep", "greedy"),
-        ("random", "greedy"),
         ("twins", "temperature 1"),
         ("empty", "temperature 1"),
     ],
@@ -126,13 +125,6 @@ def test_trees_made_to_hurt(tree: Engine, reference, monkeypatch, kind, name):
     expected = reference(name, params(**CASES[name]))
     install(monkeypatch, tree, kind, expected)
     check(tree, params(**CASES[name]), expected)
-
-
-@pytest.mark.parametrize("name", ["greedy", "temperature 1"])
-def test_rows_padded_as_on_a_gpu(tree: Engine, reference, monkeypatch, name):
-    """A CPU looks how many rows were accepted; a GPU must not, and pads."""
-    monkeypatch.setattr(tree.speculator, "pad_rows", True)
-    check(tree, params(**CASES[name]), reference(name, params(**CASES[name])))
 
 
 def test_crowded(reference, monkeypatch):
@@ -147,12 +139,6 @@ def test_crowded(reference, monkeypatch):
             install(patch, crowded, "scattered", expected)
             check(crowded, requests, expected)
     assert preempted, "the cache was large enough for everybody: this tested no preemption"
-
-
-def test_asynchronous_scheduling(reference):
-    engine = asynchronous_engine()
-    for name in ("greedy", "temperature 1", "repetition penalty"):
-        check(engine, params(**CASES[name]), reference(name, params(**CASES[name])))
 
 
 @pytest.mark.parametrize(("nodes", "blocks"), [(1, 1), (60, 3)])

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.engines import TARGET, Engine, assert_identical, make_engine, shared_engine
+from support.engines import MARKERS, TARGET, Engine, assert_identical, make_engine, shared_engine
 from support.matrix import PROMPTS, Checker, params
 from support.targets import edit_config
 from vllm import SamplingParams
@@ -99,9 +99,6 @@ def test_prompts_as_embeddings(plain: Engine):
         assert [list(answer.outputs[0].token_ids) for answer in found] == [
             one.tokens for (one,) in expected
         ]
-
-
-MARKERS = {"reasoning_start_str": "class", "reasoning_end_str": "return self"}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

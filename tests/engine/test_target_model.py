@@ -1,22 +1,18 @@
-"""Target layers that are refused before weights are loaded, and those that need hooks."""
+"""Target layers that are refused before weights are loaded. Layers with hooks: tests/targets."""
 
 from __future__ import annotations
 
 import pytest
 from support.engines import make_engine
-from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.encoder_only_attention import (
     create_encoder_only_attention_backend,
 )
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import llama
-from vllm.model_executor.models.mimo import MiMoModel
-from vllm.model_executor.models.mistral import MistralModel
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_specblock.config import OptionError
-from vllm_specblock.engine import target_model
 from vllm_specblock.engine.attention.backend import TreeAttentionBackend
 
 
@@ -57,17 +53,3 @@ def test_a_target_with_its_own_model_state_is_refused(no_weights, monkeypatch):
     monkeypatch.setattr(llama.LlamaForCausalLM, "get_model_state_cls", object, raising=False)
     with pytest.raises(OptionError, match=r"its own model state \(LlamaForCausalLM\)"):
         make_engine({"kind": "ngram", "model": None})
-
-
-def test_an_inherited_interface_counts_if_the_forward_implements_it():
-    def target(inner):
-        model = llama.LlamaForCausalLM.__new__(llama.LlamaForCausalLM)
-        nn.Module.__init__(model)
-        model.model = inner.__new__(inner)
-        nn.Module.__init__(model.model)
-        return model
-
-    assert target_model.hands_out_states(target(llama.LlamaModel), [1, 2])
-    assert not target_model.hands_out_states(target(llama.LlamaModel), [0, 2])
-    assert target_model.hands_out_states(target(MistralModel), [2])  # calls its parent's forward
-    assert not target_model.hands_out_states(target(MiMoModel), [2])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from statistics import fmean
 
 import pytest
-from support.toy_serving import Toy
 
 from vllm_specblock.adapt.policy.bandit import PaperBandit, Schedule
 from vllm_specblock.adapt.policy.gain_bandit import EXPLORING, TRIES, GainBandit
@@ -133,40 +131,3 @@ def test_an_alarm_forgets_gains_and_the_update_that_is_being_judged():
     bandit.reward(FULL, -0.05, 0.2, 0.001)  # of texts before and behind the change
     assert bandit.belief.mean == {HEADS: 0.0, FULL: 0.0}
     assert updates(feed(bandit, 8)) == [FULL]
-
-
-HOME, AWAY = 0, 1
-SWITCH = [HOME] * 48 + [AWAY] * 192 + [HOME] * 48
-SEEDS = range(10)
-
-
-@pytest.mark.parametrize("misled", [0, 1, 2])
-def test_no_lock_in_where_the_first_updates_look_bad(misled):
-    """Another domain from the start, so that no alarm helps; a rule that believes one observation
-    stays with heads or with nothing."""
-    toy = Toy([AWAY] * 256, COST, misled)
-    for seed in SEEDS:
-        mine, found = toy.serve(GainBandit(), seed)
-        always, _ = toy.serve(Always(), seed)
-        assert mine > 0.93 * always  # heads were tried for a while
-        assert found[-12:].count(FULL) > 3
-
-
-DEAR, FREE = {HEADS: 0.1, FULL: 1.0}, {HEADS: 0.0, FULL: 0.0}
-
-
-@pytest.mark.parametrize(
-    ("costs", "over_always", "over_paper"), [(COST, 1, 1.02), (DEAR, 1.03, 1), (FREE, 0.995, 1)]
-)
-def test_on_a_switch_it_is_no_slower_than_the_paper_nor_than_updating_always(
-    costs, over_always, over_paper
-):
-    """Where updates are dear it spares them, and where they are free it does not."""
-    toy = Toy(SWITCH, costs)
-    mine, paper, always = (
-        [toy.serve(make(seed), seed)[0] for seed in SEEDS]
-        for make in (lambda _: GainBandit(), lambda n: PaperBandit(seed=n), lambda _: Always())
-    )
-    assert fmean(mine) > over_always * fmean(always)
-    assert fmean(mine) > over_paper * fmean(paper)
-    assert costs is not COST or all(one > 0.95 * other for one, other in zip(mine, always))

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from support.engines import make_engine, note_calls
+from support.engines import EAGLE3, make_engine, note_calls
 from support.matrix import PROMPTS, Checker, crowded_engine, every_case, params, to_the_limit
 from vllm.platforms import current_platform
 
@@ -122,7 +122,9 @@ def test_experiments_leave_room_for_the_logits(engine, monkeypatch, verified):
 
 @pytest.fixture(scope="module")
 def crowded():
-    return crowded_engine({"num_speculative_tokens": 16, "enable_adaptive_verification": True})
+    both = {"second_drafter": EAGLE3, "draft_policy": "merge"}
+    adaptive = {"num_speculative_tokens": 16, "enable_adaptive_verification": True}
+    return crowded_engine(both | adaptive)
 
 
 @on_the_host
@@ -138,7 +140,7 @@ def test_costs_are_known_before_the_first_request(crowded):
 @on_the_host
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_preemption_while_drafting_is_paused(crowded, reference, monkeypatch, temperature):
-    """The drafter reads the missed rows of a preempted request with its recomputed prompt."""
+    """Drafters read the missed rows of a preempted request with its recomputed prompt."""
     manager, steps = crowded.runner.adaptive_verification, itertools.count()
     monkeypatch.setattr(manager.controller, "drafts", lambda *_: next(steps) % 16 < 2)
     backlog, missed = crowded.speculator.adaptive.backlog, []

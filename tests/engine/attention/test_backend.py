@@ -11,9 +11,6 @@ from support.attention import Chunk, check, make_batch
 
 pytest.importorskip("vllm")
 
-from support.engines import make_engine
-from support.matrix import PROMPTS, Checker, params
-
 from vllm_specblock.engine.attention import flash_causal
 from vllm_specblock.engine.attention.backend import TreeAttentionImpl, TreeAttentionMetadata
 
@@ -112,23 +109,3 @@ def test_flash_attention_takes_what_it_knows(monkeypatch):
     assert not flash_causal.takes(spec(head_size=20), cuda)
     monkeypatch.setattr(flash_causal, "flash_attention", of_version(None))
     assert not flash_causal.takes(spec(), cuda), "a GPU that it has no kernel for"
-
-
-def test_an_engine_whose_prompts_go_to_flash_attention(plain, monkeypatch):
-    """Prompts in chunks beside trees: the last requests of a batch go that way, trees do not."""
-    calls = []
-
-    def counting(query, *args, cu_seqlens_q, **kwargs):
-        calls.append(cu_seqlens_q.diff().tolist())
-        return stand_in_flash(query, *args, cu_seqlens_q=cu_seqlens_q, **kwargs)
-
-    monkeypatch.setattr("vllm_specblock.cpu.attention.packed_cache", lambda *_: None)
-    monkeypatch.setattr(flash_causal, "takes", lambda spec, device: True)
-    monkeypatch.setattr(flash_causal, "flash_attention", lambda head_size: counting)
-    ours = make_engine({"num_speculative_tokens": 8}, max_num_batched_tokens=48)
-    requests = params(4, temperature=1.0, max_tokens=20)
-    Checker()(ours, requests, plain.generate(PROMPTS[:4], requests), PROMPTS[:4])
-    layers = len(ours.speculator.caches.target_layers)
-    assert calls and len(calls) % layers == 0
-    assert any(max(lengths) > 9 for lengths in calls), "chunks of prompts"
-    assert len(calls) < 40 * layers, "steps of trees alone do not"

@@ -9,6 +9,7 @@ import json
 
 import pytest
 import torch
+from support.eagle3 import speculators_json
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.transformers_utils.config import get_config
@@ -63,16 +64,7 @@ def flat(kind: str, rope: dict) -> dict:
 
 
 def speculators(kind: str, rope: dict) -> dict:
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": 40,
-        "speculators_config": {
-            "proposal_methods": [{"speculative_tokens": 3}],
-            "verifier": {"name_or_path": "org/target"},
-        },
-        "transformer_layer_config": SIZES | {"model_type": kind} | rope,
-    }
+    return speculators_json(SIZES | {"model_type": kind} | rope, draft_vocab_size=40)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import dflash
-from support.committed import along_a_chain, own_caches
+from support.committed import served_trees
+from support.eagle3 import speculators_json
 from support.engines import TARGET, make_engine, note_calls, record_drafts
 from support.matrix import PROMPTS, params
 
@@ -24,9 +25,11 @@ from vllm_specblock.drafters.eagle3.model import FILES as EAGLE3
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.options import DFlashConfig, Eagle3Config
 from vllm_specblock.engine.runner.speculator import TreeSpeculator
+from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.train.target.features import load_target
 
-DRAFTED, LAYERS, PAGE, MAX_LEN = 3, (2, 3, 4), 16, 256
+DRAFTED, LAYERS, PAGE, PAGES = 3, (2, 3, 4), 16, 16
+MAX_LEN = PAGE * PAGES
 
 
 def layer_json(**changes) -> dict:
@@ -72,32 +75,18 @@ def flat() -> dict:
 
 def speculators() -> dict:
     """Qwen3, every other norm, YaRN over half of each head, a mapping, LM head and embedding."""
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": 1500,
-        "norm_before_residual": True,
-        "fc_norm": True,
-        "norm_output": True,
-        "eagle_aux_hidden_state_layer_ids": LAYERS,
-        "transformer_layer_config": layer_json(
-            model_type="qwen3",
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 5000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "partial_rotary_factor": 0.5,
-            },
-        ),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DRAFTED}],
-            "verifier": {"name_or_path": str(TARGET), "architectures": ["LlamaForCausalLM"]},
-        },
-        "torch_dtype": "float32",
-    }
+    yarn = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "partial_rotary_factor": 0.5}
+    yarn |= {"original_max_position_embeddings": 64}
+    return speculators_json(
+        layer_json(model_type="qwen3", rope_parameters=yarn),
+        TARGET,
+        draft_vocab_size=1500,
+        norm_before_residual=True,
+        fc_norm=True,
+        norm_output=True,
+        eagle_aux_hidden_state_layer_ids=LAYERS,
+        torch_dtype="float32",
+    )
 
 
 def write(directory: Path, raw: dict, whole: bool) -> None:
@@ -129,18 +118,31 @@ def engine_with(speculative: dict, **changes):
     return engine
 
 
+def committed(chains: list[list[int]], text: list[int], root: int):
+    """Yield the root from which vLLM's drafter drafted each chain, the first from `root`."""
+    for chain in chains:
+        if root + len(chain) >= len(text):
+            return
+        yield root
+        wrong = (k for k, token in enumerate(chain) if token != text[root + 1 + k])
+        root += 1 + next(wrong, len(chain))
+
+
 def steps(engine, drafts: list, noted: list, drafter, target, layer_ids):
     """Yield what was noted when vLLM's drafter drafted, and our drafter's tree of the same text."""
-    table = own_caches(drafter, MAX_LEN, PAGE)
+    shapes = [(PAGES + 1, PAGE, of.num_kv_heads, 2 * of.head_dim) for of in drafter.cache_layers()]
+    drafter.bind([torch.zeros(shape).transpose(1, 2) for shape in shapes])
     for prompt in PROMPTS[:4]:
         drafts.clear()
         noted.clear()
         ((answer,),) = engine.generate([prompt], params(1, max_tokens=24))
-        text = torch.tensor([*prompt, *answer.tokens])
-        hidden = target(text[None], output_hidden_states=True).hidden_states
-        states = torch.stack([hidden[layer] for layer in layer_ids])
+        text = [*prompt, *answer.tokens]
+        hidden = target(torch.tensor([text]), output_hidden_states=True).hidden_states
+        states = torch.cat([hidden[layer][0] for layer in layer_ids], -1)
+        sequence = EvalSequence(torch.tensor(text), len(prompt), states, hidden[-1][0], None)
         assert len(noted) == len(drafts)
-        trees = along_a_chain(drafter, prompt, answer.tokens, drafts, states, table, PAGE)
+        roots = committed(drafts, text, len(prompt))
+        trees = served_trees(drafter, sequence, roots, PAGES, PAGE, len(layer_ids))
         yield from zip(noted, trees)
 
 

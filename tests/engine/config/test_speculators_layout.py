@@ -5,17 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.eagle3 import speculators_json
 from vllm.engine import arg_utils
-
-RAW = {
-    "architectures": ["Eagle3Speculator"],
-    "speculators_model_type": "eagle3",
-    "transformer_layer_config": {"model_type": "llama"},
-    "speculators_config": {
-        "proposal_methods": [{"speculative_tokens": 5}],
-        "verifier": {"name_or_path": "org/target"},
-    },
-}
 
 
 def overridden(folder, raw, given):
@@ -28,7 +19,7 @@ def overridden(folder, raw, given):
 @pytest.mark.parametrize(
     ("given", "method", "tokens"),
     [
-        (None, "eagle3", 5),
+        (None, "eagle3", 3),
         ({"method": "ngram", "num_speculative_tokens": 2}, "eagle3", 2),  # as vLLM does it
         # Of a tree the plugin knows how many nodes are good.
         ({"method": "specblock"}, "specblock", None),
@@ -37,7 +28,7 @@ def overridden(folder, raw, given):
     ],
 )
 def test_ours_is_kept_where_it_is_asked_for(given, method, tokens, tmp_path):
-    model, tokenizer, found = overridden(tmp_path, RAW, given)
+    model, tokenizer, found = overridden(tmp_path, speculators_json({"model_type": "llama"}), given)
     assert model == tokenizer == "org/target"
     assert (found["model"], found["method"]) == (str(tmp_path), method)
     counts = [value for key, value in found.items() if key.startswith("num")]

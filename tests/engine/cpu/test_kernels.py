@@ -1,78 +1,28 @@
-"""The torch functions that replace kernels on a CPU, against the kernels in the interpreter."""
+"""vLLM's kernels of Model Runner V2 as a CPU runs them, against the kernels in the interpreter."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections import Counter
+from copy import deepcopy
 
 import pytest
 import torch
+from support.engines import MARKERS, shared_engine
+from support.matrix import PROMPTS
+from torch.utils._pytree import tree_leaves, tree_map_only
+from vllm import SamplingParams
 from vllm.platforms import current_platform
-from vllm.triton_utils.dispatcher import _registry
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.triton_utils.dispatcher import KernelOverride, _registry
 from vllm.v1.sample.ops import topk_topp_sampler
-from vllm.v1.worker.gpu import input_batch
-from vllm.v1.worker.gpu.sample import (
-    bad_words,
-    gumbel,
-    logit_bias,
-    logprob,
-    min_p,
-    penalties,
-)
-
-from vllm_specblock.cpu.kernels import REPLACED
+from vllm.v1.worker.gpu.sample import gumbel
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="what runs on a CPU only")
-
-VOCAB = 96
-
-
-@pytest.fixture
-def both(monkeypatch):
-    """Runs a call with our functions, and again with vLLM's kernels in their places."""
-
-    def run(module, kernels: str, call):
-        ours = call()
-        for kernel in kernels.split():
-            name = f"{module.__name__}.{kernel}"
-            assert name in REPLACED
-            monkeypatch.setattr(module, kernel, _registry[name][0])
-        theirs = call()
-        monkeypatch.undo()
-        return ours, theirs
-
-    return run
-
-
-def logits(rows: int = 5) -> torch.Tensor:
-    return 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(rows))
-
-
-def ints(*values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def table(rows: int, columns: int, *values: tuple[int, int, list[int]]) -> torch.Tensor:
-    """Integers of zero, but for `values`: (row, first column, what stands there)."""
-    out = torch.zeros(rows, columns, dtype=torch.int32)
-    for row, first, these in values:
-        out[row, first : first + len(these)] = ints(*these)
-    return out
-
-
-SLOT = torch.tensor([2, 2, 0, 1, 1])
-NODE = ints(0, 1, 0, 0, 1)
-
-
-def drawn(scores, slots, heat, seeds, position, apply=True) -> torch.Tensor:
-    return gumbel.gumbel_sample(
-        scores, slots, heat, seeds, position, apply_temperature=apply, is_drafting=False,
-        use_fp64=False,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1e5])
-def test_sampled_tokens_are_the_kernels(both, dtype, scale):
+def test_sampled_tokens_are_the_kernels(monkeypatch, dtype, scale):
     """Over a vocabulary of several blocks, flat and steep, nearly all of it masked or none; greedy
     rows take the first of equals; with negative, large and repeated seeds."""
     torch.manual_seed(int(scale))
@@ -82,17 +32,19 @@ def test_sampled_tokens_are_the_kernels(both, dtype, scale):
     scores[8, 40:44] = 1e6
     scores, req_idx = scores.to(dtype), torch.tensor([0, 1, 2, 1, 1, 2, 2, 1, 0])
     heat, seeds = torch.tensor([0.0, 0.6, 1.0]), torch.tensor([1, -(1 << 61), (1 << 40) + 3])
+    known = scores[:, :5001], req_idx, heat, seeds
 
     def call():
         tokens = [
-            drawn(scores[:, :5001], req_idx, heat, seeds, position, apply)
+            gumbel.gumbel_sample(*known, position, apply, is_drafting=False, use_fp64=False)
             for position in (torch.arange(9) * 1001, torch.arange(1 << 20, (1 << 20) + 9))
             for apply in (False, True)
         ]
         return torch.stack(tokens)
 
-    ours, theirs = both(gumbel, "_gumbel_sample_kernel", call)
-    assert torch.equal(ours, theirs) and (ours[:, 8] == 40).all() and len(ours.unique()) > 5
+    ours, name = call(), "_gumbel_sample_kernel"
+    monkeypatch.setattr(gumbel, name, _registry[f"{gumbel.__name__}.{name}"][0])
+    assert torch.equal(ours, call()) and (ours[:, 8] == 40).all() and len(ours.unique()) > 5
 
 
 @pytest.mark.parametrize("scale", [0.3, 3.0, 20.0])
@@ -118,134 +70,70 @@ def test_top_k_and_top_p_keep_what_a_sort_keeps(scale):
         assert torch.equal(ours, wanted)
 
 
-def penalised():
-    counts = torch.randint(0, 3, (3, VOCAB), dtype=torch.int32)
-    mask = torch.randint(-(1 << 31), 1 << 31, (3, VOCAB // 32), dtype=torch.int64).int()
-    drafted = torch.tensor([3, 9, 5, 7, 9])
-    strength = torch.tensor([[1.0, 1.3, 0.8], [0.0, 0.5, 0.0], [0.7, 0.0, 0.0]])
-    return penalties, "apply_penalties", drafted, NODE, *strength, mask, counts
-
-
-def bad():
-    history = torch.tensor([[1, 2, 3, 4, 0, 0], [1, 2, 9, 4, 5, 0], [1, 5, 6, 7, 0, 0]]).int()
-    words = table(3, 16, (0, 0, [11, 3, 12]), (1, 0, [5, 13, 9, 5, 14]), (2, 0, [7, 20]))
-    ends = table(3, 5, (0, 1, [1, 3]), (1, 1, [2, 5]), (2, 1, [2]))
-    counts, prompt, total = ints(2, 2, 1), ints(1, 1, 1), ints(4, 5, 4)
-    drafted = torch.tensor([7, 9, 4, 5, 13])
-    known = words, ends, counts, history, prompt, total, drafted, NODE, 2
-    return bad_words, "apply_bad_words", *known
-
-
-def biased(check: bool = False):
-    position = torch.tensor([3, 9, 4, 30, 31])
-    allowed = ints(0, 2, 0), table(3, 4, (1, 0, [4, 8]))
-    strength = torch.tensor([[0.5, -3.0, 0, 0], [0.0] * 4, [7.0, 0, 0, 0]])
-    added = ints(2, 0, 1), table(3, 4, (0, 0, [1, 2]), (2, 0, [90])), strength
-    least = ints(10, 99, 4), ints(1, 2, 1), torch.tensor([True, True, False])
-    stops = table(3, 4, (0, 0, [5]), (1, 0, [4, 8]), (2, 0, [6]))
-    known = position, *allowed, *added, *least, stops, check
-    return logit_bias, "apply_logit_bias", *known
-
-
-@pytest.mark.parametrize(
-    ("kernel", "given"),
-    [
-        (
-            "_temperature_kernel",
-            lambda: (gumbel, "apply_temperature", torch.tensor([0.0, 0.5, 1.7])),
-        ),
-        ("_min_p_kernel", lambda: (min_p, "apply_min_p", torch.tensor([0.0, 0.1, 0.4]))),
-        ("_penalties_kernel", penalised),
-        ("_bad_words_kernel", bad),
-        ("_bias_kernel", biased),
-        ("_bias_kernel", lambda: biased(check=True)),
-    ],
+OF_LOGITS = "temperature min_p penalties bad_words bias thinking_budget topk_log_softmax ranks"
+OF_BATCHES = (
+    "prepare_pos_seq_lens prepare_prefill_inputs combine_sampled_and_draft_tokens "
+    "get_num_sampled_and_rejected post_update expand_idx_mapping"
 )
-def test_what_changes_logits(both, kernel, given):
-    module, name, *known = given()
-
-    def call():
-        scores = logits()
-        getattr(module, name)(scores, SLOT, *known)
-        return scores
-
-    ours, theirs = both(module, kernel, call)
-    torch.testing.assert_close(ours, theirs)
-    assert not torch.equal(ours, logits())
-
-
-def test_logprobs_and_ranks(both):
-    tokens = torch.randint(0, VOCAB, (5, 3))
-    call = lambda: logprob.compute_token_logprobs(logits(), tokens)  # noqa: E731
-    torch.testing.assert_close(*both(logprob, "_topk_log_softmax_kernel", call))
-    scores = lambda: logprob.compute_topk_scores(logits(), 2, tokens[:, 0].clone())  # noqa: E731
-    ours, theirs = both(logprob, "_ranks_kernel", scores)
-    assert torch.equal(ours.selected_token_ranks, theirs.selected_token_ranks)
-
-
-@pytest.fixture
-def batch():
-    """Three requests: a prompt's chunk, a decode with two drafts, a decode without."""
-    return lambda: SimpleNamespace(
-        req_idx=torch.tensor([2, 0, 1]),
-        query_start=ints(0, 4, 7, 8),
-        computed=ints(9, 6, 3),
-        prefill=ints(8, 6, 12),
-        first_row=ints(0, 1, 4, 5),
-        lengths=ints(7, 12, 7),
-        history=torch.arange(3 * 20, dtype=torch.int32).view(3, 20),
-    )
-
-
-def positions(b):
-    at, lengths = torch.zeros(8, dtype=torch.int64), torch.full((5,), 77, dtype=torch.int32)
-    input_batch.prepare_pos_seq_lens(b.req_idx, b.query_start, b.computed, at, lengths)
-    return at, lengths
-
-
-def prompts(b):
-    ids, ahead = torch.zeros(8, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
-    known = b.req_idx, b.query_start, b.history, b.prefill, b.computed
-    input_batch.prepare_prefill_inputs(ids, ahead, *known)
-    return ids, ahead
-
-
-def drafts(b):
-    ids, sampled = torch.zeros(8, dtype=torch.int32), torch.tensor([[50], [51], [52]])
-    drafted = torch.tensor([[60, 61], [62, 63], [64, 65]])
-    known = b.req_idx, sampled, b.query_start, b.lengths, b.prefill, drafted, b.first_row, 5
-    return ids, input_batch.combine_sampled_and_draft_tokens(ids, *known)
-
-
-def verdict(b):
-    known = ints(1, 2, 1), b.lengths, b.first_row, b.req_idx, b.prefill
-    return input_batch.get_num_sampled_and_rejected(*known)
-
-
-def update(b):
-    last, total = torch.zeros(3, 1, dtype=torch.int64), ints(9, 7, 5)
-    counts = torch.zeros(3, VOCAB, dtype=torch.int32)
-    sampled = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]]), ints(0, 3, 1), ints(0, 0, 0)
-    state = last, counts, *sampled, b.query_start, b.history, total
-    input_batch.post_update(b.req_idx, b.computed, *state)
-    return b.computed, last, counts, b.history, total
-
-
-def expand(b):
-    return input_batch.expand_idx_mapping(b.req_idx, 5, b.first_row, 3)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "call"),
-    [
-        ("_prepare_pos_seq_lens_kernel", positions),
-        ("_prepare_prefill_inputs_kernel", prompts),
-        ("_combine_sampled_and_draft_tokens_kernel", drafts),
-        ("_get_num_sampled_and_rejected_kernel", verdict),
-        ("_post_update_kernel", update),
-        ("_expand_idx_mapping_kernel", expand),
-    ],
+KERNELS = {f"_{name}_kernel" for name in f"{OF_LOGITS} {OF_BATCHES}".split()}
+PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.3}
+REQUESTS = (
+    {"temperature": 0.7, "min_p": 0.05},
+    PENALTIES,
+    {"presence_penalty": 0.7, "temperature": 1.7, "min_p": 0.4, "logprobs": 2},
+    {"logit_bias": {20: 4.0, 33: -5.0}, "stop_token_ids": [20], "min_tokens": 9},
+    {"allowed_token_ids": list(range(3, 2048, 3)), "temperature": 1.0, "logprobs": 4},
+    {"thinking_token_budget": 3},
+    # Where the grammar allows nothing but the end, the end is allowed before `min_tokens`.
+    {
+        "structured_outputs": StructuredOutputsParams(regex="[ab]"),
+        "min_tokens": 5,
+        "ignore_eos": False,
+    },
+    {"bad_words": ["a", "return self"]},  # a token, and the end of several
 )
-def test_before_and_after_a_step(both, batch, kernel, call):
-    ours, theirs = both(input_batch, kernel, lambda: call(batch()))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def hold_launches(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """From now on, compare what each launch of a replacement writes with what the kernel writes.
+
+    Returns the launches that wrote, by kernel.
+    """
+    kernels = {ours: (path.split(".")[-1], theirs) for path, (theirs, ours) in _registry.items()}
+    wrote, launcher = Counter(), KernelOverride.__getitem__
+
+    def launch(override, grid):
+        ours, (name, kernel) = launcher(override, grid), kernels[override.func]
+        if name not in KERNELS:
+            return ours
+
+        def both(*args, **kwargs):
+            memo = {}  # tensors that share memory still do in the copies
+            copies = tree_map_only(torch.Tensor, lambda x: deepcopy(x, memo), (args, kwargs))
+            leaves = zip(tree_leaves((args, kwargs)), tree_leaves(copies), strict=True)
+            pairs = [pair for pair in leaves if torch.is_tensor(pair[0])]
+            ours(*args, **kwargs)
+            wrote[name] += not all(torch.equal(*pair) for pair in pairs)
+            kernel[grid](*copies[0], **copies[1])
+            for mine, other in pairs:
+                torch.testing.assert_close(mine, other, equal_nan=True)
+
+        return both
+
+    patch.setattr(KernelOverride, "__getitem__", launch)
+    return wrote
+
+
+def test_an_engine_computes_what_the_kernels_do(monkeypatch):
+    """Prompts in chunks, trees, and chains of the requests whose sampling looks back."""
+    engine = shared_engine({"num_speculative_tokens": 12}, reasoning_config=MARKERS)
+    start = engine.llm.get_tokenizer().encode("class", add_special_tokens=False)
+    texts = [[*text[:50], *start] for text in PROMPTS[: len(REQUESTS)]]
+    common = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12}
+    requests = [
+        SamplingParams(**common | {"seed": number} | given) for number, given in enumerate(REQUESTS)
+    ]
+    monkeypatch.setattr(engine.core.scheduler, "max_num_scheduled_tokens", 64)
+    wrote = hold_launches(monkeypatch)
+    engine.generate(texts, requests)
+    assert (+wrote).keys() == KERNELS

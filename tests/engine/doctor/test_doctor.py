@@ -97,18 +97,6 @@ def test_two_drafters():
     assert code == 0 and "the requests' own text: ngram" in said, said
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"num_speculative_tokens": 0}, "'num_speculative_tokens' is 0"),
-        ({"method": "eagle3"}, "'method' is 'eagle3', but must be 'specblock' here"),
-    ],
-)
-def test_a_wrong_config_says_what_an_engine_would(given, says):
-    found = by_name(TARGET, DRAFTER, **given)["target, drafter"]
-    assert found.verdict == "wrong" and says in found.advice
-
-
 def test_a_wrong_command():
     code, said = doctor("--model", DRAFTER, "--speculative-config", "{}")
     assert code == 2 and "both given" in said

@@ -1,7 +1,7 @@
 """All drafters and combinations: the tokens are vLLM's own.
 
-Every combination runs the whole matrix of sampling parameters and prefix hits; one also a crowded
-engine with preemption and chunked prefill.
+Every combination runs the whole matrix of sampling parameters and prefix hits. Crowded engines:
+adaptive/test_trees.py and test_adaptation_exact.py.
 """
 
 from __future__ import annotations
@@ -9,21 +9,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from support.engines import (
-    DRAFTER,
-    ROOT,
-    Engine,
-    record_preemptions,
-    shared_engine,
-)
-from support.matrix import (
-    PROMPTS,
-    Checker,
-    crowded_engine,
-    every_case,
-    params,
-    to_the_limit,
-)
+from support.engines import DRAFTER, ROOT, Engine, shared_engine
+from support.matrix import PROMPTS, Checker, every_case, params
 
 SECOND = str(ROOT / "examples/two_heads/tables")
 EAGLE3 = str(ROOT / "examples/two_heads/eagle3")
@@ -71,17 +58,6 @@ def test_prefix_cache_hits(engine, reference):
     requests = params(len(crossed))
     for _ in range(2):
         check(engine, requests, reference("crossed", requests, crossed), crossed)
-
-
-def test_crowded(reference):
-    """Chunked prefill, preemption and the length limit at once."""
-    both = COMBINATIONS["SpecBlock and EAGLE-3, trie"]
-    crowded = crowded_engine({"num_speculative_tokens": 16, **both})
-    preempted = record_preemptions(crowded)
-    for temperature in (0.0, 1.0):
-        requests = to_the_limit(temperature)
-        Checker()(crowded, requests, reference(f"to the limit, {temperature}", requests))
-    assert preempted, "the cache was large enough for everybody: this tested no preemption"
 
 
 def test_twins_draw_the_same_by_any_sampler(engine, request):

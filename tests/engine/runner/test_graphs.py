@@ -1,10 +1,14 @@
-"""The proposal from graphs: the same drafts as eagerly, also where a batch has to be filled up."""
+"""The proposal from graphs: the same drafts as eagerly, also where a batch has to be filled up.
+
+On a GPU: `benchmarks/exactness.py --graphs`. Drafts shared out on the device, and more rows than
+graphs hold: tests/emulated_gpu.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support.engines import FULL_GRAPHS, KINDS, make_engine, shared_engine
+from support.engines import KINDS, shared_engine
 from support.matrix import PROMPTS, params
 from support.recorded_graph import capture
 
@@ -12,7 +16,7 @@ NUM_NODES = 10
 SIZES = (1, 3, 6)
 """Requests of the captured graphs: batches of 2, 4 and 5 have to be filled up."""
 
-stands_in = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a recording knows nothing of compiled kernels"
 )
 
@@ -56,7 +60,6 @@ def engine(request):
     return shared_engine({"num_speculative_tokens": NUM_NODES, **KINDS[request.param]})
 
 
-@stands_in
 def test_graphs_draft_what_runs_eagerly(engine, monkeypatch):
     monkeypatch.setattr(engine.speculator, "pad_rows", True)
     wanted = {count: run(engine, monkeypatch, count) for count in (1, 4, 7)}
@@ -72,36 +75,3 @@ def test_graphs_draft_what_runs_eagerly(engine, monkeypatch):
         replays = sum(graph.replays for graph in graphs.values()) - before
         # Prompts run eagerly, and so do seven requests until one of them is done.
         assert 5 < replays < len(steps)
-
-
-@stands_in
-def test_graphs_of_as_many_rows_as_the_device_gives(engine, monkeypatch):
-    """With drafts shared out on the device, a size is a number of requests."""
-    monkeypatch.setattr(engine.speculator, "enable_adaptive_verification", True)
-    graphs = capture(engine, monkeypatch, [2, 5, 40])
-    assert sorted(desc.num_reqs for desc in graphs) == [2, 5]
-    monkeypatch.setattr(engine.speculator, "enable_adaptive_verification", False)
-    run(engine, monkeypatch, 3)  # 33 rows
-    assert sum(graph.replays for graph in graphs.values()) > 5
-    before = sum(graph.replays for graph in graphs.values())
-    monkeypatch.setattr(engine.speculator.graphs, "most_rows", 10)
-    run(engine, monkeypatch, 3)  # more rows than the buffers hold
-    assert sum(graph.replays for graph in graphs.values()) == before
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
-def test_real_graphs_draft_what_runs_eagerly():
-    """Both engines in turn on the GPU, every head and policy: equal answers, and graphs ran."""
-    for heads in KINDS.values():
-        speculative = {"num_speculative_tokens": NUM_NODES, **heads}
-        eager = make_engine(speculative, dtype="float32")
-        # Without Inductor, whose fused kernels round otherwise than eager steps.
-        graphs = {"enforce_eager": False, "compilation_config": FULL_GRAPHS}
-        graphed = make_engine(speculative, dtype="float32", **graphs)
-        assert graphed.speculator.graphs.graphs
-        for count in (1, 4, 7):
-            wanted, found = (
-                [each[0].tokens for each in engine.generate(PROMPTS[:count], params(count))]
-                for engine in (eager, graphed)
-            )
-            assert found == wanted, (heads, count)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from support.records import DRAFT_VOCAB, HIDDEN, NAMED, VOCAB
 from support.train_batches import packed
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -15,8 +16,6 @@ from transformers import LlamaConfig
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.train.target.features import TargetOutputs
-
-HIDDEN, VOCAB, DRAFT_VOCAB = 32, 20, 14
 
 TARGET_CONFIG = LlamaConfig(
     hidden_size=HIDDEN,
@@ -39,11 +38,9 @@ SMALL = {
 
 def vocabulary() -> tuple[Tensor, Tensor, list[int]]:
     """d2t, t2d, and the target ids that the drafter can name."""
-    named = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:DRAFT_VOCAB]
-    named = named.sort().values
     t2d = torch.zeros(VOCAB, dtype=torch.bool)
-    t2d[named] = True
-    return named - torch.arange(DRAFT_VOCAB), t2d, named.tolist()
+    t2d[NAMED] = True
+    return NAMED - torch.arange(DRAFT_VOCAB), t2d, NAMED.tolist()
 
 
 def packed_lesson() -> TrainBatch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -69,11 +69,16 @@ def advance(drafter: Drafter, rows: CommittedTokens) -> None:
 
 
 def served_trees(
-    drafter: Drafter, sequence: EvalSequence, roots: Sequence[int], pages: int, page: int
+    drafter: Drafter,
+    sequence: EvalSequence,
+    roots: Iterable[int],
+    pages: int,
+    page: int,
+    layers: int = 3,
 ) -> Iterator[DraftTree]:
     """The trees of a greedy request that is committed up to each of `roots` in turn."""
     table = torch.randperm(pages)[None] + 1
-    states = torch.stack(sequence.hidden.chunk(3, dim=-1))[:, None]  # [3, 1, n, Ht]
+    states = torch.stack(sequence.hidden.chunk(layers, dim=-1))[:, None]  # [L, 1, n, Ht]
     done, tree, greedy = 0, None, torch.zeros(1)
     for root in roots:
         rows = rows_of([(done, root)], table, states, sequence.tokens[None], page)
@@ -84,34 +89,3 @@ def served_trees(
         tree = drafter.draft()
         yield tree
         done = root
-
-
-def own_caches(drafter: Drafter, max_len: int, page: int) -> torch.Tensor:
-    """Bind empty caches for one request of `max_len` tokens; return its block table [1, blocks]."""
-    pages = max_len // page + 1
-    shapes = [(pages, page, of.num_kv_heads, 2 * of.head_dim) for of in drafter.cache_layers()]
-    drafter.bind([torch.zeros(shape).transpose(1, 2) for shape in shapes])
-    return torch.arange(1, pages)[None]
-
-
-def along_a_chain(
-    drafter: Drafter,
-    prompt: list[int],
-    answer: list[int],
-    chains: list[list[int]],
-    states: torch.Tensor,
-    table: torch.Tensor,
-    page: int,
-) -> Iterator[DraftTree]:
-    """Trees of a drafter that sees as much text as vLLM's own did when it drafted each chain.
-
-    states: [L, 1, ≥ n, Ht], of the whole text.
-    """
-    text, root = torch.tensor([*prompt, *answer]), len(prompt)
-    for chain in chains:
-        if root + len(chain) >= len(text):
-            return
-        drafter.advance(rows_of([(0, root)], table, states, text[None], page))
-        yield drafter.draft()
-        wanted = text[root + 1 :].tolist()
-        root += 1 + next((k for k, each in enumerate(chain) if each != wanted[k]), len(chain))

@@ -22,8 +22,7 @@ class ScriptedHead(Drafter):
         future: token ids of the prompt → ids that plain decoding generates after it.
         kind: "scattered": the true continuation as a random path among random nodes, some of
             them duplicate siblings; "deep": the true continuation as one chain of the greatest
-            depth; "random": random tokens, random shape; "twins": every node twice, true path
-            included; "empty": no node.
+            depth; "twins": every node twice, true path included; "empty": no node.
         speculator: the engine's, asked for the requests' tokens so far.
     """
 
@@ -61,8 +60,6 @@ class ScriptedHead(Drafter):
                 nodes += [(tips[0], what), (tips[1], what)]
                 tips = (len(nodes) - 1, len(nodes))
             return nodes
-        if self.kind == "random":
-            ahead = []
         return self._scatter(ahead[: self.draw.randint(0, self.max_depth)])
 
     def _scatter(self, path: list[int]) -> list[tuple[int, int]]:

@@ -30,6 +30,20 @@ def small_eagle3(own_embedding: bool = False, **changes: Any) -> Eagle3Model:
     return drafter
 
 
+def speculators_json(layer: dict[str, Any], target: object = "org/target", **keys: Any) -> dict:
+    """A config.json in the speculators layout: a decoder layer's, 3 tokens, and other `keys`."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "proposal_methods": [{"speculative_tokens": 3}],
+            "verifier": {"name_or_path": str(target)},
+        },
+        **keys,
+    }
+
+
 @dataclass
 class PlainEagle3:
     """Every state is computed from the whole path before it, row by row.

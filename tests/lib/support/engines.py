@@ -35,6 +35,8 @@ KINDS = {
     "trie": {"second_drafter": {"kind": "ngram"}, "draft_policy": "merge", "skip_drafter": False},
 }
 """Drafters whose steps are decided on the device, as a GPU wants it."""
+MARKERS = {"reasoning_start_str": "class", "reasoning_end_str": "return self"}
+"""The `reasoning_config` of a target that thinks."""
 # An engine that is collected takes the process groups of all others along.
 _ALIVE: list[Engine] = []
 _SHARED: dict[str, Engine] = {}
