@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_specblock.candidates import select, tree_and_nodes
-from vllm_specblock.combine.merge import merge, merged
+from vllm_specblock.combine import merge, merged
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.tree.merge_trees_numba import merge_trees_numba

@@ -7,7 +7,7 @@ import torch
 from support.tensors import assert_equal, column, on, wide
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 
-from vllm_specblock.commit.move import move_path
+from vllm_specblock.commit import move_path
 
 BLOCK_SIZE = 4
 LAYOUTS = {"heads first": (0, 1, 2, 3), "entries first": (0, 2, 1, 3)}

@@ -7,7 +7,7 @@ import torch
 from support.tensors import assert_equal, column, on, wide
 from vllm_specblock.triton_kernels.kv_cache.committed_tokens import StepRows
 
-from vllm_specblock.commit.committed_tokens import committed_tokens
+from vllm_specblock.commit import committed_tokens
 
 HUGE = 2**40
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tensors import assert_equal, on, wide
 
-from vllm_specblock.combine.merge import merge
+from vllm_specblock.combine import merge
 from vllm_specblock.tree import DraftTree
 
 FIELDS = DraftTree.TENSORS

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_specblock.commit.store import store_kv
+from vllm_specblock.commit import store_kv
 from vllm_specblock.drafters.common.network_drafter import MAX_ROWS
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.tree import pack_bits
