@@ -6,8 +6,10 @@ merging, the nodes of both under the root that they share (merged-tree paper, §
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +18,6 @@ from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.op import op
 from vllm_specblock.triton_kernels.tree.candidate_keys import PATH_FACTOR
 from vllm_specblock.triton_kernels.tree.merge_trees import merge_trees_triton
-from vllm_specblock.triton_kernels.tree.select_tree import TreeTensors
 
 Confidence = Literal["mean", "sum"]
 Join = Literal["disjoint", "trie"]
@@ -52,20 +53,15 @@ def agreement(first: DraftTree, second: DraftTree) -> torch.Tensor:
     return (first.size > 0) & (second.size > 0) & (first.token[:, 0] == second.token[:, 0])
 
 
-def _merge_triton(
-    first: DraftTree, second: DraftTree, how: Join, num_nodes: int, max_depth: int
+def merge_by(
+    launch: Callable[..., Any], first: DraftTree, second: DraftTree, how: Join, *sizes: int
 ) -> tuple[DraftTree, torch.Tensor]:
-    return merged(*merge_trees_triton(first, second, how == "trie", num_nodes, max_depth))
-
-
-def merged(
-    made: TreeTensors, origin: torch.Tensor, agreed: torch.Tensor
-) -> tuple[DraftTree, torch.Tensor]:
-    """Return the result of `merge` from a launcher's."""
+    """As `merge`, by `merge_trees_triton` or a function like it."""
+    made, origin, agreed = launch(first, second, how == "trie", *sizes)
     return replace(tree_of(made), origin=origin), agreed
 
 
-@op(_merge_triton)
+@op(partial(merge_by, merge_trees_triton))
 def merge(
     first: DraftTree, second: DraftTree, how: Join, num_nodes: int, max_depth: int
 ) -> tuple[DraftTree, torch.Tensor]:
