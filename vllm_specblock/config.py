@@ -90,24 +90,20 @@ AT_THE_TOP = frozenset({*VLLM_KEYS, *CombineConfig.model_fields, "second_drafter
 def parse_drafter(
     given: dict[str, Any], kind: str, where: str = "", num_nodes: int | None = None
 ) -> Any:
-    """Return the checked options of one drafter, of its kind's class.
+    """Return the checked options of one drafter, of its kind's class; raises as `parse_options`.
 
     Args:
         given: its keys, without those of `SOURCE_KEYS`.
         where: put before a key in messages, e.g. "second_drafter.".
         num_nodes: of its trees; some defaults depend on it.
-
-    Raises:
-        OptionError: as `parse_options`.
     """
     named = drafter_kind(kind)
-    options = named.options
     if num_nodes is not None:
-        given = options.defaults_for(num_nodes) | given
+        given = named.options.defaults_for(num_nodes) | given
     beside = SOURCE_KEYS | frozenset({"adapt"} if named.adapts else ())
     if not where:
         beside |= AT_THE_TOP
-    return parse_options(options, given, where, f" of a drafter of kind {kind!r}", beside)
+    return parse_options(named.options, given, where, f" of a drafter of kind {kind!r}", beside)
 
 
 def parse_combine(given: dict[str, Any]) -> CombineConfig:

@@ -36,15 +36,14 @@ _Kind = TypeVar("_Kind", bound=Options)
 def parse_options(
     model: type[_Kind], given: dict[str, Any], where: str, whose: str, beside: Collection[str] = ()
 ) -> _Kind:
-    """Parse keys as an options model.
+    """Parse keys as an options model, or raise OptionError.
+
+    The error is one sentence that names the first unknown key, wrong type or value out of range,
+    what was given and what is accepted.
 
     Args:
         where: put before a key in messages; whose: appended to "accepted" in them.
         beside: keys that are allowed, but parsed elsewhere.
-
-    Raises:
-        OptionError: an unknown key, a wrong type or a value out of range. One sentence that
-            names the first, what was given and what is accepted.
     """
     try:
         return model(**given)

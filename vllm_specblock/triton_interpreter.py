@@ -23,11 +23,7 @@ def enable() -> None:
 
     # Abstract classes will do: the interpreter runs before any compiler or driver is asked.
     backends.setdefault("cpu", Backend(compiler=BaseBackend, driver=DriverBase))
-    _interpret_standard_library()
-
-
-def _interpret_standard_library() -> None:
-    """Interpret `tl.max` and its like, too: vLLM loads them before any plugin."""
+    # Interpret `tl.max` and its like, too: vLLM loads them before any plugin.
     language = sys.modules.get("triton.language")
     if language is None:
         return

@@ -21,9 +21,8 @@ from vllm_specblock.triton_kernels.ngram.occurrences import Texts
 from vllm_specblock.triton_kernels.tree.select_tree import Candidates
 
 from vllm_specblock.candidates import rank_key, select
-from vllm_specblock.combine.merge import merge
-from vllm_specblock.combine.route import route
-from vllm_specblock.commit.move import move_path
+from vllm_specblock.combine import merge, route
+from vllm_specblock.commit import move_path
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.drafters.specblock.growth import expansion

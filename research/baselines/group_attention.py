@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
 from baselines.static_tree import TreePlan
-from vllm_specblock.commit.store import store_kv
+from vllm_specblock.commit import store_kv
 from vllm_specblock.drafters.common.draft_attention import PagedAttention
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.tree import pack_bits

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import nodes, to_tree, walk
 
-from vllm_specblock.combine.merge import merge as merge_and_agree
+from vllm_specblock.combine import merge as merge_and_agree
 from vllm_specblock.tree import DraftTree
 
 HOWS = ["disjoint", "trie"]

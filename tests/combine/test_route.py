@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import nodes, to_tree
 
-from vllm_specblock.combine.route import agreement, confidence, route
+from vllm_specblock.combine import agreement, confidence, route
 from vllm_specblock.config import CombineConfig
 from vllm_specblock.tree import DraftTree
 

@@ -25,7 +25,7 @@ from vllm_specblock.triton_kernels.feedback import (
     record_step,
     write_survival,
 )
-from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
+from vllm_specblock.triton_kernels.feedback.record_step import SlabTensors, StepToRecord
 from vllm_specblock.triton_kernels.kv_cache import commit, committed_tokens, mask_holes
 from vllm_specblock.triton_kernels.layers import (
     best_of_chunks,

@@ -11,10 +11,12 @@ from functools import lru_cache
 import numpy as np
 from numba import njit, types
 
-from .cpu_ir import BF16, FP8, FP32, view_of
 from .cpu_threads import doubles, integers, on_threads
 from .cpu_vectors import (
+    BF16,
+    BYTES,
     COLUMNS,
+    FP32,
     ROWS,
     TILE_ROWS,
     amx_begin,
@@ -24,6 +26,7 @@ from .cpu_vectors import (
     row_exp2,
     row_max,
     scale_row,
+    view_of,
 )
 
 CHUNK = 64  # query rows × heads of one KV head that share what is read of the cache, if they fit
@@ -54,11 +57,9 @@ def attention_loop(element: int, amx: bool, stored: int):
     element: of query and output; stored: of the cache. amx: the cache is packed for AMX tiles (bf16
     only), otherwise keys by dimension and values by entry. `share` below says the arguments.
     """
-    size = 4 if element == FP32 else 2
-    stored_size = {FP32: 4, FP8: 1}.get(stored, 2)
     tile_rows = TILE_ROWS if amx else ROWS
     held = BF16 if amx else FP32  # queries and weights in the layout of the products
-    held_size = 2 if amx else 4
+    size, stored_size, held_size = BYTES[element], BYTES[stored], BYTES[held]
     take, give = scale_row(element, held), scale_row(FP32, element)
     block_ids, floats = view_of(types.int32), view_of(types.float32)
     weigh, products = row_exp2(held), multiply(stored)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from numba import njit, types
 
-from .cpu_ir import BF16, FP8, FP16, FP32, view_of
+from .cpu_vectors import BF16, BYTES, FP8, FP16, FP32, view_of
 
 ELEMENTS = {
     torch.float32: FP32,
@@ -104,8 +104,7 @@ def move_packed(
         block_stride: elements between blocks, in every layer.
         source, target: [...] int64, of one shape; negative: no move.
     """
-    size = {FP32: 4, FP8: 1}.get(packing.element, 2)
-    _, move = _loops(size, packing.amx)
+    _, move = _loops(BYTES[packing.element], packing.amx)
     source, target = source.contiguous(), target.contiguous()
     caches, slots = (pointers.data_ptr(), len(pointers)), (source.data_ptr(), target.data_ptr())
     move(caches, block_stride, slots, source.numel(), packing.sizes)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from numba import cfunc, njit, types
 
-from .cpu_ir import view_of
+from .cpu_vectors import view_of
 
 _LIBRARY = ctypes.CDLL(None)  # torch has loaded the library
 _parallel = getattr(_LIBRARY, "GOMP_parallel", None)

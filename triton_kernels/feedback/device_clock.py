@@ -22,8 +22,7 @@ def _end_kernel(total_ptr):
 def begin_span_triton(total: torch.Tensor) -> None:
     """Record the time when the queued work is done.
 
-    Args:
-        total: [3] int64 on a GPU: nanoseconds of all spans, their number, and the last start.
+    total: [3] int64 on a GPU: nanoseconds of all spans, their number, and the last start.
     """
     _begin_kernel[(1,)](total, num_warps=1)
 

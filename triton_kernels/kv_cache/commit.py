@@ -1,6 +1,6 @@
 """Commit of an accepted path in the paged KV caches: move entries from slot to slot.
 
-The torch reference is `commit.move.move_path`. A source may be another row's target, so all rows of
+The torch reference is `commit.move_path`. A source may be another row's target, so all rows of
 a request are read before any is written.
 """
 
@@ -104,7 +104,7 @@ class AcceptedRows(NamedTuple):
 def move_path_triton(
     kv_caches: KVCacheSet, slot_mapping: torch.Tensor, rows: AcceptedRows, num_rows: int
 ) -> None:
-    """Launch the kernel, one program per request, kv head and layer; see `commit.move.move_path`.
+    """Launch the kernel, one program per request, kv head and layer; see `commit.move_path`.
 
     `rows` may hold columns of a table.
     """

@@ -1,6 +1,6 @@
 """Committed tokens of a step: source rows, positions, KV slots.
 
-The torch reference in `commit/committed_tokens.py` is some thirty launches.
+The torch reference in `commit.py` is some thirty launches.
 """
 
 from __future__ import annotations

@@ -10,10 +10,7 @@ from ..optional_triton import jit, next_power_of_2, tl
 
 
 def add_norm_triton(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    norm: nn.RMSNorm,
-    keep: torch.Tensor | None = None,
+    left: torch.Tensor, right: torch.Tensor, norm: nn.RMSNorm, keep: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the kernel, one program per entry; strides are arbitrary."""
     if max(left.dim(), right.dim()) > 3 or not left.dtype == right.dtype == norm.weight.dtype:

@@ -46,10 +46,7 @@ def stretch_of(places: int, branches: int) -> int:
 
 
 def occurrences_triton(texts: Texts, min_match: int, max_match: int, branches: int) -> torch.Tensor:
-    """Return the best places of every stretch.
-
-    Args:
-        min_match, max_match, branches: see `NGramConfig`.
+    """Return the best places of every stretch; numbers as in `NGramConfig`.
 
     Returns:
         [R, stretches, branches] int32, descending per stretch: place + places · (matching tokens

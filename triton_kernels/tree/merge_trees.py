@@ -1,6 +1,6 @@
 """Merge of two trees, with the drafters of each node, in one launch.
 
-The torch reference is `vllm_specblock.combine.merge.merge`.
+The torch reference is `vllm_specblock.combine.merge`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .select_tree import TreeTensors, select_constants, select_part, warps_for
 def merge_trees_triton(
     first: Any, second: Any, joins: bool, budget: int, max_depth: int
 ) -> tuple[TreeTensors, torch.Tensor, torch.Tensor]:
-    """Launch the kernel; see `combine.merge.merge`.
+    """Launch the kernel; see `combine.merge`.
 
     first, second: `DraftTree`s. joins: equal texts become one node.
 

@@ -17,9 +17,7 @@ from ..optional_triton import jit, next_power_of_2, tl
 
 _TILE = 2048  # drafts of several requests that the program looks at together
 _REQUESTS = 64  # whose rows it bisects together
-_DIGIT_BITS = 5
-_DIGITS = 6
-"""Enough for keys of 30 bits, and 1.0 is 0x3f800000."""
+_DIGIT_BITS, _DIGITS = 5, 6  # enough for keys of 30 bits, and 1.0 is 0x3f800000
 
 
 def reallocate_drafts_triton(

@@ -87,12 +87,9 @@ def packed_cache(kv_cache: Tensor, cache_dtype: str) -> PackedCache | None:
 
 @dataclass
 class PackedMetadata(TreeAttentionMetadata):
-    """TreeAttentionMetadata, and vLLM's own for causal rows.
+    """TreeAttentionMetadata, and vLLM's own for causal rows."""
 
-    Attributes:
-        plain: requests with a tree have length 0, so the kernel skips them; None: all have one.
-    """
-
+    # Requests with a tree have length 0, so the kernel skips them; None: all have one.
     plain: CPUAttentionMetadata | None = None
 
 
@@ -156,13 +153,9 @@ class PackedAttentionBackend(TreeAttentionBackend):
 
 
 class PackedAttentionImpl(TreeAttentionImpl):
-    """Tree attention of one layer over a packed cache.
+    """Tree attention of one layer over a packed cache."""
 
-    Attributes:
-        plain: vLLM's own implementation, for causal rows.
-    """
-
-    plain: CPUAttentionBackendImpl | None = None
+    plain: CPUAttentionBackendImpl | None = None  # vLLM's own, for causal rows
     packed: PackedCache | None = None
     packed_at = 0  # address of the cache in `packed`
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_specblock.cpu.gumbel import gumbel_sample, sample_by_depth
 from vllm_specblock.cpu.top_k_top_p import apply_top_k_top_p
 from vllm_specblock.engine.device import Clock, Device, ThreadClock
+from vllm_specblock.engine.patches import Function, patch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,11 +21,19 @@ class CpuDevice(Device):
     on_host = True
 
     def prepare(self, config: VllmConfig) -> None:
-        from vllm_specblock.cpu import lora
-
-        compile_loops(config.model_config.dtype)
+        # Compile or load what draws a token (processed logits are fp32).
+        one, token = torch.zeros(1, dtype=torch.int64), torch.empty(1, 1, dtype=torch.int64)
+        for each in {config.model_config.dtype, torch.float32}:
+            logits, heat = torch.zeros(1, 2, dtype=each), torch.ones(1)
+            given = logits, one, one, one, heat, 2, False, False, False
+            gumbel_sample(token, torch.empty(1, 1), None, *given)
+        share = torch.full((1,), 0.5)
+        apply_top_k_top_p(torch.zeros(1, 2), torch.ones(1, dtype=torch.int32), share)
+        row = torch.zeros(1, dtype=torch.int32)  # types as in a step
+        first_row = torch.arange(2, dtype=torch.int32)
+        sample_by_depth(lambda rows: rows, row, first_row, row, row[None])
         if config.lora_config is not None:
-            lora.install()
+            skip_tokens_without_adapter()
 
     def clock(self) -> Clock:
         return ThreadClock()
@@ -40,14 +49,29 @@ class CpuDevice(Device):
         return PathSampler
 
 
-def compile_loops(dtype: torch.dtype) -> None:
-    """Compile or load what draws a token; `dtype`: the target's (processed logits are fp32)."""
-    one, token = torch.zeros(1, dtype=torch.int64), torch.empty(1, 1, dtype=torch.int64)
-    for each in {dtype, torch.float32}:
-        logits, heat = torch.zeros(1, 2, dtype=each), torch.ones(1)
-        gumbel_sample(
-            token, torch.empty(1, 1), None, logits, one, one, one, heat, 2, False, False, False
-        )
-    apply_top_k_top_p(torch.zeros(1, 2), torch.ones(1, dtype=torch.int32), torch.full((1,), 0.5))
-    row = torch.zeros(1, dtype=torch.int32)  # types as in a step
-    sample_by_depth(lambda rows: rows, row, torch.arange(2, dtype=torch.int32), row, row[None])
+def skip_tokens_without_adapter() -> None:
+    """Skip them in vLLM's CPU kernels for LoRA, which use their mark, −1, as an index.
+
+    In a batch with adapters, such tokens would get the last one, with or without trees.
+    """
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    def sparing(original: Function) -> Function:
+        # inputs: [T, ·]; adapter: [T] int64.
+        def kernel(
+            inputs: torch.Tensor,
+            weights: torch.Tensor,
+            output: torch.Tensor,
+            adapter: torch.Tensor,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            inputs = inputs.masked_fill((adapter < 0)[:, None], 0)
+            original(inputs, weights, output, adapter, *args, **kwargs)
+
+        return kernel
+
+    for module in (lora_ops, punica_cpu):
+        for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+            patch(module, name, sparing)

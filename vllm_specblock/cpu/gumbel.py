@@ -45,9 +45,7 @@ def drawn_along(
 ) -> Iterator[None]:
     """Draw tokens only for rows on the accepted path within this context; −1 for the others.
 
-    Args:
-        token, first_row, req_idx: as in `DrawnRows`.
-        parent: [S, N] int32.
+    token, first_row, req_idx: as in `DrawnRows`; parent: [S, N] int32.
     """
     global _trees
     given = token.long(), first_row.int(), req_idx.long(), parent.int()
@@ -67,12 +65,8 @@ def sample_by_depth(
 ) -> Tensor:
     """Sample the roots, then level by level the nodes whose token their parent drew.
 
-    Args:
-        sample: rows [n] int64 -> their tokens [n] int64.
-        token, first_row, req_idx, parent: as in `drawn_along`.
-
-    Returns:
-        [rows] int64, −1 for the others.
+    Returns [rows] int64, −1 for the others. sample: rows [n] int64 → their tokens [n] int64; the
+    rest as in `drawn_along`.
     """
     trees = [x.contiguous().numpy() for x in (token, first_row, req_idx, parent)]
     drawn = torch.full(token.shape, -1)

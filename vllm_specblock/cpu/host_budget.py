@@ -98,9 +98,7 @@ def measure_steps(runner: model_runner.GPUModelRunner) -> None:
 
 
 class HostBudgetManager(TreeBudgetManager):
-    """TreeBudgetManager for a CPU: budgets are computed from the trees to be verified, not
-    from those of the previous step.
-    """
+    """Computes budgets from the trees to be verified, not from those of the previous step."""
 
     _unknown = 0.0
 

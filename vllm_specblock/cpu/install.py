@@ -9,7 +9,6 @@ import torch
 
 from vllm_specblock.cpu import (
     batches,  # noqa: F401 - replaces kernels
-    compile_cache,
     gumbel,  # noqa: F401 - likewise
     loops,
     sampling,  # noqa: F401 - likewise
@@ -59,7 +58,7 @@ def install() -> None:
     register_backend(
         AttentionBackendEnum.CUSTOM, "vllm_specblock.cpu.attention.PackedAttentionBackend"
     )
-    compile_cache.install()
+    load_compiled_models()
     sleeping_waits.install()
     _accept_custom_attention()
 
@@ -72,6 +71,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     torch.ops._C.rms_norm(out, x, weight, eps)
     return out
+
+
+def load_compiled_models() -> None:
+    """Let vLLM load the compiled models that it has stored, instead of compiling for a minute.
+
+    It calls `finalize_loading`, which Inductor's function for a CPU lacks.
+    """
+
+    @replaces(torch.compiler, "load_compiled_function")
+    def load_compiled_function(original: Function, *args: Any, **kwargs: Any) -> Any:
+        loaded = original(*args, **kwargs)
+        compiled = loaded._artifacts.compiled_fn
+        if not hasattr(compiled, "finalize_loading"):
+            compiled.finalize_loading = lambda config: None
+        return loaded
 
 
 def _accept_custom_attention() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from vllm_specblock.candidates import select, tree_and_nodes
-from vllm_specblock.combine.merge import merge, merged
+from vllm_specblock.combine import merge, merge_by
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.tree.merge_trees_numba import merge_trees_numba
@@ -16,5 +18,5 @@ def register() -> None:
     """Give every op its CPU form."""
     accept_path_rows.loop = accept_path_numba
     lm_and_rank_head.loop = lm_and_rank_head_numba
-    merge.loop = lambda a, b, how, *sizes: merged(*merge_trees_numba(a, b, how == "trie", *sizes))
+    merge.loop = partial(merge_by, merge_trees_numba)
     select.loop = lambda *given: tree_and_nodes(select_numba(*given))

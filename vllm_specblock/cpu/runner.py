@@ -62,22 +62,14 @@ def __getattr__(name: str) -> Any:
 
 
 def choose(parallel: ParallelConfig) -> None:
-    """Prepare this process, and by their class the workers, for an engine that uses SpecBlock.
-
-    Raises:
-        OptionError: the process has loaded the runner without Triton.
-    """
+    """Prepare this process, and by their class the workers, for an engine that uses SpecBlock."""
     prepare()
     if parallel.worker_cls == "auto":
         parallel.worker_cls = WORKER
 
 
 def prepare() -> None:
-    """Let this process run Model Runner V2; idempotent.
-
-    Raises:
-        OptionError: it has loaded that runner without Triton.
-    """
+    """Let this process run Model Runner V2; OptionError: it has loaded it without Triton."""
     from vllm import envs, triton_utils
 
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:

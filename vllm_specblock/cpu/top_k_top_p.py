@@ -19,20 +19,15 @@ Array = npt.NDArray[Any]
 
 
 def apply_top_k_top_p(
-    logits: Tensor,
-    k: Tensor | None,
-    p: Tensor | None,
+    logits: Tensor,  # [rows, V]
+    k: Tensor | None,  # [rows] integers; None: all
+    p: Tensor | None,  # [rows] fp32; None: 1
     allow_cpu_sync: bool = False,
 ) -> Tensor:
     """Apply top-k and top-p in place, as vLLM's `apply_top_k_top_p_pytorch`.
 
     Among equally likely tokens at the cut, those with higher ids stay, as in a stable sort. Sums
     are in fp64, from the likeliest token down.
-
-    Args:
-        logits: [rows, V].
-        k: [rows] integers; None: all.
-        p: [rows] fp32; None: 1.
     """
     if k is None and p is None:
         return logits

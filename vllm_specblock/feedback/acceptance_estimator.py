@@ -59,14 +59,10 @@ class AcceptanceEstimator:
         Isotonic regression, by its min-max formula, keeps the expected number of tokens. Cutting
         peaks off would lose the tokens of a chain that scores less than its siblings.
         """
-        count = torch.nn.functional.pad((self.judged + PRIOR).cumsum(1), (1, 0))
-        found = self.reached + PRIOR * self.believed
-        found = torch.nn.functional.pad(found.cumsum(1), (1, 0))
-        # [2, j, k]: the mean over bins j … k.
-        mean = (found[:, None, 1:] - found[:, :-1, None]) / (
-            count[:, None, 1:] - count[:, :-1, None]
-        )
-        mean = torch.where(self._later, mean, float("-inf"))
+        sums = torch.stack([self.reached + PRIOR * self.believed, self.judged + PRIOR]).cumsum(2)
+        sums = torch.nn.functional.pad(sums, (1, 0))
+        found, count = sums[..., None, 1:] - sums[..., :-1, None]  # [2, j, k]: over bins j … k
+        mean = torch.where(self._later, found / count, float("-inf"))
         best_from = mean.flip(2).cummax(dim=2).values.flip(2)  # [2, j, i]: over all k ≥ i
         return torch.where(self._later, best_from, float("inf")).amin(1)
 

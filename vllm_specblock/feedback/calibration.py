@@ -89,20 +89,13 @@ class DraftCalibration:
 
     def learn(
         self,
-        temperature: torch.Tensor,
-        expected: torch.Tensor,
-        accepted: torch.Tensor,
-        live: torch.Tensor,
-        req_idx: torch.Tensor | None = None,
+        temperature: torch.Tensor,  # fp32
+        expected: torch.Tensor,  # fp32, the sum of exp(logprob) over verified nodes
+        accepted: torch.Tensor,  # integers, accepted nodes
+        live: torch.Tensor,  # bool; other values are ignored
+        req_idx: torch.Tensor | None = None,  # integers; None: update only the shared factor
     ) -> None:
-        """Learn from R verified trees.
-
-        Args:
-            expected: fp32, the sum of exp(logprob) over verified nodes.
-            accepted: integers, accepted nodes.
-            live: bool; other values are ignored.
-            req_idx: integers, the request of each tree; None: update only the shared factor.
-        """
+        """Learn from R verified trees."""
         rates, (greedy, sampling) = self.rates, self.log.exp().unbind()
         is_greedy = greedy * temperature <= sampling  # where `of` returns `greedy`
         decides = torch.stack([is_greedy, ~is_greedy], 1) & live[:, None]

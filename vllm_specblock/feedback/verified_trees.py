@@ -50,12 +50,9 @@ class VerifiedTrees(VerificationResult):
         return found.scatter_(1, torch.where(counts, self.path, 0), True)[:, 1:]
 
     def of_drafter(self, drafter: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the expected and accepted tokens of a drafter's (0 or 1) nodes.
+        """Return the expected and accepted tokens of a drafter's (0 or 1) nodes, and if it has any.
 
-        Nodes of both drafters count for both.
-
-        Returns:
-            [R] fp32, the sum of exp(logprob); [R] int64, accepted; [R] bool, it has any node.
+        [R] fp32, the sum of exp(logprob); [R] int64; [R] bool. Nodes of both count for both.
         """
         mine = self.judged & (self.authors & (1 << drafter) > 0)
         expected = torch.where(mine, self.logprob.exp(), 0).sum(1)

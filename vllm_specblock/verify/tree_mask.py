@@ -49,11 +49,8 @@ class TreeMask:
         """Fill the tensors for a batch.
 
         A root or node sees everything before the root, its ancestors and itself; other rows are
-        causal. The last row of a request without drafts is a root.
-
-        Args:
-            depth: [S, N+1] int64, 0 for the root, by slot.
-            ancestors: [S, N+1, W] int64, as `DraftTree` has them.
+        causal. The last row of a request without drafts is a root. By slot, depth is [S, N+1]
+        int64, 0 for the root, and ancestors [S, N+1, W] int64, as `DraftTree` has them.
         """
         out = MaskTensors._make(getattr(self, name) for name in MaskTensors._fields)
         build_tree_mask(rows, depth, ancestors, out)

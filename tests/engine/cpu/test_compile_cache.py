@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_specblock.cpu import compile_cache
+from vllm_specblock.cpu.install import load_compiled_models
 from vllm_specblock.engine.patches import PATCHES
 
 
@@ -21,7 +21,7 @@ def test_what_vllm_loads_goes_through_it(monkeypatch):
     label = "torch.compiler.load_compiled_function"
     kept = dict(PATCHES)
     PATCHES.pop(label, None)
-    compile_cache.install()
+    load_compiled_models()
     loaded = torch.compiler.load_compiled_function("!")
     assert loaded._artifacts.compiled_fn("a") == "a!"
     loaded._artifacts.compiled_fn.finalize_loading(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from support.tensors import column
-from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors, StepToRecord
+from vllm_specblock.triton_kernels.feedback.record_step import SlabTensors, StepToRecord
 
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 

@@ -10,8 +10,7 @@ from functools import partial
 import pytest
 import torch
 from support.late_device import LateDevice
-from vllm_specblock.triton_kernels.feedback.record_step import record_step
-from vllm_specblock.triton_kernels.feedback.slab_tensors import StepToRecord
+from vllm_specblock.triton_kernels.feedback.record_step import StepToRecord, record_step
 
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
 from vllm_specblock.adapt.serving import slabs as slabs_module

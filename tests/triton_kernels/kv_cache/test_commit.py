@@ -10,8 +10,7 @@ from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 from vllm_specblock.triton_kernels.kv_cache.committed_tokens import StepRows
 from vllm_specblock.triton_kernels.kv_cache.mask_holes import mask_holes
 
-from vllm_specblock.commit.committed_tokens import committed_tokens
-from vllm_specblock.commit.move import move_path
+from vllm_specblock.commit import committed_tokens, move_path
 
 BLOCK_SIZE = 4
 ROWS = ("query_start", "base", "accepted")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tensors import column
 
-from vllm_specblock.commit.store import store_kv
+from vllm_specblock.commit import store_kv
 
 FP8 = torch.float8_e4m3fn
 HEADS, SIZE, BLOCK_SIZE = 3, 40, 12

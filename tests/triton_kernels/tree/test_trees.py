@@ -9,7 +9,7 @@ import torch
 from support.tensors import assert_equal, column, on, wide
 from support.trees import to_tree
 
-from vllm_specblock.combine.merge import merge
+from vllm_specblock.combine import merge
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.tree import DraftTree
 

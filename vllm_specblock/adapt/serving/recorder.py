@@ -18,8 +18,7 @@ from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.request_drafts import wants_drafts
 from vllm_specblock.engine.step_observer import StepObserver
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
-from vllm_specblock.triton_kernels.feedback.record_step import record_step
-from vllm_specblock.triton_kernels.feedback.slab_tensors import StepToRecord
+from vllm_specblock.triton_kernels.feedback.record_step import StepToRecord, record_step
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

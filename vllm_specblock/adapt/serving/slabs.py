@@ -18,7 +18,7 @@ from torch.cuda import Event, Stream, stream
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS, ROWS
 from vllm_specblock.adapt.policy.interface import FinishedRequest
-from vllm_specblock.triton_kernels.feedback.slab_tensors import SlabTensors
+from vllm_specblock.triton_kernels.feedback.record_step import SlabTensors
 
 SLABS = 16
 """Maximum requests recorded at a time; 8 MiB each for an 8B target in 16 bits."""

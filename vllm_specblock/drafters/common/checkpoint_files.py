@@ -65,9 +65,8 @@ class CheckpointReader(Generic[Shape, Network]):
     def check_tensors(self, directory: PathLike, config: Shape) -> Tensors:
         """Return the tensors by the network's names; weights are not read.
 
-        Raises:
-            CheckpointError: a file is missing or unreadable, tensors are missing, left over or of
-                another shape than in `config`, or the vocabulary mapping is not one.
+        Raises CheckpointError: a file is missing or unreadable, tensors are missing, left over or
+        of another shape than in `config`, or the vocabulary mapping is not one.
         """
         directory = Path(directory)
         stored = self.named(stored_in(directory, self.weights), config, directory)
@@ -113,7 +112,11 @@ def wanted_shapes(make: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:
 def stored_in(directory: Path, weights: str = "*.safetensors") -> Tensors:
     """Return a checkpoint's tensors by their names there; CheckpointError: a file is unreadable."""
     if files := _safetensors_files(directory, weights):
-        return {name: entry for path in files for name, entry in _safetensors(path).items()}
+        return {
+            name: Stored(tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name))
+            for file in map(opened, files)
+            for name in file.keys()  # noqa: SIM118
+        }
     pickles = sorted(directory.glob("pytorch_model*.bin"))
     if not pickles:
         raise CheckpointError(
@@ -140,14 +143,6 @@ def _safetensors_files(directory: Path, weights: str) -> list[Path]:
             f"{where} names {missing[0]}, which is no file in {directory}: download it again."
         )
     return [directory / name for name in names]
-
-
-def _safetensors(path: Path) -> Tensors:
-    file = opened(path)
-    return {
-        name: Stored(tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name))
-        for name in file.keys()  # noqa: SIM118
-    }
 
 
 def opened(path: Path) -> safe_open:

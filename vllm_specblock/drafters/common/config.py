@@ -162,10 +162,8 @@ def check_rope_scaling(scaling: dict[str, Any] | None, yarn: bool = False) -> No
 def read_json(path: Path) -> tuple[dict[str, Any], str]:
     """Read the object in a JSON file; returns it and its path for messages.
 
-    A transformers config object would move keys (`rope_theta`) and fill in others.
-
-    Raises:
-        CheckpointError: no such file, no JSON object in it, or no container where one must be.
+    A transformers config object would move keys (`rope_theta`) and fill in others. Raises
+    CheckpointError: no such file, no JSON object in it, or no container where one must be.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

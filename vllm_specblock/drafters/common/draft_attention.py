@@ -9,12 +9,9 @@ Later blocks borrow the slots of the request's next tokens, which are reserved f
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import TYPE_CHECKING
-
 import torch
 
-from vllm_specblock.commit.store import store_kv
+from vllm_specblock.commit import store_kv
 from vllm_specblock.drafters.common.network_drafter import MAX_ROWS
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.tree import pack_bits
@@ -31,35 +28,22 @@ from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     later_block_metadata,
 )
 
-if TYPE_CHECKING:  # it needs Numba
-    from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
-
 
 class PagedAttention:
-    """The `attend` callable of one drafter forward: stores every row, then attends.
-
-    Args:
-        caches: one [blocks, kv heads, block size · K, 2D] per drafter layer.
-        kv_index: [T, K] int64, where each row's positions are stored; negative for padding.
-        queries: what the rows see.
-        kept: what the rows that the last layer keeps see; default: as `queries`.
-    """
+    """The `attend` callable of one drafter forward: stores every row, then attends."""
 
     def __init__(
         self,
-        caches: list[torch.Tensor],
-        kv_index: torch.Tensor,
-        queries: TreeAttentionBatch,
-        kept: TreeAttentionBatch | None = None,
+        caches: list[torch.Tensor],  # [blocks, kv heads, block size · K, 2D] per drafter layer
+        kv_index: torch.Tensor,  # [T, K] int64, where positions are stored; negative for padding
+        queries: TreeAttentionBatch,  # what the rows see
+        kept: TreeAttentionBatch | None = None,  # what those see that the last layer keeps
     ) -> None:
         self.caches, self.kv_index = caches, kv_index.flatten()
+        self.packing = packing_on_cpu(caches[0])
         self.queries = [queries] * len(caches)
         if kept is not None:
             self.queries[-1] = kept
-
-    @cached_property
-    def packing(self) -> Packing | None:
-        return packing_on_cpu(self.caches[0])
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

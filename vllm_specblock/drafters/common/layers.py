@@ -29,13 +29,10 @@ callable owns the cache, the mask and the scaling by 1/sqrt(D).
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMS norm with float32 arithmetic inside; gives the dtype of its input.
-
-    Attributes:
-        loop: f(x, weight, eps) for CPUs, registered in `cpu/install.py`; None: torch's own.
-    """
+    """RMS norm with float32 arithmetic inside; gives the dtype of its input."""
 
     eps: float
+    # f(x, weight, eps) for CPUs, registered in `cpu/install.py`; None: torch's own.
     loop: ClassVar[Callable[[Tensor, Tensor, float], Tensor] | None] = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,12 +136,9 @@ class DecoderLayer(nn.Module):
         rope: Rope,
         attend: Attend,
         keep: Tensor | None = None,
-        normed: Tensor | None = None,
+        normed: Tensor | None = None,  # [T..., I], what attention reads; default: of `hidden`
     ) -> Tensor:
-        """hidden [T..., H], keep [Q] -> [T... or Q..., H].
-
-        normed: [T..., I], what attention reads; default: the normed `hidden`.
-        """
+        """hidden [T..., H], keep [Q] -> [T... or Q..., H]."""
         if normed is None:
             normed = self.input_layernorm(hidden)
         mixed = self.self_attn(index, normed, rope, attend, keep)

@@ -23,11 +23,6 @@ MAX_ROWS = 512
 class NetworkDrafter(Drafter):
     """A drafter with a network; `advance` returns the state from which the tree grows.
 
-    Args:
-        embed: [n] target token ids → [n, H], the target's own embedding.
-        lookahead_slots: cache slots reserved after the root; default: N.
-        layers: indices of the step's `states` that it reads, low layers first.
-
     Attributes:
         attention_builder: builds the attention of each forward; set by `bind`. It has `caches`,
             `rows_per_token` of the longest forward, and `word_counts`, the W of its masks.
@@ -41,12 +36,12 @@ class NetworkDrafter(Drafter):
     def __init__(
         self,
         model: Any,
-        embed: Callable[[torch.Tensor], torch.Tensor],
+        embed: Callable[[torch.Tensor], torch.Tensor],  # the target's own: [n] ids → [n, H]
         options: Any,
         num_nodes: int,
         max_model_len: int,
-        lookahead_slots: int | None = None,
-        layers: tuple[int, ...] = (0, 1, 2),
+        lookahead_slots: int | None = None,  # cache slots reserved after the root; default: N
+        layers: tuple[int, ...] = (0, 1, 2),  # of the step's `states`, low ones first
     ) -> None:
         self.model, self.embed, self.num_nodes = model, embed, num_nodes
         self.max_model_len, self.layers = max_model_len, layers

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.common.config import NetworkShape, rope_type
+from vllm_specblock.drafters.common.config import DecoderShape, NetworkShape, rope_type
 from vllm_specblock.triton_kernels.layers.rope import Rope
-
-if TYPE_CHECKING:
-    from vllm_specblock.drafters.common.config import DecoderShape
 
 
 class Rotary(nn.Module):

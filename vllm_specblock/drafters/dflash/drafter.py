@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_specblock.candidates import NEVER, select_nodes
-from vllm_specblock.commit.store import store_kv
+from vllm_specblock.commit import store_kv
 from vllm_specblock.drafters.common.draft_attention import PagedAttention
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, in_parts, of_requests
 from vllm_specblock.drafters.dflash.model import DFlashModel

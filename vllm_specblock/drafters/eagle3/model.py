@@ -39,10 +39,7 @@ class FirstLayer(DecoderLayer):
 class Eagle3Model(DraftLM):
     """Feature fusion, the layers, and an embedding and an LM head only if the checkpoint has them.
 
-    Args:
-        own_embedding: whether it embeds tokens itself; otherwise the target's embedding is used.
-        own_head: whether it has an LM head; otherwise it wants the target's, by `share_head`.
-        fc_bias: whether `fc` has a bias, which no config says.
+    Without its own it uses the target's embedding, and wants the target's LM head by `share_head`.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class Eagle3Model(DraftLM):
         shape: Eagle3Shape,
         own_embedding: bool = False,
         own_head: bool = True,
-        fc_bias: bool = False,
+        fc_bias: bool = False,  # which no config says
     ) -> None:
         super().__init__()
         self.config, self.logit_scale = shape, shape.logit_scale
@@ -96,20 +93,13 @@ class Eagle3Model(DraftLM):
 
     def run(
         self,
-        embedding: Tensor,
-        feature: Tensor,
-        position: Tensor,
+        embedding: Tensor,  # [..., H], of each row's token
+        feature: Tensor,  # [..., H], of the token before it: from `fuse`, or from `carry`
+        position: Tensor,  # [...] int64
         attend: Attend,
-        keep: Tensor | None = None,
+        keep: Tensor | None = None,  # [Q] int64, rows whose states are wanted; default: all
     ) -> Tensor:
-        """Run the layers over any rows.
-
-        Args:
-            embedding: [..., H], of each row's token.
-            feature: [..., H], of the token before it: from `fuse`, or from `carry`.
-            position: [...] int64.
-            keep: [Q] int64, rows whose states are wanted; default: all. With it, rows have one
-                leading dimension.
+        """Run the layers over any rows, with one leading dimension if `keep` is given.
 
         Returns:
             [..., H] or [Q, H], the state before the final norm, for `logits` and `carry`.

@@ -57,21 +57,14 @@ class Expansion:
 
     def attach(
         self,
-        starts: NextStarts | None,
-        logprob: torch.Tensor,
-        token: torch.Tensor,
-        bucket: torch.Tensor | None = None,
+        starts: NextStarts | None,  # of the last call; None: block 1, of one row under the root
+        logprob: torch.Tensor,  # [R, rows, K, B] fp32, best first, over the draft vocabulary
+        token: torch.Tensor,  # [R, rows, K, B] int64, target vocabulary
+        bucket: torch.Tensor | None = None,  # [R, rows, K] int64, 0 … 3; None: all have B children
     ) -> NextStarts | DraftTree:
         """Hang a block under its starts; return the next starts, or at last the trees.
 
         Position k of a row hangs its tokens under the best one of position k − 1.
-
-        Args:
-            starts: what the last call returned; None: block 1, of one row under the root.
-            logprob: [R, rows, K, B] fp32, best first, normalised over the draft vocabulary.
-            token: [R, rows, K, B] int64, target vocabulary.
-            bucket: [R, rows, K] int64, the rank bucket 0 … 3 of each position; None: every
-                position has B children.
         """
         self.block += 1
         if starts is None:

@@ -63,22 +63,17 @@ class SpecBlockModel(nn.Module):
 
     def forward(
         self,
-        condition: Tensor,
-        embedding: Tensor,
-        base: Tensor,
+        condition: Tensor,  # [T, H]
+        embedding: Tensor,  # [T, H], the target's, of each row's token
+        base: Tensor,  # [T] int64, RoPE position of each row's first draft position
         attend: Attend,
-        keep: Tensor | None = None,
-        rows: Tensor | None = None,
+        keep: Tensor | None = None,  # [Q] int64, rows whose outputs are wanted; default: all
+        rows: Tensor | None = None,  # [T] int64, rows of `condition` to take; default: all
     ) -> Tensor:
         """Run all decoder layers over T rows (eqs. 2 and 3).
 
-        Args:
-            condition: [T, H], from `condition`; in a later block this function's output at the
-                position where the block starts.
-            embedding: [T, H], the target's embedding of each row's token.
-            base: [T] int64, RoPE position of each row's first draft position.
-            keep: [Q] int64, rows whose outputs are wanted; default: all.
-            rows: [T] int64, the rows of `condition` to take; default: all.
+        `condition` is from the method of that name; in a later block it is this function's output
+        at the position where the block starts.
 
         Returns:
             [T or Q, K, H], the state before the final norm.
@@ -161,11 +156,9 @@ class InputLayer(nn.Module):
         """Compute the queries' part once; `fuse` then takes a row only."""
         self.folded = self._queries()
         size = self.folded.shape[-1]
-        of_row = nn.Linear(2 * size, size, bias=False, device="meta")
-        of_row.weight = nn.Parameter(
-            self.fuse.weight[:, : 2 * size].detach().clone(), requires_grad=False
-        )
-        self.fuse = of_row
+        of_row = self.fuse.weight[:, : 2 * size].detach().clone()
+        self.fuse = nn.Linear(2 * size, size, bias=False, device="meta")
+        self.fuse.weight = nn.Parameter(of_row, requires_grad=False)
 
     def forward(
         self, condition: Tensor, embedding: Tensor, norm: RMSNorm, rows: Tensor | None = None

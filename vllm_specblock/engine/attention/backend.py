@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_specblock.commit.store import store_kv
+from vllm_specblock.commit import store_kv
 from vllm_specblock.engine.attention import flash_causal
 from vllm_specblock.engine.attention.flash_causal import CausalRequests
 from vllm_specblock.options import TargetError

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu.block_table import BlockTables
 
-from vllm_specblock.commit.move import move_path
+from vllm_specblock.commit import move_path
 from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.interface import CacheLayer, Drafter
 from vllm_specblock.tree import words_for

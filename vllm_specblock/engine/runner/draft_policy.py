@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specblock.combine.merge import merge
-from vllm_specblock.combine.route import route
+from vllm_specblock.combine import merge, route
 from vllm_specblock.config import CombineConfig
 from vllm_specblock.drafters.common.missed_rows import Backlog, CacheHoles, MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter

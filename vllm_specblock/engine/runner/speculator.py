@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_specblock.commit.move import move_path
+from vllm_specblock.commit import move_path
 from vllm_specblock.drafters.common.missed_rows import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.registry import drafter_kind

@@ -9,7 +9,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.commit.committed_tokens import committed_tokens
+from vllm_specblock.commit import committed_tokens
 from vllm_specblock.drafters.common.missed_rows import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.runner.tree_states import TreeStates

@@ -1,39 +1,69 @@
-"""Merging: the nodes of two trees under the root that they share (merged-tree paper, §3 and §4)."""
+"""Combination of two drafters' trees.
+
+Routing verifies the tree of the more confident drafter (dual-draft routing paper, §4 and §5);
+merging, the nodes of both under the root that they share (merged-tree paper, §3 and §4).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
 from vllm_specblock.candidates import NEVER, select, tree_of, with_root
-from vllm_specblock.combine.route import agreement
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.op import op
 from vllm_specblock.triton_kernels.tree.candidate_keys import PATH_FACTOR
 from vllm_specblock.triton_kernels.tree.merge_trees import merge_trees_triton
-from vllm_specblock.triton_kernels.tree.select_tree import TreeTensors
 
-How = Literal["disjoint", "trie"]
+Confidence = Literal["mean", "sum"]
+Join = Literal["disjoint", "trie"]
 
 
-def _merge_triton(
-    first: DraftTree, second: DraftTree, how: How, num_nodes: int, max_depth: int
+def confidence(tree: DraftTree, how: Confidence) -> torch.Tensor:
+    """Return a drafter's confidence in its tree [R] fp32; 0 for an empty tree.
+
+    "mean" is the paper's μ, the mean of exp(logprob) over the nodes. "sum" is their sum, the
+    number of tokens that the drafter expects to be accepted.
+    """
+    total = tree.logprob.exp().sum(1)  # exp(−inf) = 0: slots not in use add nothing
+    return total if how == "sum" else total / tree.size.clamp(min=1)
+
+
+def route(first: DraftTree, second: DraftTree, how: Confidence) -> tuple[DraftTree, torch.Tensor]:
+    """Return the more confident drafter's tree per request, and `agreement`.
+
+    Drafter 1 is chosen if both are equally confident.
+    """
+    surer = confidence(second, how) > confidence(first, how)
+    # Also compare sizes: a very low confidence rounds to 0, but beats an empty tree.
+    chosen = (second.size > 0) & (surer | (first.size == 0))
+    trees = first.where(chosen, replace(second, origin=2 * second.origins()))
+    return trees, agreement(first, second)
+
+
+def agreement(first: DraftTree, second: DraftTree) -> torch.Tensor:
+    """Return [R] bool: both trees have nodes, and their best first tokens are equal.
+
+    Node 1, the best node of a tree, is a child of the root.
+    """
+    return (first.size > 0) & (second.size > 0) & (first.token[:, 0] == second.token[:, 0])
+
+
+def merge_by(
+    launch: Callable[..., Any], first: DraftTree, second: DraftTree, how: Join, *sizes: int
 ) -> tuple[DraftTree, torch.Tensor]:
-    return merged(*merge_trees_triton(first, second, how == "trie", num_nodes, max_depth))
-
-
-def merged(
-    made: TreeTensors, origin: torch.Tensor, agreed: torch.Tensor
-) -> tuple[DraftTree, torch.Tensor]:
-    """Return the result of `merge` from a launcher's."""
+    """As `merge`, by `merge_trees_triton` or a function like it."""
+    made, origin, agreed = launch(first, second, how == "trie", *sizes)
     return replace(tree_of(made), origin=origin), agreed
 
 
-@op(_merge_triton)
+@op(partial(merge_by, merge_trees_triton))
 def merge(
-    first: DraftTree, second: DraftTree, how: How, num_nodes: int, max_depth: int
+    first: DraftTree, second: DraftTree, how: Join, num_nodes: int, max_depth: int
 ) -> tuple[DraftTree, torch.Tensor]:
     """Return one tree of the best nodes of both trees.
 

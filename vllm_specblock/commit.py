@@ -1,4 +1,4 @@
-"""Writing keys and values into a paged cache."""
+"""Commit of accepted paths: rows for drafters, moved KV entries, new KV entries."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_specblock.triton_kernels.kv_cache.commit import (
+    AcceptedRows,
+    KVCacheSet,
+    move_kv,
+    move_path_triton,
+)
+from vllm_specblock.triton_kernels.kv_cache.committed_tokens import (
+    CommittedRows,
+    StepRows,
+    committed_tokens_triton,
+)
 from vllm_specblock.triton_kernels.op import op
 
 if TYPE_CHECKING:  # it needs numba
@@ -14,6 +25,51 @@ if TYPE_CHECKING:  # it needs numba
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
+
+
+@op(committed_tokens_triton)
+def committed_tokens(step: StepRows, num_rows: int) -> CommittedRows:
+    """Return a step's committed rows for the drafters; `num_rows`: rows of the batch."""
+    request, base, local = step.request, step.base, step.local
+    start = step.query_start[request]
+    beyond = local - base[request] + 1  # position on the path, ≤ 0 up to the root
+    on_path = step.path[request, beyond.clamp(min=0)]
+    source = start + torch.where(beyond > 0, base[request] - 1 + on_path, local)
+    # Entries beyond the accepted path, and without a verified node, are stale.
+    source = source.clamp(max=num_rows - 1)
+    real = beyond <= step.accepted[request]
+    place = (start + local).clamp(max=num_rows - 1)
+    position = step.positions[step.query_start][request] + local
+    ahead = (position + 1).clamp(max=step.text.shape[1] - 1)
+    token = torch.where(real, step.text[step.req_idx[request], ahead].long(), 0)
+    stored = real & (position >= step.first[request])
+    kv_slot = torch.where(stored, step.slot_mapping[place], -1)
+    index = position - step.hidden[request]
+    last = step.row_start[:-1] + base - 1 + step.accepted
+    temperature = step.temperature[step.req_idx]
+    return CommittedRows(source, token, position, index, kv_slot, last, temperature)
+
+
+@op(move_path_triton)
+def move_path(
+    kv_caches: KVCacheSet, slot_mapping: torch.Tensor, rows: AcceptedRows, num_rows: int
+) -> None:
+    """Move the keys and values of accepted nodes behind the root's, in every layer.
+
+    A parent's index is below its child's, so path[j] ≥ j: each node moves down or stays. Its new
+    row holds itself, a rejected node, or a node that also moves down. Reading all rows before
+    writing any is therefore enough.
+
+    Args:
+        slot_mapping: [≥ num_rows] int64, slot of each batch row; negative: none.
+        num_rows: rows of the batch; a path's unused positions are clamped to the last one.
+    """
+    position = torch.arange(1, rows.path.shape[1], device=rows.path.device)
+    root = (rows.query_start + rows.base - 1)[:, None]
+    source, target = root + rows.path[:, 1:], root + position
+    moves = (position <= rows.accepted[:, None]) & (source != target)
+    source, target = (slot_mapping[row.clamp(max=num_rows - 1)] for row in (source, target))
+    move_kv(kv_caches, source, target, moves)
 
 
 def store_kv_vllm(

@@ -1,1 +1,0 @@
-"""Combination of two drafters' trees: routing or merging."""

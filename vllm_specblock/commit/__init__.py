@@ -1,1 +1,0 @@
-"""Commit of accepted paths: KV entries and the rows that drafters read."""
