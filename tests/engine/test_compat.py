@@ -23,8 +23,6 @@ FILES = {
         except ImportError:
             def late(size): ...
 
-        def kernel(rows_ptr, SIZE): ...
-
         class Here:
             kept: int = 0
 
@@ -58,7 +56,7 @@ def sources(tmp_path) -> Sources:
         ("Here.run(self, a, b, c, rest)", None),
         ("Here.run(self, a, ...)", None),
         ("Here.run: c b", None),
-        ("kernel: rows SIZE", None),
+        ("late: size", None),
         ("late(size)", None),
         ("Here.run(self, b, a, ...)", "takes (self, a, b, c, rest), not (self, b, a, ...)"),
         ("Here.run(self, a, b, c)", "takes (self, a, b, c, rest), not (self, a"),

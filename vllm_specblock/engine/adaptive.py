@@ -171,7 +171,10 @@ class TreeBudgetManager(AdaptiveVerificationManager):
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         """Return the padded number of rows for each batch size, [n]."""
-        raise NotImplementedError
+        place = np.searchsorted(self._sizes, rows)
+        return np.where(
+            place < len(self._sizes), self._sizes[place.clip(max=len(self._sizes) - 1)], rows
+        )
 
     def decide(self, batch: InputBatch) -> None:
         """Decide whether a pause ends: vLLM asks for a budget only if drafts are scheduled."""
@@ -219,7 +222,6 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         return self.all_paused
 
     def learn(self, verified: VerifiedTrees) -> None:
-        """Learn from the verified trees."""
         self.acceptance.learn_from(verified)
         if self.on_host:
             self.accepted = int(verified.accepted.sum())  # a host tensor
@@ -244,9 +246,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         score = self.tree_states.score
         self.acceptance.write_survival(score, temperature, req_idx, self.confidence, self.later)
 
-
-class DeviceBudgetManager(TreeBudgetManager):
-    """TreeBudgetManager for a GPU; its initial costs come from vLLM's profile."""
+    # ---- on a GPU: initial costs from vLLM's profile ----
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         self._sizes = np.array(capture_sizes)
@@ -254,12 +254,6 @@ class DeviceBudgetManager(TreeBudgetManager):
             self.brief = brief
             yield from super().batches_to_profile(capture_sizes)
         self.brief = False
-
-    def _padded(self, rows: np.ndarray) -> np.ndarray:
-        place = np.searchsorted(self._sizes, rows)
-        return np.where(
-            place < len(self._sizes), self._sizes[place.clip(max=len(self._sizes) - 1)], rows
-        )
 
     def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
         """Set the initial costs, and compile the kernel: warm-up requests do not reach it."""
@@ -279,7 +273,7 @@ class DeviceBudgetManager(TreeBudgetManager):
         self.reallocate_drafts([""], self.query_start_loc.new_zeros(1, dtype=torch.int64))
 
 
-def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
+def install(kind: type[TreeBudgetManager] = TreeBudgetManager) -> None:
     """Build `kind` instead of vLLM's manager for our engines. Idempotent.
 
     Also add the requests without new drafts to the runner's output.
