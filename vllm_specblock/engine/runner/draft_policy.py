@@ -32,13 +32,11 @@ class DraftPolicy:
         num_nodes: N, nodes of a combined tree.
 
     Attributes:
-        wanted: [n] int64, requests of this step that get drafts; None: all.
         holes: set if the policy masks cache blocks itself; None: block tables are masked already.
         asked: a drafter with weights took part in the last proposal; read: rows that it had missed.
         max_depth: tokens on the longest path of any tree.
     """
 
-    wanted: torch.Tensor | None = None
     holes: CacheHoles | None = None
     asked, read = True, 0
 
@@ -86,16 +84,9 @@ class DraftPolicy:
         for drafter in self.drafters:
             drafter.advance(rows)
 
-    def draft(self, drafter: Drafter, rows: CommittedTokens) -> DraftTree:
-        """Return the trees of one drafter, empty for requests without drafts."""
-        if self.wanted is None:
-            return drafter.draft()
-        trees = DraftTree.empty(len(rows.last), drafter.num_nodes, rows.last.device)
-        return trees.put(self.wanted, drafter.draft(self.wanted))
-
-    def combine(self, rows: CommittedTokens, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
+    def combine(self, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
         """Return one tree per request, after `advance`, and counts of the `live` [R] requests."""
-        trees = [self.draft(drafter, rows) for drafter in self.drafters]
+        trees = [drafter.draft() for drafter in self.drafters]
         if len(trees) == 2:
             return self.of_both(live, *trees)
         (tree,) = trees
@@ -157,12 +148,11 @@ class SkippingMergedDrafters(DraftPolicy):
     def advance(self, rows: CommittedTokens) -> None:
         lookup, drafter = self.drafters[self.lookup], self.drafters[1 - self.lookup]
         lookup.advance(rows)
-        self.found = self.draft(lookup, rows)
+        self.found = lookup.draft()
         sure = first_token(self.found)
         slots = rows.req_idx.numpy()  # a host tensor
         self.read = sum(map(self.behind.rows, slots.tolist()))  # a host array
-        votes = sure if self.wanted is None else sure[self.wanted]
-        expected = self.gate.expects(votes.numpy())  # a host tensor
+        expected = self.gate.expects(sure.numpy())  # a host tensor
         behind = self.read + len(rows.token)
         # Dummy batches measure the cost of the drafter with weights.
         dummy = bool(slots[0] == self.scratch_idx)  # a host array
@@ -179,10 +169,10 @@ class SkippingMergedDrafters(DraftPolicy):
             if self.holes is not None:
                 self.holes.skip(rows.kv_slot)
 
-    def combine(self, rows: CommittedTokens, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
+    def combine(self, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
         found, drafter = self.found, self.drafters[1 - self.lookup]
         if self.asked:
-            tree = self.draft(drafter, rows)
+            tree = drafter.draft()
             if self.blind is not None:
                 nothing = DraftTree.empty(len(self.blind), tree.token.shape[1], tree.token.device)
                 tree = tree.where(self.blind, nothing)

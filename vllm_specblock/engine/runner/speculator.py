@@ -248,11 +248,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 self.graphs.run_fullgraph(graph)
                 tokens = self.draft_tokens[: batch.num_reqs]
             else:
-                # A GPU pads its batches and drafts for all requests.
-                if draft and undrafted.any() and not self.pad_rows:  # a host array
-                    self.draft_policy.wanted = torch.from_numpy(np.flatnonzero(~undrafted))
                 tokens = self.step(self._eager(batch, slot_mappings, states), draft)
-                self.draft_policy.wanted = None
             self.skipped.discard_blind(batch.idx_mapping)
             if self.adaptive is not None:
                 prompts = batch.num_reqs if batch.has_prefill and not dummy_run else 0
@@ -279,7 +275,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self.counters.count(verified)
             self.skipped.nothing_drafted(req_idx)
             return self._no_trees(len(req_idx))
-        tree, drafted = self.draft_policy.combine(committed, rows.goes_on)
+        tree, drafted = self.draft_policy.combine(rows.goes_on)
         # With a prompt, most of the time is spent reading it.
         if not rows.batch.has_prefill:
             self.counters.clock.end()
