@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_specblock.engine.attention.backend import TreeAttentionMetadataBuilder
+from vllm_specblock.engine.attention import TreeAttentionMetadataBuilder
 from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.recurrent.metadata import RecurrentTreeBuilder, TreeRows
 from vllm_specblock.engine.step_observer import WARM_UP
