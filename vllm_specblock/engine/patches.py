@@ -36,7 +36,7 @@ With each of our engines (`draft_models.py`):
     Worker.start_draft_weight_update, finish_weight_update: load into the drafter's parameters,
         which a folded drafter lacks.
     Worker.sleep: level 2 discards weights that the drafter cannot reload.
-In `specblock features` (`extract.py`):
+In `specblock features` (`offline/target.py`):
     ExtractHiddenStatesSpeculator.propose: does not keep the state after the final norm.
 """
 
