@@ -53,7 +53,6 @@ class DraftPolicy:
         self.always = torch.ones(1, dtype=torch.bool, device=device)
 
     def learn(self, verified: VerifiedTrees) -> None:
-        """Learn from the verified trees."""
         for index, drafter in enumerate(self.drafters):
             if drafter.calibration is not None:
                 drafter.beta = drafter.calibration.learn_from(verified, index)
@@ -80,7 +79,6 @@ class DraftPolicy:
             drafter.brief = brief
 
     def advance(self, rows: CommittedTokens) -> None:
-        """Advance all drafters over the committed rows."""
         for drafter in self.drafters:
             drafter.advance(rows)
 
@@ -119,7 +117,7 @@ class SkippingMergedDrafters(DraftPolicy):
     rows are kept until it drafts again. Only a CPU can decide this in every step.
     """
 
-    def __init__(self, *given: Any, num_slots: int, controller: Controller) -> None:
+    def __init__(self, controller: Controller, num_slots: int, *given: Any) -> None:
         super().__init__(*given)
         (self.lookup,) = (at for at, it in enumerate(self.drafters) if not it.cache_layers())
         self.gate, self.behind, self.controller = DrafterGate(), Backlog(), controller

@@ -107,10 +107,7 @@ class TreeSpeculator(DraftModelSpeculator):
         if combine is None or not combine.skip_drafter:
             self.draft_policy = DraftPolicy(*given)
         else:
-            slots = self.num_slots
-            self.draft_policy = SkippingMergedDrafters(
-                *given, num_slots=slots, controller=self.controller
-            )
+            self.draft_policy = SkippingMergedDrafters(self.controller, self.num_slots, *given)
         depth, follow = self.draft_policy.max_depth, any(each.cache_layers() for each in drafters)
         self.tree_states = states = TreeStates(self.num_slots, num_nodes, depth, device)
         self.caches = EngineCaches(config, target_layers, drafters, device)
@@ -144,7 +141,6 @@ class TreeSpeculator(DraftModelSpeculator):
         self.caches.find_groups(self.kv_cache_config)
 
     def bind_caches(self) -> None:
-        """Bind the allocated KV caches."""
         self.caches.bind()
         blocks = self.kv_cache_config.num_blocks, self.block_tables.block_sizes[self.caches.group]
         self.skipped.track(*blocks, self.draft_policy)
@@ -301,7 +297,6 @@ class TreeSpeculator(DraftModelSpeculator):
         return verified, rows.committed(self.num_layers, texts, self.temperature)
 
     def _eager(self, batch: InputBatch, slot_mappings: Slots, states: States) -> StepBatch:
-        """Return an eager step."""
         self._mask(batch)
         chains, group = self.chains[batch.idx_mapping_np], self.caches.group
         return StepBatch(
