@@ -97,7 +97,7 @@ class TreeSpeculator(DraftModelSpeculator):
         config, resolved, device = self.vllm_config, self.resolved, self.device
         target_layers, self.recurrent = sorted(target_attn_layer_names), list[Any]()
         if config.model_config.is_hybrid:
-            from vllm_specblock.engine.recurrent.layers import take_recurrent
+            from vllm_specblock.engine.recurrent import take_recurrent
 
             layers = config.compilation_config.static_forward_context
             target_layers, self.recurrent = take_recurrent(layers, target_layers)
