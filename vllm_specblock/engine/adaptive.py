@@ -75,7 +75,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         parts, skipped = speculator.parts, speculator.skipped
         self.on_host, self.clock = parts.on_host, parts.clock()
         self.all_paused = False
-        self.controller, self.tree_states = speculator.controller, speculator.tree_states
+        self.controller, states = speculator.controller, speculator.tree_states
         # [requests, N] fp32, in batch order.
         self.confidence = speculator.draft_token_confidence_probs
         self.backlog, self.resumes = skipped.backlog, skipped.resumes
@@ -86,9 +86,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         first = max(drafter.first_block for drafter in drafters)
         others = sum(1 << at for at, each in enumerate(drafters) if not each.first_block)
         self.lengths = [False, True] if first else [False]
-        self.later: Later | None = None
-        if first:
-            self.later = Later(self.tree_states.depth, self.tree_states.origin, first, others)
+        self.later = Later(states.depth, states.origin, first, others) if first else None
 
     # ---- before a step: its budget ----
 
@@ -240,11 +238,6 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             cost = self.controller.cost
             usual = cost.draft(prompts, self.by) / cost.of(1.0)
             self.controller.observe_prompts(self.clock.seconds(*self.marks) - usual)
-
-    def write_survival(self, req_idx: torch.Tensor, temperature: torch.Tensor) -> None:
-        """Write the survival of the new trees in slots `req_idx` [R]; temperature: [R] fp32."""
-        score = self.tree_states.score
-        self.acceptance.write_survival(score, temperature, req_idx, self.confidence, self.later)
 
     # ---- on a GPU: initial costs from vLLM's profile ----
 

@@ -278,8 +278,9 @@ class TreeSpeculator(DraftModelSpeculator):
         self.counters.count(verified, drafted)  # `store` overwrites the verified trees
         empty = None if self.adaptive is None else self.undrafted_there
         tokens = self.tree_states.store(req_idx, tree, rows.chain, empty, rows.tokens)
-        if self.adaptive is not None:
-            self.adaptive.write_survival(req_idx, committed.temperature)
+        if (adaptive := self.adaptive) is not None:
+            heat, found = committed.temperature, (adaptive.confidence, adaptive.later)
+            adaptive.acceptance.write_survival(self.tree_states.score, heat, req_idx, *found)
         return tokens
 
     def settle(self, rows: StepBatch) -> tuple[VerifiedTrees, CommittedTokens]:
