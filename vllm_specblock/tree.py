@@ -6,7 +6,6 @@ parent, so the first n nodes are a tree for every n: a smaller budget is a slice
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -137,15 +136,6 @@ class DraftTree:
         def pick(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
             return torch.where(condition.view(-1, *[1] * (mine.dim() - 1)), theirs, mine)
 
-        return self._with(other, pick)
-
-    def put(self, index: torch.Tensor, other: DraftTree) -> DraftTree:
-        """Return the trees, those of requests `index` [n] int64 replaced by `other`'s n."""
-        return self._with(other, lambda mine, theirs: mine.index_copy(0, index, theirs))
-
-    def _with(
-        self, other: DraftTree, pick: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    ) -> DraftTree:
         tree = DraftTree(*(pick(getattr(self, x), getattr(other, x)) for x in self.TENSORS))
         if self.origin is None and other.origin is None:
             return tree

@@ -39,7 +39,7 @@ from baselines.positions import Positions, PositionsLearner, served, write_folde
 from baselines.static_tree import TreePlan, default_hits
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.drafters.common.layers import Attend, RMSNorm
-from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
+from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree
@@ -111,12 +111,10 @@ class FalconDrafter(NetworkDrafter):
         states = self.model.run(groups[order], rope, attend, keep)
         return states.view(len(rows.last), self.k, -1)
 
-    def draft(self, requests: Tensor | None = None) -> DraftTree:
-        plan, trunk = self.plan, self.model.trunk
-        states, beta = of_requests(requests, self.state, self.beta)
-        self.attention_builder.begin(requests)
-        states, count = states[:, None], len(states)  # [R, S, k, H]
-        rope = first_rope(self.attention_builder.drafting.position, self.k)[:, None]  # [R, 1, k]
+    def draft(self) -> DraftTree:
+        plan, trunk, beta = self.plan, self.model.trunk, self.beta
+        states, count = self.state[:, None], len(self.state)  # [R, S, k, H]
+        rope = first_rope(self.attention_builder.rows.position, self.k)[:, None]  # [R, 1, k]
         token = torch.zeros(count, plan.count, dtype=torch.int64, device=states.device)
         score = torch.zeros(count, plan.count, device=states.device)
         for index, step in enumerate(plan.steps):

@@ -42,10 +42,6 @@ class GroupRows:
         """Begin a step; drafted rows follow the newest of `rows`."""
         self.rows = newest_rows(rows)
 
-    def begin(self, requests: Tensor | None) -> None:
-        """Draft for some requests of the step ([n] int64; None: for all)."""
-        self.drafting = self.rows if requests is None else newest_rows(self.rows, requests)
-
     def first(self, rows: CommittedTokens) -> tuple[PagedAttention, Tensor, Tensor]:
         """Committed rows, of which the newest of each request drafts.
 
@@ -173,7 +169,7 @@ class FalconAttention(GroupRows):
         Returns:
             the attention over R·S·k entries, and [R, S] bool: groups with slots.
         """
-        rows, k = self.drafting, self.size
+        rows, k = self.rows, self.size
         size, index, table = rows.block_size, rows.index, rows.block_table
         group = torch.arange(before, before + starts, device=index.device)
         at = self._ends(index)[:, None] + group * k  # [R, S], in the sequence
@@ -187,13 +183,10 @@ class FalconAttention(GroupRows):
         return PagedAttention(self.caches, entry.view(-1, 1), queries), there
 
 
-def newest_rows(rows: CommittedTokens, requests: Tensor | None = None) -> CommittedTokens:
-    """The newest row of each request ([n] int64; None: of all), without the target's states."""
-    if requests is None:
-        requests = torch.arange(len(rows.last), device=rows.last.device)
-    fields = {name: getattr(rows, name)[rows.last[requests]] for name in rows.PER_ROW}
-    fields |= {name: getattr(rows, name)[requests] for name in rows.PER_REQUEST}
-    return replace(rows, states=(), **fields, **_apart(len(requests), requests.device))
+def newest_rows(rows: CommittedTokens) -> CommittedTokens:
+    """The newest row of each request, without the target's states."""
+    fields = {name: getattr(rows, name)[rows.last] for name in rows.PER_ROW}
+    return replace(rows, states=(), **fields, **_apart(len(rows.last), rows.last.device))
 
 
 def rows_after(rows: CommittedTokens, count: int, max_position: int) -> CommittedTokens:

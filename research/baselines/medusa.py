@@ -20,7 +20,7 @@ from baselines.groups import MedusaShape
 from baselines.options import MedusaConfig
 from baselines.positions import DECAY, Positions, PositionsLearner, served, write_folder
 from vllm_specblock.drafters.common.checkpoint_files import MAPPING
-from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
+from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
 from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens
 from vllm_specblock.train.data.shards import replace as replace_file
@@ -85,10 +85,9 @@ class MedusaDrafter(NetworkDrafter):
     def _forward(self, rows: CommittedTokens) -> Tensor:
         return rows.states[self.layers[0]][rows.source[rows.last]]  # [R, Ht]
 
-    def draft(self, requests: Tensor | None = None) -> DraftTree:
-        last, beta = of_requests(requests, self.state, self.beta)
-        states = self.model.states(last)[:, : self.max_depth]
-        return self.trees.grow(*self.model.best(states, self.trees.width, beta))
+    def draft(self) -> DraftTree:
+        states = self.model.states(self.state)[:, : self.max_depth]
+        return self.trees.grow(*self.model.best(states, self.trees.width, self.beta))
 
 
 class Medusa(PositionsLearner, MedusaModel):

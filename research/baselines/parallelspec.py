@@ -23,7 +23,7 @@ from baselines.options import ParallelSpecConfig
 from baselines.positions import Positions, PositionsLearner, served, write_folder
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.drafters.common.layers import RMSNorm
-from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
+from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
 from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.config import DrafterConfig
@@ -69,13 +69,11 @@ class ParallelSpecDrafter(NetworkDrafter):
         first, masks = states.split([len(rows.last), len(masks)])
         return torch.cat([first[:, None], masks.view(len(first), count, first.shape[-1])], 1)
 
-    def draft(self, requests: Tensor | None = None) -> DraftTree:
-        states, beta = of_requests(requests, self.state, self.beta)
-        self.attention_builder.begin(requests)
-        logprob, token = self.model.best(states, self.trees.width, beta)
+    def draft(self) -> DraftTree:
+        logprob, token = self.model.best(self.state, self.trees.width, self.beta)
         # Masks without a slot have read what is not theirs.
         ahead = torch.arange(self.max_depth, device=self.device)
-        position = self.attention_builder.drafting.position[:, None] + ahead
+        position = self.attention_builder.rows.position[:, None] + ahead
         lost = (position >= self.max_model_len) & (ahead > 0)
         return self.trees.grow(logprob.masked_fill(lost[..., None], NEVER), token)
 

@@ -13,7 +13,7 @@ from vllm.model_executor.models import llama
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_specblock.config import OptionError
-from vllm_specblock.engine.attention.backend import TreeAttentionBackend
+from vllm_specblock.engine.attention import TreeAttentionBackend
 
 
 class OwnAttention(Attention):

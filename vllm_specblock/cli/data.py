@@ -22,7 +22,7 @@ def data(options: DataOptions) -> None:
     options = options.model_copy(update={"target": target_folder(options.target)})
 
     def load() -> Any:
-        from vllm_specblock.engine.offline.generate import VllmAnswerer
+        from vllm_specblock.engine.offline.target import VllmAnswerer
 
         shared = {"max_length", "dtype", "top_p", "seed", "engine"}
         return VllmAnswerer(options.target, **options.model_dump(include=shared))

@@ -80,7 +80,7 @@ def features(
     # vLLM reads both when it is imported. Its other runner has no hook for our connector.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    from vllm_specblock.engine.offline.extract import FeatureExtractor
+    from vllm_specblock.engine.offline.target import FeatureExtractor
 
     extractor = FeatureExtractor(target, layers, length, origin.dtype, out / "parts", engine)
     try:

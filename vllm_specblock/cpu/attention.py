@@ -16,7 +16,7 @@ from vllm import _custom_ops as ops
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
 
-from vllm_specblock.engine.attention.backend import (
+from vllm_specblock.engine.attention import (
     TreeAttentionBackend,
     TreeAttentionImpl,
     TreeAttentionMetadata,

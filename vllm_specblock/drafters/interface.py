@@ -121,8 +121,5 @@ class Drafter(ABC):
         """Forget all finished requests."""
 
     @abstractmethod
-    def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        """Return trees of `num_nodes` slots, rooted in `token[last]`.
-
-        requests: [n] int64; None: all R of the step.
-        """
+    def draft(self) -> DraftTree:
+        """Return the step's R trees of `num_nodes` slots, rooted in `token[last]`."""

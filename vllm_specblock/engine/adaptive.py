@@ -75,7 +75,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         parts, skipped = speculator.parts, speculator.skipped
         self.on_host, self.clock = parts.on_host, parts.clock()
         self.all_paused = False
-        self.controller, self.tree_states = speculator.controller, speculator.tree_states
+        self.controller, states = speculator.controller, speculator.tree_states
         # [requests, N] fp32, in batch order.
         self.confidence = speculator.draft_token_confidence_probs
         self.backlog, self.resumes = skipped.backlog, skipped.resumes
@@ -86,9 +86,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         first = max(drafter.first_block for drafter in drafters)
         others = sum(1 << at for at, each in enumerate(drafters) if not each.first_block)
         self.lengths = [False, True] if first else [False]
-        self.later: Later | None = None
-        if first:
-            self.later = Later(self.tree_states.depth, self.tree_states.origin, first, others)
+        self.later = Later(states.depth, states.origin, first, others) if first else None
 
     # ---- before a step: its budget ----
 
@@ -171,7 +169,10 @@ class TreeBudgetManager(AdaptiveVerificationManager):
 
     def _padded(self, rows: np.ndarray) -> np.ndarray:
         """Return the padded number of rows for each batch size, [n]."""
-        raise NotImplementedError
+        place = np.searchsorted(self._sizes, rows)
+        return np.where(
+            place < len(self._sizes), self._sizes[place.clip(max=len(self._sizes) - 1)], rows
+        )
 
     def decide(self, batch: InputBatch) -> None:
         """Decide whether a pause ends: vLLM asks for a budget only if drafts are scheduled."""
@@ -219,7 +220,6 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         return self.all_paused
 
     def learn(self, verified: VerifiedTrees) -> None:
-        """Learn from the verified trees."""
         self.acceptance.learn_from(verified)
         if self.on_host:
             self.accepted = int(verified.accepted.sum())  # a host tensor
@@ -239,14 +239,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             usual = cost.draft(prompts, self.by) / cost.of(1.0)
             self.controller.observe_prompts(self.clock.seconds(*self.marks) - usual)
 
-    def write_survival(self, req_idx: torch.Tensor, temperature: torch.Tensor) -> None:
-        """Write the survival of the new trees in slots `req_idx` [R]; temperature: [R] fp32."""
-        score = self.tree_states.score
-        self.acceptance.write_survival(score, temperature, req_idx, self.confidence, self.later)
-
-
-class DeviceBudgetManager(TreeBudgetManager):
-    """TreeBudgetManager for a GPU; its initial costs come from vLLM's profile."""
+    # ---- on a GPU: initial costs from vLLM's profile ----
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         self._sizes = np.array(capture_sizes)
@@ -254,12 +247,6 @@ class DeviceBudgetManager(TreeBudgetManager):
             self.brief = brief
             yield from super().batches_to_profile(capture_sizes)
         self.brief = False
-
-    def _padded(self, rows: np.ndarray) -> np.ndarray:
-        place = np.searchsorted(self._sizes, rows)
-        return np.where(
-            place < len(self._sizes), self._sizes[place.clip(max=len(self._sizes) - 1)], rows
-        )
 
     def set_initial_cost_curves(self, samples: list[StepTimingSample]) -> None:
         """Set the initial costs, and compile the kernel: warm-up requests do not reach it."""
@@ -279,7 +266,7 @@ class DeviceBudgetManager(TreeBudgetManager):
         self.reallocate_drafts([""], self.query_start_loc.new_zeros(1, dtype=torch.int64))
 
 
-def install(kind: type[TreeBudgetManager] = DeviceBudgetManager) -> None:
+def install(kind: type[TreeBudgetManager] = TreeBudgetManager) -> None:
     """Build `kind` instead of vLLM's manager for our engines. Idempotent.
 
     Also add the requests without new drafts to the runner's output.

@@ -14,7 +14,7 @@ import importlib.util
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +36,7 @@ class Hook(NamedTuple):
         need: one of
             `name(a, b)`: a function with these parameters; a last `...` stands for others;
             `name: a b`: a class that defines these names or sets them on `self`, or a function with
-                these parameters, a kernel's without `_ptr`;
+                these parameters;
             `name ~ text ... text`: source with these pieces in this order, white space aside;
             `name ~ text || text`: source with one of them; `name !~ text`: source without it;
             `from vllm.module import name`. Without a name the whole file is meant.
@@ -64,7 +64,8 @@ class Hook(NamedTuple):
             if wanted != found:
                 trouble = f"takes ({', '.join(part.parameters)}), not ({rest}"
         elif kind == ":":
-            if missing := [each for each in rest.split() if each not in part.members]:
+            members = part.members
+            if missing := [each for each in rest.split() if each not in members]:
                 trouble = f"has no {', '.join(missing)}"
         elif any(_says(part.text, each) for each in rest.split(" || ")) == (kind == "!~"):
             trouble = f"says {rest!r} now" if kind == "!~" else f"does not say {rest!r}"
@@ -77,25 +78,24 @@ def _says(text: str, pieces: str) -> bool:
     return re.search(".*".join(squeezed), "".join(text.split())) is not None
 
 
-class Part:
+class Part(NamedTuple):
     """A class, a function or a whole module, and its source."""
 
-    def __init__(self, node: Any, text: str) -> None:
-        self.node, self.text = node, text
+    node: Any
+    text: str
 
     @property
     def parameters(self) -> list[str]:
         """Names of a function's parameters, in the order of its signature."""
-        given = getattr(self.node, "args", ast.arguments([], [], None, [], [], None, []))
-        found = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
-        return [argument.arg for argument in found if argument is not None]
+        given = getattr(self.node, "args", ast.Pass())
+        return [each.arg for each in ast.iter_child_nodes(given) if isinstance(each, ast.arg)]
 
-    @cached_property
-    def members(self) -> set[str]:
-        """Parameters of a function, a kernel's without `_ptr`; names that a class defines."""
+    @property
+    def members(self) -> list[str]:
+        """Parameters of a function; names that a class defines."""
         if isinstance(self.node, ast.FunctionDef):
-            return {*self.parameters, *(each.removesuffix("_ptr") for each in self.parameters)}
-        return set(re.findall(r"(?m)(?:def |self\.|^\s+(?=\w+\s*[:=]))(\w+)", self.text))
+            return self.parameters
+        return re.findall(r"(?m)(?:def |self\.|^\s+(?=\w+\s*[:=]))(\w+)", self.text)
 
 
 class Sources:
@@ -159,8 +159,8 @@ def installed() -> Path | None:
 
 @cache
 def hooks() -> tuple[Hook, ...]:
-    """Return all hooks: the table, the kernels that are replaced on a CPU, and our imports."""
-    return (*table(), *replaced_kernels(), *our_imports())
+    """Return all hooks: the table, and our imports."""
+    return (*table(), *our_imports())
 
 
 def table() -> Iterator[Hook]:
@@ -189,18 +189,6 @@ def warn_of_broken_hooks() -> None:
     """Warn of hooks that do not hold in the installed vLLM, once per process."""
     for line in broken(installed() or Path()):
         logger.warning("This vLLM is not as SpecBlock needs it, which may break %s", line)
-
-
-def replaced_kernels() -> Iterator[Hook]:
-    """Yield a hook on the arguments that each replacement of a kernel in `cpu/` reads."""
-    for path in sorted((PLUGIN / "cpu").glob("*.py")):
-        for node in _definitions(ast.parse(path.read_text(encoding="utf-8"))):
-            for decorator in node.decorator_list:
-                if isinstance(decorator, ast.Call) and "replaces_kernel" in ast.dump(decorator):
-                    module, _, kernel = ast.literal_eval(decorator.args[0]).rpartition(".")
-                    wanted = " ".join(Part(node, "").parameters)
-                    file = f"v1/worker/gpu/{module.replace('.', '/')}.py"
-                    yield Hook(file, f"{kernel}: {wanted}", "an engine on a CPU")
 
 
 def our_imports() -> Iterator[Hook]:

@@ -55,7 +55,6 @@ class Device:
         """Prepare for an engine of ours, before its drafters are loaded."""
 
     def clock(self) -> Clock:
-        """Return the clock of its steps."""
         return Clock()
 
     def install_budgets(self) -> None:

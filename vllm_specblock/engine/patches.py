@@ -6,11 +6,9 @@ original.
 At start-up (`registration.py`):
     EngineArgs.create_speculative_config: `method` is a Literal.
     arg_utils.maybe_override_with_speculators: the checkpoint's method overrides the user's.
-    EngineArgs._set_default_chunked_prefill_and_prefix_caching_args: turns on prefix caching for
-        recurrent layers, whose states trees do not leave at the ends of blocks.
+    EngineArgs._set_default_chunked_prefill_and_prefix_caching_args: caches recurrent states.
     spec_decode.init_speculator: speculators cannot be registered.
-    SamplingParams._validate_spec_decode: refuses min_p and logit_bias with any speculation; with
-        trees they are exact. It also checks the keys of a request.
+    SamplingParams._validate_spec_decode: refuses min_p and logit_bias; ours checks our keys.
     SchedulerConfig.get_scheduler_cls: does not depend on the method; see `scheduler.py`.
 With our first engine in a frontend (`metrics/acceptance.py`):
     OutputProcessor.process_outputs: counts the tokens after a stop string that it drops.
@@ -33,10 +31,9 @@ With each of our engines, and in `specblock features` (`target_model.py`):
     BaseModelLoader.create_model: builds the layers that are checked before weights are loaded.
     attn_utils.add_kv_sharing_layers_to_kv_cache_groups: leaves a sharing layer without a spec.
 With each of our engines (`draft_models.py`):
-    Worker.start_draft_weight_update, finish_weight_update: load into the drafter's parameters,
-        which a folded drafter lacks.
+    Worker.start_draft_weight_update, finish_weight_update: a folded drafter lacks the parameters.
     Worker.sleep: level 2 discards weights that the drafter cannot reload.
-In `specblock features` (`extract.py`):
+In `specblock features` (`offline/target.py`):
     ExtractHiddenStatesSpeculator.propose: does not keep the state after the final norm.
 """
 

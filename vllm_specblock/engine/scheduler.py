@@ -17,7 +17,6 @@ from vllm_specblock.engine.request_drafts import wants_drafts
 UNDRAFTED = "specblock_undrafted"
 """Attribute of a `ModelRunnerOutput`: ids of its requests without new drafts, a set."""
 
-
 FORGET = "~specblock_forget"
 """Id of no request, reported as finished: workers are to forget all finished requests. It sorts
 after vLLM's ids, so that they see those of the same step first."""

@@ -138,7 +138,7 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
     names = [name for name, layer in layers.items() if isinstance(layer, AttentionLayerBase)]
     if config.model_config.is_hybrid:
         # vLLM's recurrent layers load kernels for a GPU on import.
-        from vllm_specblock.engine.recurrent.layers import KINDS
+        from vllm_specblock.engine.recurrent import KINDS
 
         names = [name for name in names if type(layers[name]) not in KINDS]
     for name in names:

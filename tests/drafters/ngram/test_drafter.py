@@ -165,16 +165,6 @@ def test_the_newest_answers_are_kept(answers, room):
     assert (head.earlier == -1).all()
 
 
-def test_some_requests_draft_as_in_the_whole_batch():
-    draw = torch.Generator().manual_seed(0)
-    batch = [torch.randint(3, (n,), generator=draw).tolist() for n in (30, 5, 40, 17)]
-    head = advanced(batch, NGramConfig(), 40)
-    whole, wanted = head.draft(), torch.tensor([3, 0])
-    some = head.draft(wanted)
-    for name in some.TENSORS:
-        assert torch.equal(getattr(some, name), getattr(whole, name)[wanted]), name
-
-
 @pytest.mark.parametrize("position", [-2, -1, LONGEST + 30])
 def test_rows_that_stand_for_nothing_are_safe(position):
     """Dummy batches bring positions that belong to no text."""

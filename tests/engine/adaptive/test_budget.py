@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from vllm_specblock.cpu.host_budget import HostBudgetManager, padded, sizes
 from vllm_specblock.engine import adaptive
-from vllm_specblock.engine.adaptive import DeviceBudgetManager
+from vllm_specblock.engine.adaptive import TreeBudgetManager
 from vllm_specblock.engine.device import Clock
 from vllm_specblock.feedback.controller import Controller
 
@@ -50,7 +50,7 @@ def managers_of(engine, kind: type) -> list:
 def managers(budgeted, monkeypatch):
     """Costs that ours is given are not the engine's."""
     monkeypatch.setattr(budgeted.speculator, "controller", Controller(NUM_NODES))
-    return managers_of(budgeted, DeviceBudgetManager)
+    return managers_of(budgeted, TreeBudgetManager)
 
 
 def a_batch(draw: np.random.Generator, steady: bool):
@@ -63,7 +63,7 @@ def a_batch(draw: np.random.Generator, steady: bool):
     return names, drafts, others, torch.from_numpy(draw.permutation(MOST)[:count])
 
 
-@pytest.mark.parametrize("kind", [DeviceBudgetManager, HostBudgetManager])
+@pytest.mark.parametrize("kind", [TreeBudgetManager, HostBudgetManager])
 def test_every_batch_as_vllm_does(budgeted, kind, monkeypatch):
     managers = managers_of(budgeted, kind)
     sent = note_calls(monkeypatch, adaptive, "async_tensor_h2d", lambda *_, **__: "counts")

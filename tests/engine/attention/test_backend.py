@@ -11,8 +11,8 @@ from support.attention import Chunk, check, make_batch
 
 pytest.importorskip("vllm")
 
-from vllm_specblock.engine.attention import flash_causal
-from vllm_specblock.engine.attention.backend import TreeAttentionImpl, TreeAttentionMetadata
+from vllm_specblock.engine import attention
+from vllm_specblock.engine.attention import TreeAttentionImpl, TreeAttentionMetadata
 
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 32, 40
 
@@ -75,7 +75,7 @@ def stand_in_flash(query, key, value, *, window_size=(-1, -1), out=None, **given
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
 def test_requests_without_trees_by_flash_attention(window, soft_cap, monkeypatch):
     """The rows before theirs stay as they are."""
-    monkeypatch.setattr(flash_causal, "flash_attention", lambda head_size: stand_in_flash)
+    monkeypatch.setattr(attention, "flash_attention", lambda head_size: stand_in_flash)
     batch = make_batch([Chunk(9, 3), Chunk(37, 12), Chunk(0, 5), Chunk(20, 1)], group=2)
     metadata = SimpleNamespace(
         num_reqs=4,
@@ -86,13 +86,13 @@ def test_requests_without_trees_by_flash_attention(window, soft_cap, monkeypatch
         block_table_tensor=batch.block_table,
     )
     out = torch.full_like(batch.query, 7.0)
-    rest = flash_causal.after_trees(metadata, 1)
+    rest = attention.after_trees(metadata, 1)
     assert (rest.first_row, rest.max_query_len, rest.max_seq_len) == (3, 12, 51)
     rest.attend(batch.query, batch.kv_cache, 32**-0.5, out, window, soft_cap)
     assert (out[:3] == 7).all()
     out[:3] = batch.oracle(window=window, soft_cap=soft_cap)[:3]
     check(out, batch, window=window, soft_cap=soft_cap)
-    assert flash_causal.after_trees(metadata, 4) is None
+    assert attention.after_trees(metadata, 4) is None
 
 
 def test_flash_attention_takes_what_it_knows(monkeypatch):
@@ -103,9 +103,10 @@ def test_flash_attention_takes_what_it_knows(monkeypatch):
         return lambda head_size: partial(stand_in_flash, fa_version=version)
 
     cuda = torch.device("cuda")
-    monkeypatch.setattr(flash_causal, "flash_attention", of_version(3))
-    assert flash_causal.takes(spec(), cuda) and not flash_causal.takes(spec(), torch.device("cpu"))
-    assert not flash_causal.takes(spec(torch.uint8), cuda), "a cache of 8 bits"
-    assert not flash_causal.takes(spec(head_size=20), cuda)
-    monkeypatch.setattr(flash_causal, "flash_attention", of_version(None))
-    assert not flash_causal.takes(spec(), cuda), "a GPU that it has no kernel for"
+    monkeypatch.setattr(attention, "flash_attention", of_version(3))
+    assert attention.flash_takes(spec(), cuda)
+    assert not attention.flash_takes(spec(), torch.device("cpu"))
+    assert not attention.flash_takes(spec(torch.uint8), cuda), "a cache of 8 bits"
+    assert not attention.flash_takes(spec(head_size=20), cuda)
+    monkeypatch.setattr(attention, "flash_attention", of_version(None))
+    assert not attention.flash_takes(spec(), cuda), "a GPU that it has no kernel for"

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from vllm_specblock.engine.offline import generate
-from vllm_specblock.engine.offline.generate import VllmAnswerer
+from vllm_specblock.engine.offline import target
+from vllm_specblock.engine.offline.target import VllmAnswerer
 
 
 @pytest.mark.parametrize(
@@ -25,9 +25,9 @@ from vllm_specblock.engine.offline.generate import VllmAnswerer
 def test_a_cpus_first_runner_takes_whole_prompts(monkeypatch, cpu, runner, engine, chunked):
     """Else it fails at the first seeded prompt that is cut: its generators cannot be set back."""
     asked = {}
-    monkeypatch.setattr(generate, "LLM", lambda **settings: asked.update(settings))
-    monkeypatch.setattr(type(generate.current_platform), "is_cpu", lambda self: cpu)
-    monkeypatch.setattr(generate.envs, "VLLM_USE_V2_MODEL_RUNNER", runner, raising=False)
+    monkeypatch.setattr(target, "LLM", lambda **settings: asked.update(settings))
+    monkeypatch.setattr(type(target.current_platform), "is_cpu", lambda self: cpu)
+    monkeypatch.setattr(target.envs, "VLLM_USE_V2_MODEL_RUNNER", runner, raising=False)
     VllmAnswerer(Path("target"), max_length=64, engine=engine)
     assert asked.get("enable_chunked_prefill") == chunked
     assert asked["max_model_len"] == 64

@@ -131,7 +131,7 @@ def test_a_request_that_lives_through_a_pause(engine, monkeypatch):
     engine, pause = engine
     speculator, missed = engine.speculator, range(45, 75)
     fresh(engine, 1e6)
-    sizes, propose, discard = [], speculator.propose, speculator.tree_states.discard
+    sizes, propose, discard = [], speculator.propose, speculator.skipped.discard_blind
 
     def noting(batch, *args, **kwargs):
         position = int(batch.positions[0])
@@ -139,13 +139,14 @@ def test_a_request_that_lives_through_a_pause(engine, monkeypatch):
         sizes.append([position, not pause.on])
         return propose(batch, *args, **kwargs)
 
-    def dropped(req_idx, where):
-        sizes[-1][1] &= not bool(where.any())
-        discard(req_idx, where)
+    def dropped(req_idx):
+        blind = speculator.skipped.blind
+        sizes[-1][1] &= blind is None or not bool(blind.any())
+        discard(req_idx)
 
     with monkeypatch.context() as patching:
         patching.setattr(speculator, "propose", noting)
-        patching.setattr(speculator.tree_states, "discard", dropped)
+        patching.setattr(speculator.skipped, "discard_blind", dropped)
         tokens, _ = answer(engine, PROMPT[:40], 100)
     undrafted = [position for position, drafted in sizes if not drafted]
     first = next(position for position, drafted in sizes if drafted and position > missed.stop - 1)

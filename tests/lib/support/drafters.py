@@ -37,9 +37,8 @@ class ScriptedHead(Drafter):
     def advance(self, rows: CommittedTokens) -> None:
         """Has nothing to take in."""
 
-    def draft(self, requests=None) -> DraftTree:
-        slots = self.slots if requests is None else self.slots[requests]
-        return to_tree([self._one(req_idx) for req_idx in slots.tolist()], self.num_nodes)
+    def draft(self) -> DraftTree:
+        return to_tree([self._one(req_idx) for req_idx in self.slots.tolist()], self.num_nodes)
 
     def _one(self, req_idx: int) -> list[tuple[int, int]]:
         """(parent, token) of each node."""

@@ -16,7 +16,7 @@ def features_of(target: Path, layers: tuple[int, int, int], tokens: list[int], s
 def _extract(target, layers, tokens, scratch):
     import torch
 
-    from vllm_specblock.engine.offline.extract import FeatureExtractor
+    from vllm_specblock.engine.offline.target import FeatureExtractor
 
     engine = {"enforce_eager": True, "max_num_seqs": 4, "distributed_executor_backend": "uni"}
     engine |= {"kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.3}

@@ -88,8 +88,7 @@ class DraftAttentionBuilder:
     def step(self, rows: CommittedTokens) -> None:
         """Begin a step; later blocks follow the last of `rows`."""
         # Not the rows themselves: a prompt's states may be hundreds of megabytes.
-        self.position, self.index = rows.position, rows.index
-        self.row, self.table = rows.last, rows.block_table
+        self.committed = CommittedRows(rows.position, rows.index, rows.last, rows.block_table)
         self.token_block, self.newest_bound = rows.block_size, rows.max_position
 
     def first(self, rows: CommittedTokens) -> tuple[PagedAttention, torch.Tensor]:
@@ -109,13 +108,9 @@ class DraftAttentionBuilder:
         kept = sees(of.kept_start, [K * r for r in range(requests + 1)], of.kept_prefix)
         return PagedAttention(self.caches, of.kv_index, queries, kept), of.base
 
-    def begin(self, requests: torch.Tensor | None) -> None:
-        """Begin later blocks for some requests ([n] int64; None: all of the step)."""
-        row, table = self.row, self.table
-        if requests is not None:
-            row, table = row[requests], table[requests]
-        self.committed = CommittedRows(self.position, self.index, row, table)
-        rows, _, width = self.own.shape
+    def begin(self) -> None:
+        """Begin the later blocks of a step."""
+        row, (rows, _, width) = self.committed.last, self.own.shape
         prefix = row.new_empty(len(row), rows)
         reach = torch.empty_like(prefix) if self.path_rope else None
         # Each block fills in its own rows.

@@ -77,13 +77,6 @@ class NetworkDrafter(Drafter):
         """Run the network on some rows; returns [n, ..., H], of each request's last row."""
 
 
-def of_requests(requests: torch.Tensor | None, *of_step: torch.Tensor | None) -> tuple[Any, ...]:
-    """Select rows of `requests` [n] int64 (None: all) from per-request tensors, or None."""
-    if requests is None:
-        return of_step
-    return tuple(None if each is None else each[requests] for each in of_step)
-
-
 def in_parts(
     rows: CommittedTokens, forward: Callable[[CommittedTokens], torch.Tensor]
 ) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from vllm_specblock.candidates import NEVER, select_nodes
 from vllm_specblock.commit import store_kv
 from vllm_specblock.drafters.common.draft_attention import PagedAttention
-from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, in_parts, of_requests
+from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, in_parts
 from vllm_specblock.drafters.dflash.model import DFlashModel
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.options import DFlashConfig
@@ -58,13 +58,13 @@ class DFlashDrafter(NetworkDrafter):
             store_kv(cache, rows.kv_slot, *kv, packing=builder.packing)
         return rows.last
 
-    def draft(self, requests: Tensor | None = None) -> DraftTree:
-        root, beta = of_requests(requests, self.rows.token[self.rows.last], self.beta)
-        attend, position = self.attention_builder.blocks(self.rows, requests)
+    def draft(self) -> DraftTree:
+        root = self.rows.token[self.rows.last]
+        attend, position = self.attention_builder.blocks(self.rows)
         tokens = torch.cat([root[:, None], self.masks.expand(len(root), -1)], 1)
         state = self.model(self.embed(tokens.flatten()), position.flatten(), attend)
         state = state.view(*tokens.shape, -1)[:, 1:]
-        logprob, token = self.model.best(state, self.trees.width, beta)
+        logprob, token = self.model.best(state, self.trees.width, self.beta)
         # Masks without a slot have read other entries.
         lost = position[:, 1:, None] >= self.max_model_len
         return self.trees.grow(logprob.masked_fill(lost, NEVER), token)
@@ -85,16 +85,12 @@ class BlockRows:
         self.mask_words = pack_bits(sees)  # [S, W]
         self.rows_per_token, self.word_counts = self.size, {self.mask_words.shape[-1]}
 
-    def blocks(
-        self, rows: CommittedTokens, requests: Tensor | None
-    ) -> tuple[PagedAttention, Tensor]:
-        """Return the attention over n·S rows, block by block, and their positions [n, S] int64.
+    def blocks(self, rows: CommittedTokens) -> tuple[PagedAttention, Tensor]:
+        """Return the attention over R·S rows, block by block, and their positions [R, S] int64.
 
-        A block follows the newest row of each of `requests` [n] int64 (None: all of the step).
+        A block follows the newest row of each request.
         """
         table, size, last = rows.block_table, self.size, rows.last
-        if requests is not None:
-            last, table = last[requests], table[requests]
         count = len(last)
         first, ahead = rows.index[last] + 1, rows.position[last, None] + 1
         index, position = first[:, None] + self.offset, ahead + self.offset

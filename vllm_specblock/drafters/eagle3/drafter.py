@@ -10,7 +10,7 @@ import torch
 
 from vllm_specblock.candidates import tree_of
 from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder
-from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
+from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.options import Eagle3Config
@@ -55,13 +55,13 @@ class Eagle3Drafter(NetworkDrafter):
             rows.last,
         )
 
-    def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
+    def draft(self) -> DraftTree:
         model, top_k = self.model, self.shape.width
-        state, beta = of_requests(requests, self.state, self.beta)
+        state, beta = self.state, self.beta
         growth = expansion(self.shape, self.width, len(state))
         grown = growth.attach(None, *model.best(state[:, None, None], top_k, beta))
 
-        self.attention_builder.begin(requests)
+        self.attention_builder.begin()
         level = 1
         while isinstance(grown, NextStarts):
             level += 1

@@ -73,9 +73,6 @@ class NGramDrafter(Drafter):
     def forget(self) -> None:
         self.earlier.fill_(-1)
 
-    def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        texts = self.texts
-        if requests is not None:
-            texts = texts._replace(row=texts.row[requests], last=texts.last[requests])
-        follow = follow_triton if texts.table.is_cuda else continuations_numba.follow_numba
-        return tree_of(follow(texts, self.following))
+    def draft(self) -> DraftTree:
+        follow = follow_triton if self.texts.table.is_cuda else continuations_numba.follow_numba
+        return tree_of(follow(self.texts, self.following))

@@ -9,7 +9,7 @@ import torch
 
 from vllm_specblock.candidates import tree_of
 from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder
-from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
+from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.growth import Expansion, expansion
@@ -49,15 +49,14 @@ class SpecBlockDrafter(NetworkDrafter):
         condition = self.model.condition(rows.features(self.layers))
         return self.model(condition, self.embed(rows.token), base, attend, rows.last)
 
-    def draft(self, requests: torch.Tensor | None = None) -> DraftTree:
-        model = self.model
+    def draft(self) -> DraftTree:
+        model, beta = self.model, self.beta
         shape = replace(self.shape, num_blocks=1) if self.brief else self.shape
-        state, beta = of_requests(requests, self.state, self.beta)
-        drafted = state[:, None]  # [R, rows so far, K, H]; row 0 is the drafting row
+        drafted = self.state[:, None]  # [R, rows so far, K, H]; row 0 is the drafting row
         growth = self.expand(shape, self.width, len(drafted))
         grown = growth.attach(None, *model.candidates(drafted, shape.width, beta))
 
-        self.attention_builder.begin(requests)
+        self.attention_builder.begin()
         block = 1
         while isinstance(grown, NextStarts):
             block += 1

@@ -65,7 +65,7 @@ def register() -> None:
     if DEVICES.keys() == {"cuda"}:  # other devices bring their own
         register_backend(
             AttentionBackendEnum.CUSTOM,
-            "vllm_specblock.engine.attention.backend.TreeAttentionBackend",
+            "vllm_specblock.engine.attention.TreeAttentionBackend",
         )
     replaces(EngineArgs, "create_speculative_config")(create_speculative_config)
     replaces(EngineArgs, "_set_default_chunked_prefill_and_prefix_caching_args")(set_defaults)

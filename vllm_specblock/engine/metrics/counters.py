@@ -161,7 +161,7 @@ class Stopwatch(DraftClock):
     For vLLM's own: ours also commits there.
     """
 
-    def __init__(self, speculator: Any, device: str) -> None:
+    def __init__(self, speculator: Any, device: torch.device | str) -> None:
         super().__init__(torch.zeros(self.SIZE, dtype=torch.int64, device=device))
         propose = speculator.propose
 

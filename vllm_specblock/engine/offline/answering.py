@@ -53,15 +53,13 @@ def cpu_seconds() -> float:
 
 def stopwatch_of(llm: Any) -> Any:
     """Return the `Stopwatch` that times an engine's drafting; None: its drafter is out of reach."""
-    import torch
-
     from vllm_specblock.engine.metrics.counters import Stopwatch
 
     core = llm.llm_engine.engine_core
     if not llm.llm_engine.vllm_config.use_v2_model_runner or not hasattr(core, "engine_core"):
         return None
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
-    return Stopwatch(runner.speculator, "cuda" if torch.cuda.is_available() else "cpu")
+    return Stopwatch(runner.speculator, runner.device)
 
 
 class Answering:
@@ -98,16 +96,8 @@ class Answering:
         """
         from vllm import SamplingParams
 
-        params = [
-            SamplingParams(
-                temperature=job["temperature"],
-                max_tokens=job["max_tokens"],
-                ignore_eos=job["ignore_eos"],
-                seed=seed,
-                detokenize=False,
-            )
-            for seed in job["seeds"]
-        ]
+        given = {name: job[name] for name in ("temperature", "max_tokens", "ignore_eos")}
+        params = [SamplingParams(**given, seed=seed, detokenize=False) for seed in job["seeds"]]
         prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
         counted, used = read_counters(self.llm.get_metrics()), cpu_seconds()
         began = time.perf_counter()

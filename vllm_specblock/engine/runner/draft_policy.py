@@ -31,13 +31,11 @@ class DraftPolicy:
         num_nodes: N, nodes of a combined tree.
 
     Attributes:
-        wanted: [n] int64, requests of this step that get drafts; None: all.
         holes: set if the policy masks cache blocks itself; None: block tables are masked already.
         asked: a drafter with weights took part in the last proposal; read: rows that it had missed.
         max_depth: tokens on the longest path of any tree.
     """
 
-    wanted: torch.Tensor | None = None
     holes: CacheHoles | None = None
     asked, read = True, 0
 
@@ -54,7 +52,6 @@ class DraftPolicy:
         self.always = torch.ones(1, dtype=torch.bool, device=device)
 
     def learn(self, verified: VerifiedTrees) -> None:
-        """Learn from the verified trees."""
         for index, drafter in enumerate(self.drafters):
             if drafter.calibration is not None:
                 drafter.beta = drafter.calibration.learn_from(verified, index)
@@ -81,20 +78,12 @@ class DraftPolicy:
             drafter.brief = brief
 
     def advance(self, rows: CommittedTokens) -> None:
-        """Advance all drafters over the committed rows."""
         for drafter in self.drafters:
             drafter.advance(rows)
 
-    def draft(self, drafter: Drafter, rows: CommittedTokens) -> DraftTree:
-        """Return the trees of one drafter, empty for requests without drafts."""
-        if self.wanted is None:
-            return drafter.draft()
-        trees = DraftTree.empty(len(rows.last), drafter.num_nodes, rows.last.device)
-        return trees.put(self.wanted, drafter.draft(self.wanted))
-
-    def combine(self, rows: CommittedTokens, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
+    def combine(self, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
         """Return one tree per request, after `advance`, and counts of the `live` [R] requests."""
-        trees = [self.draft(drafter, rows) for drafter in self.drafters]
+        trees = [drafter.draft() for drafter in self.drafters]
         if len(trees) == 2:
             return self.of_both(live, *trees)
         (tree,) = trees
@@ -127,7 +116,7 @@ class SkippingMergedDrafters(DraftPolicy):
     rows are kept until it drafts again. Only a CPU can decide this in every step.
     """
 
-    def __init__(self, *given: Any, num_slots: int, controller: Controller) -> None:
+    def __init__(self, controller: Controller, num_slots: int, *given: Any) -> None:
         super().__init__(*given)
         (self.lookup,) = (at for at, it in enumerate(self.drafters) if not it.cache_layers())
         self.gate, self.behind, self.controller = DrafterGate(), Backlog(), controller
@@ -156,12 +145,11 @@ class SkippingMergedDrafters(DraftPolicy):
     def advance(self, rows: CommittedTokens) -> None:
         lookup, drafter = self.drafters[self.lookup], self.drafters[1 - self.lookup]
         lookup.advance(rows)
-        self.found = self.draft(lookup, rows)
+        self.found = lookup.draft()
         sure = first_token(self.found)
         slots = rows.req_idx.numpy()  # a host tensor
         self.read = sum(map(self.behind.rows, slots.tolist()))  # a host array
-        votes = sure if self.wanted is None else sure[self.wanted]
-        expected = self.gate.expects(votes.numpy())  # a host tensor
+        expected = self.gate.expects(sure.numpy())  # a host tensor
         behind = self.read + len(rows.token)
         # Dummy batches measure the cost of the drafter with weights.
         dummy = bool(slots[0] == self.scratch_idx)  # a host array
@@ -178,10 +166,10 @@ class SkippingMergedDrafters(DraftPolicy):
             if self.holes is not None:
                 self.holes.skip(rows.kv_slot)
 
-    def combine(self, rows: CommittedTokens, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
+    def combine(self, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
         found, drafter = self.found, self.drafters[1 - self.lookup]
         if self.asked:
-            tree = self.draft(drafter, rows)
+            tree = drafter.draft()
             if self.blind is not None:
                 nothing = DraftTree.empty(len(self.blind), tree.token.shape[1], tree.token.device)
                 tree = tree.where(self.blind, nothing)

@@ -19,9 +19,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_specblock.engine.attention.backend import TreeAttentionMetadataBuilder
+from vllm_specblock.engine.attention import TreeAttentionMetadataBuilder
 from vllm_specblock.engine.device import device_of
-from vllm_specblock.engine.recurrent.metadata import RecurrentTreeBuilder, TreeRows
 from vllm_specblock.engine.step_observer import WARM_UP
 from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 from vllm_specblock.verify.tree_mask import TreeMask
@@ -92,17 +91,19 @@ class TreeModelState(DefaultModelState):
             mask.num_trees = int(np.count_nonzero(drafts))  # a host array
         # A piecewise graph reads positions in the mask's buffer.
         self.plain = mask.num_trees == 0 and cudagraph_mode == CUDAGraphMode.NONE
-        trees = None
-        if self.speculator.recurrent and batch.num_draft_tokens:
+        recurrent, trees = self.speculator.recurrent, None
+        if recurrent and batch.num_draft_tokens:
+            from vllm_specblock.engine.recurrent import TreeRows
+
             trees = TreeRows(batch, self.tree_states.parent)
         for groups in attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder(0)
-                if isinstance(builder, RecurrentTreeBuilder):
-                    builder.trees = trees
                 if isinstance(builder, TreeAttentionMetadataBuilder):
                     builder.tree_mask = mask
                     self.plain = self.plain and not builder.needs_mask
+                elif recurrent:
+                    builder.trees = trees
         if not self.plain:
             rows = BatchRows(
                 batch.positions,

@@ -129,6 +129,8 @@ class SkippedSteps:
         """Discard the trees of requests whose drafter could not see their newest tokens."""
         if self.blind is None:
             return
-        self.tree_states.discard(req_idx, self.blind)
+        blind, states = self.blind[:, None], self.tree_states
+        for field, none in ((states.parent, -1), (states.origin, 0), (states.score, -torch.inf)):
+            field[req_idx] = field[req_idx].masked_fill(blind, none)
         if self.adaptive is not None:
-            self.adaptive.confidence[: len(self.blind)].masked_fill_(self.blind[:, None], 0)
+            self.adaptive.confidence[: len(blind)].masked_fill_(blind, 0)

@@ -97,7 +97,7 @@ class TreeSpeculator(DraftModelSpeculator):
         config, resolved, device = self.vllm_config, self.resolved, self.device
         target_layers, self.recurrent = sorted(target_attn_layer_names), list[Any]()
         if config.model_config.is_hybrid:
-            from vllm_specblock.engine.recurrent.layers import take_recurrent
+            from vllm_specblock.engine.recurrent import take_recurrent
 
             layers = config.compilation_config.static_forward_context
             target_layers, self.recurrent = take_recurrent(layers, target_layers)
@@ -107,10 +107,7 @@ class TreeSpeculator(DraftModelSpeculator):
         if combine is None or not combine.skip_drafter:
             self.draft_policy = DraftPolicy(*given)
         else:
-            slots = self.num_slots
-            self.draft_policy = SkippingMergedDrafters(
-                *given, num_slots=slots, controller=self.controller
-            )
+            self.draft_policy = SkippingMergedDrafters(self.controller, self.num_slots, *given)
         depth, follow = self.draft_policy.max_depth, any(each.cache_layers() for each in drafters)
         self.tree_states = states = TreeStates(self.num_slots, num_nodes, depth, device)
         self.caches = EngineCaches(config, target_layers, drafters, device)
@@ -144,7 +141,6 @@ class TreeSpeculator(DraftModelSpeculator):
         self.caches.find_groups(self.kv_cache_config)
 
     def bind_caches(self) -> None:
-        """Bind the allocated KV caches."""
         self.caches.bind()
         blocks = self.kv_cache_config.num_blocks, self.block_tables.block_sizes[self.caches.group]
         self.skipped.track(*blocks, self.draft_policy)
@@ -248,11 +244,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 self.graphs.run_fullgraph(graph)
                 tokens = self.draft_tokens[: batch.num_reqs]
             else:
-                # A GPU pads its batches and drafts for all requests.
-                if draft and undrafted.any() and not self.pad_rows:  # a host array
-                    self.draft_policy.wanted = torch.from_numpy(np.flatnonzero(~undrafted))
                 tokens = self.step(self._eager(batch, slot_mappings, states), draft)
-                self.draft_policy.wanted = None
             self.skipped.discard_blind(batch.idx_mapping)
             if self.adaptive is not None:
                 prompts = batch.num_reqs if batch.has_prefill and not dummy_run else 0
@@ -279,15 +271,16 @@ class TreeSpeculator(DraftModelSpeculator):
             self.counters.count(verified)
             self.skipped.nothing_drafted(req_idx)
             return self._no_trees(len(req_idx))
-        tree, drafted = self.draft_policy.combine(committed, rows.goes_on)
+        tree, drafted = self.draft_policy.combine(rows.goes_on)
         # With a prompt, most of the time is spent reading it.
         if not rows.batch.has_prefill:
             self.counters.clock.end()
         self.counters.count(verified, drafted)  # `store` overwrites the verified trees
         empty = None if self.adaptive is None else self.undrafted_there
         tokens = self.tree_states.store(req_idx, tree, rows.chain, empty, rows.tokens)
-        if self.adaptive is not None:
-            self.adaptive.write_survival(req_idx, committed.temperature)
+        if (adaptive := self.adaptive) is not None:
+            heat, found = committed.temperature, (adaptive.confidence, adaptive.later)
+            adaptive.acceptance.write_survival(self.tree_states.score, heat, req_idx, *found)
         return tokens
 
     def settle(self, rows: StepBatch) -> tuple[VerifiedTrees, CommittedTokens]:
@@ -305,7 +298,6 @@ class TreeSpeculator(DraftModelSpeculator):
         return verified, rows.committed(self.num_layers, texts, self.temperature)
 
     def _eager(self, batch: InputBatch, slot_mappings: Slots, states: States) -> StepBatch:
-        """Return an eager step."""
         self._mask(batch)
         chains, group = self.chains[batch.idx_mapping_np], self.caches.group
         return StepBatch(

@@ -66,11 +66,6 @@ class TreeStates:
         """
         return store_trees(req_idx, tree, self.trees, chain, empty, tokens)
 
-    def discard(self, req_idx: torch.Tensor, where: torch.Tensor) -> None:
-        """Drop the trees of the requests where `where` [R] bool holds."""
-        for field, none in ((self.parent, -1), (self.origin, 0), (self.score, float("-inf"))):
-            field[req_idx] = field[req_idx].masked_fill(where[:, None], none)
-
 
 @op(store_trees_triton)
 def store_trees(

@@ -1,1 +1,0 @@
-"""vLLM attention backend for draft trees."""

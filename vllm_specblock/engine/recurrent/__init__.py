@@ -1,1 +1,0 @@
-"""Trees through the recurrent layers of hybrid targets."""
