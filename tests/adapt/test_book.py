@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.records import random_record
 
 from vllm_specblock.adapt.book import Book, Record
@@ -32,47 +30,18 @@ def ids(records) -> list[str]:
     return [record.request for record in records]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.one_of(st.integers(0, 30), st.tuples(st.just("take"), st.integers(1, 4))), max_size=40
-    ),
-    st.integers(1, 5),
-)
-def test_the_book_is_a_plain_list_cut_to_its_room(what, room):
-    book = Book(room_for(room))
-    new: list[Record] = []  # the plain lists
-    left, judged, added = [], [], []
-    for each in what:
-        if isinstance(each, int):
-            record = random_record(f"request {each}")
-            assert book.add(record)
-            added.append(record)
-            if record.judged:
-                judged.append(record)
-            else:
-                new.append(record)
-                left += new[:-room]
-                new = new[-room:]
-        else:
-            first = {}
-            for record in new:
-                if len(first) < each[1]:
-                    first.setdefault(record.request, record)
-            taken = book.take(each[1])
-            assert list(map(id, taken)) == list(map(id, first.values()))
-            new = [record for record in new if all(record is not one for one in taken)]
-            left += taken
-    assert list(map(id, book.new)) == list(map(id, new))
-    assert list(map(id, book.recent.records)) == list(map(id, judged[-room:]))
-    rehearsed, old = book.reservoir.records, book.old.records
-    assert len(rehearsed) == min(room, len(left))
-    assert all(any(one is other for other in left) for one in rehearsed)
-    assert len(old) == min(room, max(0, len(judged) - room))
-    assert all(any(one is other for other in judged[:-room]) for one in old)
-    kept = [*book.new, *book.recent.records, *rehearsed, *old]
-    assert sum(record.size for record in kept) <= room_for(room) * (1 << 20)
-    assert book.counts["recorded"] == len(added)
+def test_each_part_of_the_book_keeps_to_its_room():
+    """New and recent records are the newest ones; old ones are a sample of what left them."""
+    book, records = Book(room_for(3)), [random_record(f"request {number}") for number in range(60)]
+    assert all(map(book.add, records)) and book.counts["recorded"] == 60
+    judged = [record for record in records if record.judged]
+    new = [record for record in records if not record.judged]
+    assert book.new == new[-3:] and book.recent.records == judged[-3:]
+    for part, left in ((book.reservoir, new[:-3]), (book.old, judged[:-3])):
+        assert len(part.records) == 3 and all(record in left for record in part.records)
+    parts = (*book.new, *book.recent.records, *book.reservoir.records, *book.old.records)
+    assert sum(record.size for record in parts) <= room_for(3) * (1 << 20)
+    assert book.take(2) == new[-3:-1] and book.new == new[-1:]
 
 
 def test_judged_requests_are_one_in_five_and_never_learned_from():

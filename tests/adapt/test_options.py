@@ -93,14 +93,9 @@ def test_where_a_trainer_cannot_be(trainer, serving, parts, monkeypatch, tmp_pat
     [
         ({}, {"policy": "gain", "actions": "heads", "device": "cpu", "lr": None, "out": None}),
         ({"trainer": "cuda:1"}, {"device": "cuda:1", "actions": "all"}),
-        (
-            {"policy": "always", "every": 4, "lr": 1e-3},
-            {"policy": "always", "every": 4, "lr": 1e-3},
-        ),
-        (
-            {"rule": "paper", "memory": 64, "out": "x"},
-            {"policy": "paper", "memory": 64, "out": "x"},
-        ),
+        ({"policy": "always", "every": 4}, {"policy": "always", "every": 4}),
+        ({"rule": "paper", "lr": 1e-3}, {"policy": "paper", "lr": 1e-3}),
+        ({"memory": 64, "out": "x"}, {"memory": 64, "out": "x"}),
     ],
 )
 def test_a_trainer_is_told_what_the_options_say(given, said):

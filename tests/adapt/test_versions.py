@@ -34,10 +34,6 @@ def other_drafter(seed: int = 8):
     return small_drafter(seed, vocab=VOCAB)
 
 
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
 def test_a_version_is_a_drafter_with_its_provenance(folder):
     drafter = other_drafter()
     name = folder.write(drafter, FACTS)
@@ -61,7 +57,8 @@ def test_only_the_owner_can_look(folder):
     name = folder.write(other_drafter(), FACTS)
     folder.use(name)
     for path in (folder.out, *folder.out.rglob("*")):
-        assert mode(path) == (0o700 if path.is_dir() else 0o600), path
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
 
 
 def test_nothing_is_made_for_a_look(pair, tmp_path):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from support.train_batches import lesson_of, packed
 
-from vllm_specblock.train.config import Recipe
+from vllm_specblock.train.config import Recipe, RunConfig, parse
 from vllm_specblock.train.distributed import BatchCounts
 from vllm_specblock.train.specblock import SpecBlockLearner, Unroll, outcome
+from vllm_specblock.train.target.features import TargetOutputs
+from vllm_specblock.train.train_state import TrainState
 
 COLUMNS = 24
 LENGTHS = ((12, 10), (20,))  # documents of the two windows
@@ -159,3 +162,30 @@ def test_recomputing_changes_no_gradient(scene):
     assert plain.keys() == again.keys() and len(plain) > 20
     for name, gradient in plain.items():
         torch.testing.assert_close(again[name], gradient, msg=name)
+
+
+@pytest.mark.parametrize("floor", [0.0, 1.0])
+def test_micro_batches_add_up_to_the_batch(scene, floor):
+    """Under the valid-prefix mask each of them counts other rows."""
+    recipe, gradients = Recipe(rank_from=0, loss_floor=floor), []
+    for micro in (2, 1):
+        drafter, train_batch = scene()
+        config = parse(RunConfig, target="T", data="D", out="O")
+        train_state = TrainState(SpecBlockLearner(drafter, recipe), config)
+        counts, parts = BatchCounts(2 // micro), []
+        for first in range(0, 2, micro):
+            here = slice(first, first + micro)
+            outputs = TargetOutputs(*(rows[here] for rows in train_batch.target_outputs))
+            part = replace(train_batch, batch=train_batch.batch[here], target_outputs=outputs)
+            parts.append(replace(part, counts=counts))
+        for part in parts if micro == 1 else ():
+            train_state.count(part)
+        counts.finish()
+        for part in parts:
+            train_state.learn(part, more_to_come=False)
+        gradients.append({n: p.grad for n, p in drafter.named_parameters() if p.grad is not None})
+    whole, summed = gradients
+    assert whole.keys() == summed.keys() and "rank_head.0.weight" in whole and len(whole) > 10
+    for name, gradient in whole.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(summed[name], gradient, atol=1e-5 * scale, rtol=1e-4, msg=name)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from support.training import equal
 
 from vllm_specblock.train.config import TrainConfig, parse
 from vllm_specblock.train.run import build
@@ -28,58 +29,37 @@ OPTIONS = {
 }
 
 
-@pytest.fixture
-def pair(folder) -> dict:
-    return {"target": folder / "target", "data": folder / "d.safetensors"}
-
-
-@pytest.fixture
-def command(pair, tmp_path):
-    """`specblock train` in so many processes, as a command line; OUT is tmp_path/name."""
-
-    def command(name: str, ranks: int = 1, **changes) -> list[str]:
-        options = {**OPTIONS, **pair, "out": tmp_path / name, **changes}
-        words = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        python = [sys.executable, *(launch if ranks > 1 else [])]
-        return [*python, "-m", "vllm_specblock", "train", *words]
-
-    return command
-
-
-@pytest.fixture
-def train_state(tmp_path):
-    """What the run called `name` has saved of its drafter."""
-
-    def train_state(name: str):
-        path = tmp_path / name / "training" / "state.pt"
-        return torch.load(path, weights_only=True)["learners"]["drafter"]
-
-    return train_state
-
-
-def run(command: list[str]) -> None:
+def trained(options: dict, ranks: int = 1) -> dict:
+    """What `specblock train` in so many processes has saved of its drafter."""
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    python = [sys.executable, *(launch if ranks > 1 else [])]
+    command = [*python, "-m", "vllm_specblock", "train", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
+    state = torch.load(options["out"] / "training" / "state.pt", weights_only=True)
+    return state["learners"]["drafter"]
 
 
-def test_two_processes_end_where_one_does(command, train_state, pair, tmp_path):
-    run(command("one"))
-    one = train_state("one")
+def test_two_processes_end_where_one_does(folder, tmp_path):
+    options = {**OPTIONS, "target": folder / "target", "data": folder / "d.safetensors"}
+    one = trained(options | {"out": tmp_path / "one"})
     for parallel in ("replicate", "shard"):
         # Each counts other rows under the valid-prefix mask, and so does each of its micro-batches.
-        run(command(parallel, 2, parallel=parallel, micro_batch=1))
-        two = train_state(parallel)
-        close(one, two)
+        out = tmp_path / parallel
+        two = trained(options | {"out": out, "parallel": parallel, "micro_batch": 1}, ranks=2)
+        assert one["model"].keys() == two["model"].keys()
+        for name, value in one["model"].items():
+            torch.testing.assert_close(two["model"][name], value, atol=2e-5, rtol=1e-3, msg=name)
         mine, other = (json.loads(state["log"]["entries"]) for state in (one, two))
         assert [entry["step"] for entry in mine] == [entry["step"] for entry in other]
         assert [entry["step"] for entry in mine] == [2, 2, 4, 4]
         for entry, its in zip(mine[::2], other[::2]):
             assert entry["loss"][0] == pytest.approx(its["loss"][0], rel=1e-3)
         assert [entry.get("tau") for entry in mine] == [entry.get("tau") for entry in other]
-        for kept in (tmp_path / parallel, tmp_path / parallel / "best"):
+        for kept in (out, out / "best"):
             assert (kept / "model.safetensors").exists() and (kept / "provenance.json").exists()
-    goes_on({**OPTIONS, **pair, "out": tmp_path / "shard"}, two)
+    goes_on(options | {"out": out}, two)
 
 
 def goes_on(options: dict, saved: dict) -> None:
@@ -87,17 +67,10 @@ def goes_on(options: dict, saved: dict) -> None:
     trainer = build(parse(TrainConfig, **options), torch.device("cpu"))
     trainer.restore()
     state = trainer.train_state.state()
-    assert all(torch.equal(saved["model"][name], value) for name, value in state["model"].items())
+    assert equal(saved["model"], state["model"])
     (moments,), (found,) = ([each["state"] for each in of["optimizers"]] for of in (saved, state))
     assert len(moments) > 20 and moments.keys() == found.keys()
-    for number, of in found.items():
-        assert all(torch.equal(moments[number][name], value) for name, value in of.items())
+    assert all(equal(moments[number], of) for number, of in found.items())
     step = trainer.step
     trainer.update()
     assert trainer.step == step + 1
-
-
-def close(state, other):
-    assert state["model"].keys() == other["model"].keys()
-    for name, value in state["model"].items():
-        torch.testing.assert_close(other["model"][name], value, atol=2e-5, rtol=1e-3, msg=name)

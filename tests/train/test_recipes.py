@@ -34,14 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STDLIB = ROOT / "examples/stdlib_100m"
 RECIPES = sorted(ROOT.glob("examples/recipes/*.yaml"))
 YAMLS = sorted([*ROOT.glob("examples/**/*.yaml"), *ROOT.glob("benchmarks/**/*.yaml")])
-PAGES = sorted(
-    [
-        *ROOT.glob("*.md"),
-        *ROOT.glob("docs/*.md"),
-        *ROOT.glob("examples/**/*.md"),
-        *ROOT.glob("benchmarks/**/*.md"),
-    ]
-)
+PLACES = ("*.md", "docs/*.md", "examples/**/*.md", "benchmarks/**/*.md")
+PAGES = sorted(page for place in PLACES for page in ROOT.glob(place))
 
 PAPER = {"block_size": 4, "num_layers": 2, "num_blocks": 2, "draft_vocab_size": 32000, "batch": 96}
 PAPER |= {"epochs": 20.0, "steps": None, "lr": 5e-5, "warmup": 0.015, "clip": 0.5}

@@ -25,69 +25,50 @@ class RunConfig(BaseModel):
     )
     out: Path = Field(description="Where the drafter goes; training state lies in OUT/training.")
     features: Path | None = Field(
-        default=None,
-        description="What `specblock features` wrote for the same data; default: a forward of "
-        "the target for every batch.",
+        None, description="What `specblock features` wrote; default: run the target on each batch."
     )
-    target_name: str | None = Field(
-        default=None,
-        description="What vLLM loads as the target, folder or hub id; default: target.",
-    )
+    target_name: str | None = Field(None, description="Folder or hub id for vLLM; default: target.")
     layer_ids: tuple[int, int, int] | None = Field(
-        default=None,
+        None,
         description="Target layers whose states the drafter reads; i is the state after i layers; "
         "default: 2, N/2, N-3 of N.",
     )
-    draft_vocab_size: int = Field(
-        default=32000, ge=10, description="Most frequent target tokens that the drafter can name."
-    )
+    draft_vocab_size: int = Field(32000, ge=10, description="Size of the draft vocabulary.")
 
-    epochs: float = Field(default=20.0, gt=0, description="Passes over the data.")
-    steps: int | None = Field(
-        default=None, ge=1, description="Optimiser updates in all; default: what epochs come to."
-    )
-    batch: int = Field(default=96, ge=1, description="Windows of one update, over all devices.")
+    epochs: float = Field(20.0, gt=0, description="Passes over the data.")
+    steps: int | None = Field(None, ge=1, description="Updates in all; default: those of epochs.")
+    batch: int = Field(96, ge=1, description="Windows of one update, over all devices.")
     micro_batch: int | None = Field(
-        default=None,
-        ge=1,
-        description="Windows that a device takes at once; gradients add up until the batch is "
-        "whole. Default: its whole share.",
+        None, ge=1, description="Windows that a device takes at once; default: its share of batch."
     )
-    length: int = Field(default=2048, ge=8, description="Columns of a window, tokens.")
-    pack: bool = Field(default=True, description="Put several short documents into one window.")
+    length: int = Field(2048, ge=8, description="Columns of a window, tokens.")
+    pack: bool = Field(True, description="Put several short documents into one window.")
     optimizer: Literal["adamw", "muon"] = Field(
-        default="adamw",
-        description="muon: Muon for the matrices between hidden states, AdamW for the rest.",
+        "adamw", description="muon: for matrices between hidden states, with AdamW for the rest."
     )
-    lr: float = Field(default=5e-5, gt=0, description="Peak learning rate.")
-    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
-    warmup: float = Field(
-        default=0.015, ge=0, le=1, description="Share of the steps with a linearly rising rate."
-    )
-    clip: float = Field(default=0.5, gt=0, description="Largest gradient norm of one update.")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="Seeds weights, shuffling and cuts.")
+    lr: float = Field(5e-5, gt=0, description="Peak learning rate.")
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
+    warmup: float = Field(0.015, ge=0, le=1, description="Share of updates with a rising rate.")
+    clip: float = Field(0.5, gt=0, description="Largest gradient norm of one update.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seeds weights, shuffling and cuts.")
 
-    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N.")
     precision: Literal["fp32", "bf16"] = Field(
-        default="bf16", description="Arithmetic of both models; master weights are always fp32."
+        "bf16", description="Arithmetic of both models; master weights are always fp32."
     )
     parallel: Literal["replicate", "shard"] = Field(
-        default="replicate",
-        description="Under torchrun: every device holds the whole drafter, or a shard of its "
-        "weights, gradients and optimiser state.",
+        "replicate", description="Under torchrun: each device holds the drafter, or a shard of it."
     )
-    save_every: int = Field(default=200, ge=1, description="Updates between two checkpoints.")
-    log_every: int = Field(default=20, ge=1, description="Updates between two log lines.")
+    save_every: int = Field(200, ge=1, description="Updates between two checkpoints.")
+    log_every: int = Field(20, ge=1, description="Updates between two log lines.")
     hold_out: int = Field(
-        default=0,
+        0,
         ge=0,
         description="Sequences at the data's end that are not trained on but drafted along: the "
         "drafter with the best τ is kept in OUT/best.",
     )
-    eval_every: int = Field(default=1000, ge=1, description="Updates between two of those replays.")
-    minutes: float | None = Field(
-        default=None, gt=0, description="Save and stop after so many; a later call goes on."
-    )
+    eval_every: int = Field(1000, ge=1, description="Updates between two of those replays.")
+    minutes: float | None = Field(None, gt=0, description="Save and stop after so many; resumable.")
 
     @model_validator(mode="after")
     def _micro_batches_fill_the_batch(self) -> RunConfig:
@@ -109,49 +90,35 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_blocks: int = Field(default=2, ge=1, description="M, blocks drafted one after the other.")
-    rank_from: int = Field(default=2000, ge=0, description="First update with the rank loss.")
+    num_blocks: int = Field(2, ge=1, description="M, blocks drafted one after the other.")
+    rank_from: int = Field(2000, ge=0, description="First update with the rank loss.")
     loss_floor: float = Field(
-        default=0.25,
+        0.25,
         ge=0,
         le=1,
         description="Share of the rows that eq. 6 divides by at the least; 0 is the paper's.",
     )
-    valid_prefix: bool = Field(
-        default=True, description="Ablation: without, loss is counted after a wrong position too."
-    )
-    mask_restart: bool = Field(
-        default=False, description="The valid-prefix mask starts anew in each block."
-    )
-    recompute: bool = Field(
-        default=False, description="Activation checkpointing: less memory, a third more work."
-    )
+    valid_prefix: bool = Field(True, description="Ablation: without, loss counts after errors.")
+    mask_restart: bool = Field(False, description="The valid-prefix mask restarts in each block.")
+    recompute: bool = Field(False, description="Less memory, a third more work.")
 
 
 class TrainConfig(Recipe, RunConfig):
     """Options of `specblock train`."""
 
-    init: Path | None = Field(
-        default=None, description="Drafter to start from; default: fresh weights for the target."
-    )
+    init: Path | None = Field(None, description="Drafter to start from; default: fresh weights.")
     # Shape of a new drafter; with `init` the checkpoint determines it.
-    block_size: int = Field(default=4, ge=1, description="K, draft positions of one block.")
-    num_layers: int = Field(default=2, ge=1, description="Decoder layers of the drafter.")
-    intermediate_size: int | None = Field(
-        default=None, ge=1, description="Width of its MLPs; default: the target's."
-    )
-    rank_topk: int | Literal["full"] = Field(
-        default=20, description="Logits that the rank features are taken over, or full."
-    )
+    block_size: int = Field(4, ge=1, description="K, draft positions of one block.")
+    num_layers: int = Field(2, ge=1, description="Decoder layers of the drafter.")
+    intermediate_size: int | None = Field(None, ge=1, description="MLP width; default: target's.")
+    rank_topk: int | Literal["full"] = Field(20, description="Logits for rank features, or full.")
     block_rope: Literal["base", "path"] = Field(
-        default="base", description="RoPE base of later blocks: block 1's, or moved on by the path."
+        "base", description="RoPE base of later blocks: block 1's, or moved on by the path."
     )
     prefix_broadcast: bool = Field(
-        default=True, description="Ablation: without, position 1 alone is given the prefix."
+        True, description="Ablation: without, position 1 alone is given the prefix."
     )
-    layer_shift: bool = Field(
-        default=True, description="Ablation: without, nothing stands between the layers."
-    )
+    layer_shift: bool = Field(True, description="Ablation: without, nothing is between layers.")
 
     @model_validator(mode="after")
     def _window_holds_a_block(self) -> TrainConfig:
@@ -193,37 +160,29 @@ class DataOptions(BaseModel):
     )
     out: Path = Field(description="Folder to write the shards to.")
 
-    raw_prompts: bool = Field(default=False, description="Do not apply the chat template.")
+    raw_prompts: bool = Field(False, description="Do not apply the chat template.")
     temperature: tuple[Annotated[float, Field(ge=0)], ...] = Field(
-        default=(0.0,),
-        min_length=1,
-        description="0 is greedy. Repeatable; conversations take turns.",
+        (0.0,), min_length=1, description="0 is greedy. Repeatable; conversations take turns."
     )
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of sampled answers.")
-    max_new_tokens: int = Field(default=1024, ge=1, description="Tokens of one answer, at most.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of sampled answers.")
+    max_new_tokens: int = Field(1024, ge=1, description="Tokens of one answer, at most.")
     max_length: int = Field(
-        default=2048,
+        2048,
         ge=2,
         description="Tokens of a sequence. Chats end there; texts continue in a new sequence.",
     )
-    seed: int = Field(default=0, ge=0, description="Seeds the sampling.")
-    limit: int | None = Field(
-        default=None, ge=1, description="Usable lines of the input to take. Default: all."
-    )
-    shard_size: int = Field(
-        default=512, ge=1, description="Lines of a shard: what a killed run can lose."
-    )
+    seed: int = Field(0, ge=0, description="Seeds the sampling.")
+    limit: int | None = Field(None, ge=1, description="Usable lines to take. Default: all.")
+    shard_size: int = Field(512, ge=1, description="Lines of a shard: what a killed run can lose.")
     template_options: dict[str, Any] = Field(
-        default={},
+        {},
         description="""Variables of the chat template, such as '{"enable_thinking": false}'.""",
     )
-    dtype: str = Field(default="auto", description="Of the target's arithmetic, as in vLLM.")
+    dtype: str = Field("auto", description="Of the target's arithmetic, as in vLLM.")
 
-    draft_vocab_size: int = Field(
-        default=32000, ge=1, description="Most frequent tokens whose coverage is printed."
-    )
+    draft_vocab_size: int = Field(32000, ge=1, description="Tokens whose coverage is printed.")
     engine: dict[str, Any] = Field(
-        default={},
+        {},
         description="""Further arguments of vLLM's LLM, such as '{"max_num_seqs": 512}'.""",
     )
 
@@ -259,11 +218,7 @@ def parse(model: type[_Model], /, **options: Any) -> _Model:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The options in a YAML file.
-
-    Raises:
-        TrainError: the file is missing, or no mapping of options to values.
-    """
+    """Return the options in a YAML file; raises `TrainError` if it is missing, or no mapping."""
     import yaml
 
     try:

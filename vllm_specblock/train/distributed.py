@@ -88,18 +88,14 @@ class BatchCounts:
         self._counted = True
 
     def mean(self, total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
-        """Return this micro-batch's share of means over all rows.
-
-        Averaged over ranks and rounds, it is the mean that one rank would compute in one round.
-        Valid after `finish`.
+        """Return this micro-batch's share of means over all rows: [...] fp32, 0 if no row was
+        counted. Averaged over ranks and rounds, it is the mean that one rank would compute in one
+        round. Valid after `finish`.
 
         Args:
             total: [...] fp32 with gradient, sums over this rank's rows.
             count: [...] number of these rows, any dtype.
             floor: minimum of the divisors, as a share of the largest.
-
-        Returns:
-            [...] fp32; 0 if no row was counted.
         """
         number, self._next = self._next, self._next + 1
         if self.rounds == 1:

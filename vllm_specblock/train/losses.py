@@ -65,6 +65,26 @@ def block_loss(
         rejected_only: count only the wrong choice of each path (Online Speculative Decoding).
     """
     head = drafter.lm_head.weight.to(hidden.dtype)  # one cast for all positions
+
+    def losses_at(rows: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Summed cross-entropy [], summed rank loss [], and first choice is the label [n]."""
+        wanted = label[rows, k]
+        correct, buckets, features = torch.empty_like(wanted, dtype=torch.bool), [], []
+
+        def look(some: slice, logits: Tensor) -> None:
+            correct[some] = logits.argmax(-1) == wanted[some]
+            if rank:
+                buckets.append(rank_bucket(logits, wanted[some]))
+                features.append(drafter.rank_features(logits))
+
+        normed = drafter.norm(hidden[rows, k])
+        loss, _ = head_loss(normed, head, target_probs, target_row[rows, k], look)
+        rank_loss = torch.zeros_like(loss)
+        if rank and buckets:
+            rank_logits = drafter.rank(normed, torch.cat(features)).float()
+            rank_loss = cross_entropy(rank_logits, torch.cat(buckets), reduction="sum")
+        return loss, rank_loss, correct
+
     rows = start.nonzero()[:, 0]
     right = start.clone()  # rows without a wrong choice so far
     on_path, hit = torch.zeros_like(label).bool(), torch.zeros_like(label).bool()
@@ -78,15 +98,7 @@ def block_loss(
                 choice = drafter.lm_head(drafter.norm(hidden[rows, k])).argmax(-1)
             correct = choice == label[rows, k]
             counted = rows[~correct]
-        loss, rank_loss, right_here = _position(
-            drafter,
-            head,
-            hidden[counted, k],
-            label[counted, k],
-            target_probs,
-            target_row[counted, k],
-            rank,
-        )
+        loss, rank_loss, right_here = losses_at(counted, k)
         if not rejected_only:
             correct = right_here
         draft.append(loss)
@@ -100,34 +112,6 @@ def block_loss(
     return BlockLoss(
         torch.stack(draft), rank_sum, torch.tensor(num_positions, device=label.device), on_path, hit
     )
-
-
-def _position(
-    drafter: SpecBlockModel,
-    head: Tensor,
-    hidden: Tensor,
-    label: Tensor,
-    target_probs: Tensor,
-    target_row: Tensor,
-    rank: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One position at n rows: summed cross-entropy [], summed rank loss [], first choice is the
-    label [n]. head [Vd, H], hidden [n, H] in its dtype, label and target_row [n]."""
-    correct, buckets, features = torch.empty_like(label, dtype=torch.bool), [], []
-
-    def look(rows: slice, logits: Tensor) -> None:
-        correct[rows] = logits.argmax(-1) == label[rows]
-        if rank:
-            buckets.append(rank_bucket(logits, label[rows]))
-            features.append(drafter.rank_features(logits))
-
-    normed = drafter.norm(hidden)
-    loss, _ = head_loss(normed, head, target_probs, target_row, look)
-    rank_loss = torch.zeros_like(loss)
-    if rank and buckets:
-        rank_logits = drafter.rank(normed, torch.cat(features)).float()
-        rank_loss = cross_entropy(rank_logits, torch.cat(buckets), reduction="sum")
-    return loss, rank_loss, correct
 
 
 def rank_bucket(logits: Tensor, label: Tensor) -> Tensor:
@@ -147,12 +131,9 @@ Look = Callable[[slice, Tensor], None]
 def head_loss(
     normed: Tensor, head: Tensor, target_probs: Tensor, target_row: Tensor, look: Look
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the draft logits normed [n, H] · head [Vd, H] (of one dtype) against rows
-    target_row [n] int64 of target_probs [P, Vd] fp32, which sum to 1.
-
-    Returns:
-        its sum [] fp32, and each row's [n] fp32, without a gradient.
-    """
+    """Return the cross-entropy of draft logits normed [n, H] · head [Vd, H] (of one dtype) against
+    rows target_row [n] int64 of target_probs [P, Vd] fp32, which sum to 1: its sum [] fp32, and
+    each row's [n] fp32, without a gradient."""
     apply: Any = _HeadLoss.apply  # untyped in torch
     return apply(normed, head, target_probs, target_row, look, torch.is_grad_enabled())
 

@@ -102,15 +102,9 @@ def _draw_weights(drafter: SpecBlockModel, generator: torch.Generator) -> None:
 
 
 def most_frequent(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the draft vocabulary of the `size` most frequent ids; ties go to the lower id.
-
-    Args:
-        counts: [V] int64, how often each target id is to be predicted.
-
-    Returns:
-        d2t [size] int64, what a draft id lacks to its target id, and t2d [V] bool, whether a
-        target id has a draft id. Draft ids ascend with their target ids.
-    """
+    """Return the draft vocabulary of the `size` most frequent ids by counts [V] int64; ties go to
+    the lower id. Draft ids ascend with their target ids: d2t [size] int64 is what a draft id lacks
+    to its target id, and t2d [V] bool whether a target id has a draft id."""
     order = counts.cpu().sort(descending=True, stable=True).indices
     named = order[:size].sort().values
     t2d = torch.zeros(len(counts), dtype=torch.bool)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -80,17 +79,12 @@ def test_random_arrivals(seed, late):
     assert [number for _, number in first.taken] == [number for _, number in second.taken]
 
 
-def current(pair: Pair, out: Path) -> None:
-    """A version of seed 1 that a person chose."""
-    versions = pair.versions(out)
+def test_a_folder(tmp_path):
+    (tmp_path / "pair").mkdir()
+    versions = Pair.make(tmp_path / "pair").versions(tmp_path / "requests/versions")
     versions.lock()
     versions.use(versions.write(small_drafter(1, vocab=VOCAB), {"parent": None}))
     versions.unlock()
-
-
-def test_a_folder(tmp_path):
-    (tmp_path / "pair").mkdir()
-    current(Pair.make(tmp_path / "pair"), tmp_path / "requests/versions")
     first, second = on_both_ranks(linked, tmp_path)
     assert first.seen == second.seen and first.seen[0] == digest_of(1)
     assert first.seen[-1] == digest_of(3), "the delivered drafter was chosen meanwhile"
@@ -106,16 +100,17 @@ def test_a_start(bad):
     assert first.reads == second.reads == (3 if bad else 2)
 
 
-@pytest.fixture(params=["cpu", "gpu"])
-def turns(request, monkeypatch):
-    """Turns of one rank until a version serves or is refused; as on a GPU: prepared in a thread."""
+@pytest.mark.parametrize("threaded", [False, True], ids=["cpu", "gpu"])
+def test_refused_weights_leave_what_serves_and_room_for_the_next(threaded, monkeypatch):
+    """On a GPU a thread prepares weights over several turns; they serve whole, or not at all."""
     model, link = served_of(0), Script({})
     swaps = Swaps(link, model)
-    if request.param == "gpu":
+    if threaded:
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
         swaps._pool = ThreadPoolExecutor(1)
 
-    def until_settled(number: int) -> str:
+    def after(number: int) -> str:
+        """What serves once a version was taken or refused."""
         link.arrivals, before = {0: number}, len(link.taken) + len(link.refused)
         for _ in range(10_000):
             swaps.turn()
@@ -124,18 +119,12 @@ def turns(request, monkeypatch):
             time.sleep(1e-4)
         raise AssertionError("the version never came")
 
-    until_settled.link, until_settled.threaded = link, swaps._pool is not None
-    return until_settled
-
-
-def test_refused_weights_leave_what_serves_and_room_for_the_next(turns, monkeypatch):
-    """Weights that are prepared over several turns serve whole, or not at all."""
-    assert turns(2) == digest_of(2)
-    assert turns(-3) == digest_of(2)
-    if turns.threaded:
+    assert after(2) == digest_of(2)
+    assert after(-3) == digest_of(2)
+    if threaded:
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "pin_memory", None)  # a fault of another kind
-            assert turns(4) == digest_of(2)
-    assert turns(5) == digest_of(5)
-    assert turns.link.refused == ([3, 4] if turns.threaded else [3])
-    assert [number for _, number in turns.link.taken] == [2, 5]
+            assert after(4) == digest_of(2)
+    assert after(5) == digest_of(5)
+    assert link.refused == ([3, 4] if threaded else [3])
+    assert [number for _, number in link.taken] == [2, 5]

@@ -19,27 +19,19 @@ def said(*turns):
     return tuple({"role": role, "content": text} for role, text in turns)
 
 
+def sharegpt(*turns):
+    return {"id": 3, "conversations": [{"from": who, "value": text} for who, text in turns]}
+
+
 @pytest.mark.parametrize(
     ("line", "entry"),
     [
-        (
-            {
-                "id": 3,
-                "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
-            },
-            Conversation(said((U, "a"), (A, "b"))),
-        ),
-        (
-            {"conversations": [{"from": "system", "value": "s"}, {"from": "user", "value": "a"}]},
-            Conversation(said((S, "s"), (U, "a"))),
-        ),
-        (
-            {"conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "a"}]},
-            Conversation(said((U, "a"))),
-        ),
+        (sharegpt(("human", "a"), ("gpt", "b")), Conversation(said((U, "a"), (A, "b")))),
+        (sharegpt(("system", "s"), ("user", "a")), Conversation(said((S, "s"), (U, "a")))),
+        (sharegpt(("gpt", "x"), ("human", "a")), Conversation(said((U, "a")))),
         # UltraChat's own lines carry a prompt beside the messages.
         (
-            {"prompt": "a", "messages": [{"role": U, "content": "a"}, {"role": A, "content": "b"}]},
+            {"prompt": "a", "messages": said((U, "a"), (A, "b"))},
             Conversation(said((U, "a"), (A, "b"))),
         ),
         ({"data": ["a", "b", "c"]}, Conversation(said((U, "a"), (A, "b"), (U, "c")))),

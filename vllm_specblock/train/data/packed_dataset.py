@@ -123,10 +123,7 @@ def token_counts(texts: Sequence[Text], vocab_size: int) -> Tensor:
 
 def load_texts(path: Path, vocab_size: int) -> list[Text]:
     """Read the folder that `specblock data` wrote, or one `.safetensors` file (see `shards`).
-
-    Raises:
-        TrainError: the data is missing, broken or empty.
-    """
+    Raises `TrainError` if the data is missing, broken or empty."""
     if path.is_dir():
         found = shards.read(path)
     elif not path.is_file():

@@ -42,10 +42,28 @@ def read_prompts(
     Raises:
         TrainError: there is no such data, no prompt in it, or it is of another target.
     """
+
+    def of_lines() -> Iterator[Tensor]:
+        for _, entry in read_lines([path], count, bool(tokenizer.chat_template), report):
+            if isinstance(entry, Conversation):
+                turns = [message["role"] for message in entry.messages]
+                ids = _question(entry.messages[: turns.index("user") + 1], tokenizer)
+            elif isinstance(entry, Document):
+                ids = tokenizer(entry.text)["input_ids"][:prompt_tokens]
+            else:
+                ids = prompt_ids(entry.text, tokenizer, chat)
+            yield torch.tensor(ids, dtype=torch.int64)
+
+    def of_folder() -> Iterator[Tensor]:
+        for tokens, loss_mask in shards.read(path):
+            # The first token that the target wrote.
+            own = int(loss_mask.byte().argmax()) if len(tokens) else 0
+            yield tokens[: own or prompt_tokens]
+
     if path.is_dir():
-        prompts = _of_folder(path, prompt_tokens)
+        prompts = of_folder()
     elif path.is_file():
-        prompts = _of_lines(path, tokenizer, count, prompt_tokens, chat, report)
+        prompts = of_lines()
     else:
         raise TrainError(
             f"There are no prompts at {path}: give a .jsonl file, or a folder made by "
@@ -57,14 +75,6 @@ def read_prompts(
     if vocab_size is not None:
         shards.check_ids(path, found, vocab_size)
     return found
-
-
-def _of_folder(folder: Path, prompt_tokens: int) -> Iterator[Tensor]:
-    for tokens, loss_mask in shards.read(folder):
-        if loss_mask.any() and not loss_mask[0]:
-            yield tokens[: int(loss_mask.byte().argmax())]
-        else:
-            yield tokens[:prompt_tokens]
 
 
 def prompt_ids(text: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
@@ -84,22 +94,3 @@ def _question(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -
     return tokenizer.apply_chat_template(
         list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
     )
-
-
-def _of_lines(
-    path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    count: int,
-    prompt_tokens: int,
-    chat: bool,
-    report: Callable[[str], None],
-) -> Iterator[Tensor]:
-    for _, entry in read_lines([path], count, bool(tokenizer.chat_template), report):
-        if isinstance(entry, Conversation):
-            turns = [message["role"] for message in entry.messages]
-            ids = _question(entry.messages[: turns.index("user") + 1], tokenizer)
-        elif isinstance(entry, Document):
-            ids = tokenizer(entry.text)["input_ids"][:prompt_tokens]
-        else:
-            ids = prompt_ids(entry.text, tokenizer, chat)
-        yield torch.tensor(ids, dtype=torch.int64)

@@ -63,10 +63,7 @@ def opened(path: Path) -> safetensors.safe_open:
 
 def read_shard(path: Path) -> Iterator[Text]:
     """Return the sequences of a shard, or of a file with `tokens` and `lengths`, all counted.
-
-    Raises:
-        TrainError: another kind of file.
-    """
+    Raises `TrainError` for another kind of file."""
     with opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     tokens, lengths = tensors.get("tokens"), tensors.get("lengths")
@@ -82,11 +79,8 @@ def read_shard(path: Path) -> Iterator[Text]:
 
 
 def read(folder: Path) -> Iterator[Text]:
-    """Return all sequences of a data folder, in order.
-
-    Raises:
-        TrainError: the folder is incomplete, or a shard is damaged.
-    """
+    """Return all sequences of a data folder, in order; raises `TrainError` if it is incomplete,
+    or a shard is damaged."""
     for number in range(read_index(folder)["shards"]):
         yield from read_shard(shard_path(folder, number))
 
@@ -128,15 +122,10 @@ def check_same(
     advice: str,
     hidden: Collection[str] = (),
 ) -> None:
-    """Compare the options of a run with those in its folder.
+    """Raise `TrainError` if an option of a run differs from those in its folder, read from JSON.
 
-    Args:
-        what: start of the message, such as "FOLDER was begun".
-        begun: options read from JSON.
-        hidden: options with fingerprints as values, which messages omit.
-
-    Raises:
-        TrainError: an option differs.
+    what: start of the message, such as "FOLDER was begun".
+    hidden: options with fingerprints as values, which messages omit.
     """
     for name, value in json.loads(json.dumps(now)).items():
         if begun.get(name) == value:

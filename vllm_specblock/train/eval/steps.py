@@ -42,14 +42,8 @@ class Replay:
 def replay(
     make_draft: Callable[[EvalSequence], Draft], sequences: Iterable[EvalSequence], depth: int
 ) -> Replay:
-    """Return the steps along all texts; see `walk`.
-
-    Args:
-        make_draft: a fresh draft along one text, such as `Learner.draft_along`.
-
-    Raises:
-        TrainError: no text is long enough for a step.
-    """
+    """Return the steps of `walk` along all texts, each with a fresh draft of `make_draft`, such as
+    `Learner.draft_along`; raises `TrainError` if no text is long enough for a step."""
     whole = Replay()
     for sequence in sequences:
         whole.follow(make_draft(sequence), sequence, depth)
@@ -69,10 +63,8 @@ def walk(
     same tokens, since the noise depends on the position. The mean over sampled texts is the
     expected τ.
 
-    Args:
-        draft: called with ascending roots.
-        depth: tokens of the longest path of any tree, equal for compared drafters. Roots with fewer
-            than depth + 1 following tokens are skipped: the path could not be accepted in full.
+    depth: tokens of the longest path of any tree, equal for compared drafters. Roots with fewer
+        than depth + 1 following tokens are skipped: the path could not be accepted in full.
     """
     tokens, root = sequence.tokens.tolist(), sequence.prompt
     while root + depth + 1 < len(tokens):

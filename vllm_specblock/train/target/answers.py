@@ -23,12 +23,8 @@ def continue_prompts(
     batch: int = 64,
 ) -> list[Tensor]:
     """Continue each prompt ([T_i] int64, not empty) by at most `new_tokens` of the target's own
-    tokens, up to an end-of-sequence token, `batch` prompts together.
-
-    Returns:
-        Prompt and continuation, [T_i + n_i] int64 each, on the CPU. Torch's global generators are
-        left as they were.
-    """
+    tokens, up to an end-of-sequence token, `batch` prompts together: prompt and continuation,
+    [T_i + n_i] int64 each, on the CPU. Torch's global generators are left as they were."""
     device = target.device
     ends = target.generation_config.eos_token_id
     ends = torch.tensor([] if ends is None else ends, dtype=torch.int64, device=device).flatten()

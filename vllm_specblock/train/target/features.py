@@ -14,7 +14,7 @@ from torch.nn.functional import embedding, linear
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.batch import NO_TOKEN, Batch
 from vllm_specblock.train.target import target_rows
-from vllm_specblock.train.target.feature_store import Features, FeatureStore
+from vllm_specblock.train.target.feature_store import FeatureStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -112,14 +112,6 @@ class StoredTeacher(Teacher):
     def teach(self, batch: Batch) -> TargetOutputs:
         """Features of a batch on any device; zeros past each window's last document. Raises
         `TrainError` where a piece is not on disk, or has other tokens there."""
-        hidden, last = (rows.to(self.device, self.dtype) for rows in self._gather(batch))
-        return TargetOutputs(hidden, last, self.target_probs(last))
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return embedding(tokens, self.embedding)
-
-    def _gather(self, batch: Batch) -> Features:
-        """[B, L, 3·Ht] and [B, L, Ht] on the CPU, in the dtype of the files."""
         gathered = self.store.zeros(*batch.tokens.shape)
         tokens = torch.full(batch.tokens.shape, NO_TOKEN, dtype=torch.int32)
         for window, segments in enumerate(batch.segments):
@@ -136,7 +128,11 @@ class StoredTeacher(Teacher):
                 f"The features in {self.store.folder} are of other data: tokens of this batch "
                 "differ from those that the target has seen."
             )
-        return gathered
+        hidden, last = (rows.to(self.device, self.dtype) for rows in gathered)
+        return TargetOutputs(hidden, last, self.target_probs(last))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return embedding(tokens, self.embedding)
 
 
 def target_probs_of(last: Tensor, head: Tensor) -> Tensor:

@@ -11,11 +11,8 @@ from vllm_specblock.drafters.specblock.config import TargetInfo
 
 
 def read_target(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the config.json of a target.
-
-    Raises:
-        CheckpointError: there is none, or a size is missing.
-    """
+    """Read the config.json of a target; raises `CheckpointError` if there is none, or a size is
+    missing."""
     raw, where = read_json(Path(directory) / "config.json")
     for key in ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"):
         value = raw.get(key)
@@ -29,12 +26,9 @@ def describe_target(
     name: str | None = None,
     layer_ids: tuple[int, int, int] | None = None,
 ) -> TargetInfo:
-    """Describe the target in `directory`, called `name` (default: `directory` as given).
-
-    Raises:
-        CheckpointError: no target there, or `layer_ids` (default: `default_layer_ids`) are not
-            three ascending layers of it.
-    """
+    """Describe the target in `directory`, called `name` (default: `directory` as given). Raises
+    `CheckpointError` without a target there, or if `layer_ids` (default: `default_layer_ids`) are
+    not three ascending layers of it."""
     raw = read_target(directory)
     layers = raw["num_hidden_layers"]
     layer_ids = layer_ids or default_layer_ids(layers)
@@ -59,11 +53,8 @@ def check_target(
     directory: str | os.PathLike[str],
     found: TargetInfo,
 ) -> None:
-    """Check that a drafter was made for the target in `directory`.
-
-    Raises:
-        CheckpointError: they are of other sizes.
-    """
+    """Raise `CheckpointError` if a drafter was made for a target of other sizes than that in
+    `directory`."""
     for what in ("hidden_size", "vocab_size"):
         wanted, here = getattr(made_for, what), getattr(found, what)
         if wanted != here:

@@ -40,10 +40,8 @@ def embedding_rows(target: Path) -> Tensor:
 
 
 def head_rows(target: Path, ids: Tensor) -> Tensor:
-    """Return rows `ids` [n] int64 of the LM head, or of the embedding where both are tied: [n, Ht].
-
-    Raises as `embedding_rows`.
-    """
+    """Return rows `ids` [n] int64 of the LM head, or of the embedding where both are tied: [n, Ht];
+    raises as `embedding_rows`."""
     tensors = stored_in(target)
     has_head = any(name.endswith(_HEAD) for name in tensors)
     config, _ = read_json(target / "config.json")
@@ -55,10 +53,7 @@ def head_rows(target: Path, ids: Tensor) -> Tensor:
 
 
 def final_norm(target: Path) -> Tensor:
-    """Return the weight of the norm before the LM head, [Ht] in the files' dtype.
-
-    Raises as `embedding_rows`.
-    """
+    """Return the weight of the norm before the LM head, [Ht]; raises as `embedding_rows`."""
     return _only(stored_in(target), _NORM, target)
 
 
