@@ -29,7 +29,7 @@ test-fast: setup
 		--ignore $(COMPILED) -m "not engine" $(COVERAGE)
 
 # What the plugin leans on in vLLM, held against the installed one, or against the sources of any
-# other: make contract VLLM=0.33.0. Nothing of it is installed or run.
+# other: make contract VLLM=0.33.0. Nothing of it is run.
 contract: setup
 	$(VENV)/bin/python tools/contract.py $(VLLM)
 
@@ -37,7 +37,7 @@ contract: setup
 # interrupted, and writes docs/support.md.
 targets: setup
 	$(VENV)/bin/python tests/targets/sweep.py
-	$(VENV)/bin/python tools/support_matrix.py
+	$(VENV)/bin/python tools/pages.py
 
 # The CUDA build on an emulated GPU, on demand: an environment of its own (9 GB, some 25 minutes),
 # then 20 minutes on two cores. `make test` runs a kernel there once the environment exists.

@@ -16,20 +16,19 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from adaptation_serving import LEARNERS, Serving
+from adaptation_serving import LEARNERS, LONGEST, WINDOW, Serving
 from adaptation_serving import serve as serve_all
 from adaptation_serving import tables as tables_of_served
 from lib import attacks as attack
 from lib.options import known
 from lib.policies import POLICIES
 from lib.results_store import ROOT, ResultsStore, from_root, markdown_table
-from lib.simulation import CostModel, Simulation, SimulationConfig, figures, simulate, table
+from lib.simulation import Simulation, SimulationConfig, figures, simulate, table
 from lib.streams import STREAMS, texts_needed
 from tqdm import tqdm
 
 from vllm_specblock.adapt.learning.train_batches import RecordTeacher
 from vllm_specblock.cli.main import OneSentenceErrors
-from vllm_specblock.cli.options import UpdateRate
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.prompts import read_prompts
@@ -61,11 +60,10 @@ class Pair:
 
     def __init__(self, drafter: Path, target: Path) -> None:
         self.pairing = pair(drafter, target, ["specblock"])
-        self.model = load_target(self.pairing.target, "fp32", torch.device("cpu"))
-        self.layers = self.pairing.layer_ids
+        folder, self.layers = self.pairing.target, self.pairing.layer_ids
+        self.model = load_target(folder, "fp32", torch.device("cpu"))
         self.weights = checkpoint.load(self.pairing.drafter, torch.float32, "cpu")
         ids = self.weights.target_ids(torch.arange(self.weights.config.draft_vocab_size))
-        folder = self.pairing.target
         self.teacher = RecordTeacher(
             target_rows.embedding_rows(folder), target_rows.head_rows(folder, ids)
         )
@@ -98,12 +96,7 @@ def streams(
     requests: Annotated[int, typer.Option(min=1, help="Of each stream.")] = 768,
     seeds: Annotated[int, typer.Option(min=1, help="How many, from 0 on.")] = 3,
     new_tokens: Annotated[int, typer.Option(min=1, help="Of each answer, greedy.")] = ANSWER,
-    lr: UpdateRate = None,
     nodes: Annotated[int, typer.Option(min=1, max=256, help="Of every tree.")] = 60,
-    step_seconds: Annotated[float, typer.Option(help="Of a step.")] = 0.025,
-    update_seconds: Annotated[
-        str, typer.Option(metavar="HEADS,FULL", help="0,0: on a second device.")
-    ] = "0.1,0.2",
     out: Annotated[Path, typer.Option(help="Folder.")] = ROOT / "runs/adaptation",
 ) -> None:
     """Replay streams of requests, each with every policy, and print one table over all seeds.
@@ -118,7 +111,6 @@ def streams(
         for name in known("stream", stream, STREAMS)
         for seed in range(seeds)
     }
-    cost = CostModel(step_seconds, _two(update_seconds))
     pair, needed = Pair(drafter, target), texts_needed(list(planned.values()), len(files))
     prompts = [pair.prompts(path, count) if count else [] for path, count in zip(files, needed)]
     texts = [pair.answered(each, new_tokens) for each in prompts]
@@ -128,13 +120,11 @@ def streams(
         "prompts": [from_root(path) for path in files],
         "requests": requests,
         "new_tokens": new_tokens,
-        "lr": lr,
         "nodes": nodes,
-        "seconds": {"step": cost.step, "update": [*cost.update]},
     }
     store = ResultsStore(out / "streams.json", settings)
     for (name, seed), places in planned.items():
-        config = SimulationConfig(cost=cost, lr=lr, nodes=nodes, seed=seed)
+        config = SimulationConfig(nodes=nodes, seed=seed)
         for each in names:
             key = f"{name}, seed {seed}: {each}"
             if key not in store:
@@ -151,8 +141,6 @@ def attacks(
     home: Home = FOLDER / "code.jsonl",
     policy: Annotated[list[str] | None, typer.Option(help="Default: always, gain.")] = None,
     requests: Annotated[int, typer.Option(min=10, help="A fifth of them per attack.")] = 320,
-    lr: UpdateRate = None,
-    seed: Annotated[int, typer.Option(help="Of samples and exploration.")] = 0,
 ) -> None:
     """What clean requests keep of their speed while every other request attacks.
 
@@ -162,27 +150,26 @@ def attacks(
     pair, stream = Pair(drafter, target), attack.attacked(requests)
     needed = texts_needed([stream], 1 + len(attack.ATTACKS))
     found = pair.prompts(home, needed[0] + needed[3])
-    clean, draw = pair.answered(found), torch.Generator().manual_seed(seed)
+    clean, draw = pair.answered(found), torch.Generator().manual_seed(0)
     vocab = pair.pairing.vocab_size
     nonsense = [torch.randint(vocab, (PROMPT,), generator=draw) for _ in range(needed[1])]
     length = PROMPT + ANSWER
     loops = [each[:LOOP].repeat(-(-length // LOOP))[:length] for each in found[: needed[2]]]
     texts = [
         clean[: needed[0]],
-        pair.answered(nonsense, temperature=2.0, seed=seed),
+        pair.answered(nonsense, temperature=2.0, seed=0),
         list(sequences_for(pair.model, pair.layers, loops, [PROMPT] * len(loops))),
         [attack.scaled(each) for each in clean[needed[0] :]],
     ]
-    config = SimulationConfig(lr=lr, seed=seed)
     served = {}
     for name in ["frozen", *known("policy", policy or ["always", "gain"], POLICIES)]:
-        simulation = Simulation(pair.weights, pair.teacher, POLICIES[name](seed), config)
+        simulation = Simulation(pair.weights, pair.teacher, POLICIES[name](0))
         served[name] = simulate(simulation, stream, texts)
     frozen, phases = served.pop("frozen"), dict.fromkeys(each.phase for each in stream)
     head = ["policy", "τ of clean, of frozen's", *(p for p in phases if p.startswith("clean"))]
     rows = [[*head, "windows of loss in a row", "records", "refused versions"]]
     for name, each in served.items():
-        kept = attack.kept(each.served, frozen.served)
+        kept = attack.kept(each.requests, frozen.requests)
         shares = [f"{100 * share:.1f} %" for share in (kept.share, *kept.by_phase.values())]
         rows.append([name, *shares, str(kept.longest), json.dumps(each.books), str(each.refused)])
     print(markdown_table(rows))
@@ -199,14 +186,9 @@ def serve(
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Of each other domain.")] = 256,
     at_home: Annotated[int, typer.Option(min=1, help="Requests before.")] = 32,
-    window: Annotated[int, typer.Option(min=1, help="Requests of a turn.")] = 16,
-    batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 4,
-    nodes: Annotated[int, typer.Option(min=1, help="Of every tree.")] = 12,
     new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 128,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 512,
     chat: Annotated[bool, typer.Option(help="Prompts are a user's turn.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the engines.")] = "float32",
-    lr: Annotated[float | None, typer.Option(help="Of learners. Default: serving's.")] = None,
     pause: Annotated[
         float, typer.Option(min=0, help="Seconds behind a learner's turn for its trainer.")
     ] = 0.0,
@@ -214,18 +196,18 @@ def serve(
 ) -> None:
     """Serve a stream that leaves home for good, by engines that take turns, and print tables."""
     learners, others = known("learner", learner or ["frozen", "gain"], LEARNERS), away or [AWAY]
-    if at_home % window or requests % (4 * window):
+    if at_home % WINDOW or requests % (4 * WINDOW):
         raise typer.BadParameter(
-            f"A turn is {window} requests: --at-home must be a multiple of that, --requests of "
-            f"{4 * window}."
+            f"A turn is {WINDOW} requests: --at-home must be a multiple of that, --requests of "
+            f"{4 * WINDOW}."
         )
     domains = tuple((path.name.split(".")[0], requests) for path in others)
-    serving = Serving(at_home, domains, window, batch, nodes, new_tokens, dtype, lr, pause)
+    serving = Serving(at_home, domains, new_tokens, dtype, pause)
     prompts = []
     for path, wanted in [(home, at_home), *((path, requests) for path in others)]:
-        given = {"prompt_tokens": prompt_tokens, "chat": chat}
-        found = read_prompts(path, load_tokenizer(target), LINES, **given)
-        short = [each.tolist() for each in found if len(each) <= prompt_tokens]
+        tokenizer = load_tokenizer(target)
+        found = read_prompts(path, tokenizer, LINES, prompt_tokens=LONGEST, chat=chat)
+        short = [each.tolist() for each in found if len(each) <= LONGEST]
         prompts += check_prompts(path, short, wanted)[:wanted]
     print(tables_of_served(serve_all(drafter, target, prompts, learners, serving, out), serving))
 
@@ -238,16 +220,6 @@ def check_prompts(path: Path, found: list[Any], wanted: int) -> list[Any]:
             "or more prompts."
         )
     return found
-
-
-def _two(text: str) -> tuple[float, float]:
-    try:
-        heads, full = map(float, text.split(","))
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is not two numbers of seconds with a comma between them, such as 0.1,0.2."
-        ) from None
-    return heads, full
 
 
 if __name__ == "__main__":

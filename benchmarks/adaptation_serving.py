@@ -28,12 +28,13 @@ LEARNERS: dict[str, dict[str, Any] | None] = {
 }
 """`adapt` of each engine."""
 
+WINDOW, BATCH, NODES = 16, 4, 12
+"""Requests of a turn, and at a time; nodes of a tree."""
+LONGEST = 512
+"""Tokens of a prompt; longer ones are left out."""
 PARTS = 4
 """Parts of each other domain in the table."""
 COUNTER = "vllm:specblock_adapt_"
-
-Window = dict[str, Any]
-"""An engine's answer to one job, without the tokens: see `engine/offline/answering.py`."""
 
 
 @dataclass(frozen=True)
@@ -42,29 +43,22 @@ class Serving:
 
     Attributes:
         home: requests of the drafter's own domain; away: domains after it, and requests of each.
-        window: requests of a turn; batch: at a time.
-        lr: of learners; None: the default.
         pause: seconds after a learner's turn in which its trainer runs.
     """
 
     home: int
     away: tuple[tuple[str, int], ...]
-    window: int
-    batch: int
-    nodes: int
     new_tokens: int
     dtype: str
-    lr: float | None = None
-    pause: float = 0.0
+    pause: float
 
     def arguments(self, drafter: Path, target: Path, learner: str) -> dict[str, Any]:
         """Of vLLM's `LLM`."""
-        speculative = alone(specblock(drafter, num_blocks=1), self.nodes)
-        if (adapt := LEARNERS[learner]) is not None:
-            rate = {} if self.lr is None else {"lr": self.lr}
-            speculative["adapt"] = adapt | rate
-        shared = shared_arguments(target, self.dtype, 1024, self.batch)
         # Drafting is never paused: such steps are not recorded.
+        speculative = alone(specblock(drafter, num_blocks=1), NODES)
+        if (adapt := LEARNERS[learner]) is not None:
+            speculative["adapt"] = adapt
+        shared = shared_arguments(target, self.dtype, 1024, BATCH)
         return shared | {"speculative_config": speculative}
 
 
@@ -75,22 +69,22 @@ def serve(
     learners: Sequence[str],
     serving: Serving,
     out: Path,
-) -> dict[str, list[Window]]:
+) -> dict[str, list[dict[str, Any]]]:
     """Return each engine's answers, window by window; prompts: token ids, home first."""
     out.mkdir(parents=True, exist_ok=True)
     settings = asdict(serving) | {"drafter": drafter.name, "target": target.name}
     store = ResultsStore(out / "serving.json", settings)
     engines: list[EngineProcess] = []
-    windows: dict[str, list[Window]] = {name: [] for name in learners}
+    windows: dict[str, list[dict[str, Any]]] = {name: [] for name in learners}
     answers: dict[int, Any] = {}
     try:
         for name in learners:
             arguments = serving.arguments(drafter, target, name)
             engines.append(EngineProcess(name, arguments, ENV, out / f"{name}.log"))
             engines[-1].wait()
-        firsts = range(0, len(prompts), serving.window)
+        firsts = range(0, len(prompts), WINDOW)
         for turn, first in enumerate(tqdm(firsts, "windows", unit="window")):
-            part = list(prompts[first : first + serving.window])
+            part = list(prompts[first : first + WINDOW])
             start = turn % len(engines)
             for engine in [*engines[start:], *engines[:start]]:
                 seeds = range(first, first + len(part))
@@ -113,16 +107,16 @@ def serve(
 
 def parts(serving: Serving) -> dict[str, slice]:
     """Return the windows of home, without the first if it has more, and of the others' parts."""
-    end = serving.home // serving.window
+    end = serving.home // WINDOW
     found = {"home": slice(min(1, end - 1), end)}
     for name, requests in serving.away:
-        begin, end = end, end + requests // serving.window
+        begin, end = end, end + requests // WINDOW
         edges = [begin + (end - begin) * part // PARTS for part in range(PARTS + 1)]
         found |= {f"{name} {n + 1}/{PARTS}": slice(*edges[n : n + 2]) for n in range(PARTS)}
     return found
 
 
-def tables(windows: Mapping[str, Sequence[Window]], serving: Serving) -> str:
+def tables(windows: Mapping[str, Sequence[dict[str, Any]]], serving: Serving) -> str:
     """Return the figures of each part, and totals; the first engine is the base."""
     base = next(iter(windows.values()))
     rows = [["", *(f"{learner}: τ, speed" for learner in windows)]]
@@ -141,14 +135,14 @@ def tables(windows: Mapping[str, Sequence[Window]], serving: Serving) -> str:
     return f"{markdown_table(rows)}\n{markdown_table(totals)}"
 
 
-def total(windows: Sequence[Window], name: str) -> int:
+def total(windows: Sequence[dict[str, Any]], name: str) -> int:
     return sum(each["counters"].get(name, 0) for each in windows)
 
 
-def tau(windows: Sequence[Window]) -> float:
+def tau(windows: Sequence[dict[str, Any]]) -> float:
     """τ of a part of the stream."""
     return acceptance_length_of(each["counters"] for each in windows)
 
 
-def rate(windows: Sequence[Window]) -> float:
+def rate(windows: Sequence[dict[str, Any]]) -> float:
     return sum(each["tokens"] for each in windows) / sum(each["wall"] for each in windows)

@@ -1,6 +1,6 @@
 """Cost of adaptation to serving: recording requests, and swapping the drafter's weights.
 
-    python benchmarks/adaptation_steps.py [--model llama-8b] [--batch 1] [--pairs 11]
+    python benchmarks/adaptation_steps.py [--model llama-8b] [--batch 1]
 
 Two engines of one process take turns, one without `adapt` and one that watches: steps in which
 every request decodes are timed. Then the watching one gets its own weights again and again, as a
@@ -31,8 +31,8 @@ from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.refresh import HEADS
 
 WATCH = {"adapt": {"policy": "watch"}}
-CONTEXT = 512
-"""Tokens of a prompt of random ids."""
+CONTEXT, TOKENS, PAIRS = 512, 128, 11
+"""Tokens of a prompt of random ids and of an answer; passes of each engine."""
 GOALS = {"watch": 1.03, "heads": 1.5, "all": 1.5}
 """Steps that watch, over those that do not; the longest step of a swap, over the median one."""
 
@@ -42,7 +42,7 @@ class Again:
 
     Attributes:
         step: number of the running step, set by the caller; −1: offer nothing.
-        trips: steps of each swap, from its offer to its end.
+        around: steps of all swaps, from the offer to the end.
         seconds: of each swap.
     """
 
@@ -51,18 +51,18 @@ class Again:
         self.tensors, self.action = tensors, Action.FULL if whole else Action.HEADS
         self.every, self.step, self._offered = every, 0, 0
         self.counts: dict[str, int] = {}
-        self.trips: list[range] = []
+        self.around: set[int] = set()
         self.seconds: list[float] = []
 
     def staged(self) -> StagedVersion | None:
         if self.step < 0 or self.step < self._offered + self.every:
             return None
         self._offered = self.step
-        return StagedVersion(len(self.trips) + 1, 0, self.action, self.tensors)
+        return StagedVersion(len(self.seconds) + 1, 0, self.action, self.tensors)
 
     def took(self, version: StagedVersion, seconds: float = 0.0) -> None:
         if self.step >= 0:
-            self.trips.append(range(self._offered, self.step + 1))
+            self.around.update(range(self._offered, self.step + 1))
             self.seconds.append(seconds)
             self._offered = self.step
 
@@ -70,24 +70,8 @@ class Again:
         raise RuntimeError(f"the drafter's own weights were refused: {reason}")
 
 
-def swap_summary(steps: Sequence[float], link: Again) -> dict[str, float]:
-    """Return the cost of swaps to the steps around them; steps: seconds of each."""
-    around = {step for trip in link.trips for step in trip}
-    quiet = median(each for step, each in enumerate(steps) if step not in around)
-    longest = [max(steps[step] for step in trip) for trip in link.trips]
-    return {
-        "swaps": len(link.trips),
-        "step_ms": 1e3 * quiet,
-        "longest_ms": 1e3 * max(longest),
-        "ratio": max(longest) / quiet,
-        "usual_ratio": median(longest) / quiet,
-        "copy_ms": 1e3 * median(link.seconds),
-        "steps_of_a_trip": median(len(trip) for trip in link.trips),
-    }
-
-
-def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: str) -> dict:
-    """Swap the drafter's own weights while serving; what: `heads` or `all`."""
+def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], what: str) -> dict:
+    """Return the cost of swaps to the steps around them; what: `heads` or `all` weights."""
     from vllm_specblock.adapt.serving.swaps import Swaps
 
     speculator = runner_of(llm).speculator
@@ -105,21 +89,27 @@ def swaps(llm: Any, drafter: Path, prompts: Sequence[Any], tokens: int, what: st
     recorder = speculator.recorder
     recorder.swaps = Swaps(link, speculator.draft_policy.drafters[0].model)
     try:
-        while len(link.trips) < 8 and ran < 4096:
-            found = decode_steps(llm, prompts, tokens, f"{what}-{ran}", count)
+        while len(link.seconds) < 8 and ran < 4096:
+            found = decode_steps(llm, prompts, TOKENS, f"{what}-{ran}", count)
             steps += [seconds for seconds, _ in found]
     finally:
         recorder.swaps = None
-    return swap_summary(steps, link)
+    quiet = median(each for step, each in enumerate(steps) if step not in link.around)
+    return {
+        "swaps": len(link.seconds),
+        "step_ms": 1e3 * quiet,
+        "ratio": max(steps[step] for step in link.around) / quiet,
+        "copy_ms": 1e3 * median(link.seconds),
+    }
 
 
-def watching(off: Any, watch: Any, prompts: Sequence[Any], tokens: int, pairs: int) -> dict:
+def watching(off: Any, watch: Any, prompts: Sequence[Any]) -> dict:
     """Return seconds of both engines' passes, which take turns and draft the same."""
     found: dict[str, list[float]] = {"off": [], "watch": []}
-    for number in range(-1, pairs):  # the first is a warm-up
+    for number in range(-1, PAIRS):  # the first is a warm-up
         order = [("off", off), ("watch", watch)]
         for name, llm in order if number % 2 else reversed(order):
-            steps = decode_steps(llm, prompts, tokens, f"{name}{number}")
+            steps = decode_steps(llm, prompts, TOKENS, f"{name}{number}")
             if number >= 0:
                 found[name].append(sum(seconds for seconds, _ in steps))
     ratios = sorted(b / a for a, b in zip(found["off"], found["watch"]))
@@ -130,8 +120,6 @@ def main(
     model: Annotated[str, typer.Option(help="The example pair, or one of end_to_end.py.")] = PAIR,
     batch: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
     nodes: Annotated[int, typer.Option(help="Of every tree.")] = 60,
-    tokens: Annotated[int, typer.Option(help="Of every answer.")] = 128,
-    pairs: Annotated[int, typer.Option(help="Passes of each engine.")] = 11,
     dtype: Annotated[str, typer.Option(help="Of target and drafter.")] = "bfloat16",
     engine: Annotated[str, typer.Option(help="JSON, added to both engines.")] = "{}",
     out: Annotated[Path, typer.Option(help="JSON file.")] = MEASURED / "adaptation_steps.json",
@@ -139,9 +127,9 @@ def main(
     """Measure both, and print a table with the goals."""
     from vllm import LLM
 
-    settings = {"model": model, "batch": batch, "nodes": nodes, "tokens": tokens, "dtype": dtype}
-    store = ResultsStore(out, settings | {"pairs": pairs, "engine": engine})
-    length = CONTEXT + tokens + nodes + 1
+    settings = {"model": model, "batch": batch, "nodes": nodes, "dtype": dtype, "engine": engine}
+    store = ResultsStore(out, settings)
+    length = CONTEXT + TOKENS + nodes + 1
     with made(model, length, 1.0) as place:
         tree = alone(specblock(place.drafter), nodes)
         arguments = shared_arguments(place.target, dtype, length, batch)
@@ -150,9 +138,9 @@ def main(
         watch = LLM(**arguments, speculative_config=tree | WATCH)
         vocabulary = off.llm_engine.model_config.get_vocab_size()
         prompts = prompts_of(model, vocabulary, CONTEXT, batch)
-        store.add("watch", watching(off, watch, prompts, tokens, pairs))
+        store.add("watch", watching(off, watch, prompts))
         for what in ("heads", "all"):
-            store.add(what, swaps(watch, place.drafter, prompts, tokens, what))
+            store.add(what, swaps(watch, place.drafter, prompts, what))
     rows = [["", "× a step", "goal", "a swap's copy"]]
     for name, found in store.results.items():
         copied = f"{found['copy_ms']:.2f} ms" if "copy_ms" in found else "–"

@@ -235,9 +235,8 @@ def main(
             "context": context,
             "tokens": tokens,
             "repeat": repeat,
+            "engine": json.loads(engine),
         }
-        more = json.loads(engine)
-        settings |= {"engine": more} if more else {}
         store, failed = ResultsStore(path, settings), []
         found = engines(place, numbers(nodes, "--nodes"), numbers(chains, "--chains"), gpu)
         for batch in numbers(batches, "--batches"):
@@ -248,7 +247,7 @@ def main(
                 "enforce_eager": not settings["graphs"],
                 # Every request's tree in one step, or the scheduler would cut them.
                 "max_num_batched_tokens": max(8192, batch * (slack // 2 + 1)),
-                **more,
+                **settings["engine"],
             }
             for name, speculative in chosen(found, only).items():
                 key = f"{name}, batch {batch}"

@@ -41,6 +41,7 @@ import torch
 import typer
 from lib import pair, ranks
 from lib.in_process import runner_of
+from lib.options import known
 from lib.results_store import ROOT
 from lib.spec_configs import NGRAM, POLICIES, alone, eagle3, specblock, together
 from lib.weight_swaps import Swaps, make_versions
@@ -130,10 +131,11 @@ def compare(
         texts = chat_texts(questions, plain.get_tokenizer())
     swaps = start_swaps(tree, speculative, other) if other else None
     policy = speculative.get("adapt", {}).get("policy")
-    drafts = ranks.Ranks(tree, policy) if num_ranks > 1 else None
+    if num_ranks > 1:
+        tree.collective_rpc("record_drafts")
     compared, batch, began = 0, 0, time.monotonic()
     with tqdm(total=tokens, unit="token") as bar:
-        while compared < tokens or (drafts and batch < MOST_BATCHES and drafts.lacking()):
+        while compared < tokens or (batch < MOST_BATCHES and ranks.lacking(tree, policy)):
             prompts = [texts[(8 * batch + i) % len(texts)] for i in range(8)]
             params = [
                 SamplingParams(
@@ -156,8 +158,8 @@ def compare(
             batch += 1
     if swaps is not None:
         swaps.require(swaps=100, accepted=compared // 100)
-    if drafts is not None:
-        drafts.require(compared)
+    if num_ranks > 1:
+        ranks.require(tree, policy, compared)
     return compared, time.monotonic() - began, swaps
 
 
@@ -191,7 +193,7 @@ def chat_texts(folder: Path, tokenizer: Any) -> list[str]:
 
 
 def main(
-    combination: Annotated[str, typer.Option(help="One of --list, or all.")] = "all",
+    combination: Annotated[str, typer.Option(help="Its name, or all.")] = "all",
     tokens: Annotated[int, typer.Option(min=1, help="To compare per combination, at least.")] = (
         20_000
     ),
@@ -212,28 +214,21 @@ def main(
     num_ranks: Annotated[
         int, typer.Option("--ranks", min=1, help="Tensor-parallel ranks, on one machine.")
     ] = 1,
-    list_all: Annotated[bool, typer.Option("--list", help="Only name the combinations.")] = False,
 ) -> None:
     """Compare one combination, or all of them."""
-    known = combinations(str(drafter), str(second), str(eagle), nodes)
+    choices = combinations(str(drafter), str(second), str(eagle), nodes)
     if swaps:
-        known = {name: keys for name, keys in known.items() if keys["kind"] == "specblock"}
+        choices = {name: keys for name, keys in choices.items() if keys["kind"] == "specblock"}
     if num_ranks > 1:
-        known = of_ranks(known["SpecBlock"])
-    if list_all:
-        print("\n".join(known))
-        return
+        choices = of_ranks(choices["SpecBlock"])
     if combination != "all":
-        if combination not in known:
-            raise SystemExit(
-                f"--combination {combination!r} is not known; there are: {'; '.join(known)}."
-            )
+        known("combination", [combination], choices)
         # vLLM has no adaptive verification without graphs, save on a CPU.
-        adaptive = known[combination].get("enable_adaptive_verification", False)
+        adaptive = choices[combination].get("enable_adaptive_verification", False)
         graphs = graphs or (adaptive and torch.cuda.is_available())
         other = second if swaps else None
         compared, seconds, done = compare(
-            known[combination], tokens, graphs, target, questions, other, num_ranks
+            choices[combination], tokens, graphs, target, questions, other, num_ranks
         )
         how = ["float32", "batch 8"]
         how += ["CUDA graphs"] if graphs else []
@@ -248,10 +243,10 @@ def main(
         return
     command = [sys.executable, __file__, *sys.argv[1:]]
     failed = [
-        name for name in known if subprocess.run([*command, f"--combination={name}"]).returncode
+        name for name in choices if subprocess.run([*command, f"--combination={name}"]).returncode
     ]
     print(
-        f"{len(known) - len(failed)} of {len(known)} combinations are exact"
+        f"{len(choices) - len(failed)} of {len(choices)} combinations are exact"
         + "".join(f"\nnot exact, or failed: {name}" for name in failed)
     )
     raise typer.Exit(bool(failed))

@@ -15,7 +15,6 @@ import statistics
 import tempfile
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,47 +32,36 @@ WARM_UP = 8
 """Steps before those that are profiled: prompts, and first calls of a shape."""
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The steps of a trace, each of which lasts until the next one begins.
-
-    Attributes:
-        step_us: microseconds of every step; idle: idle share of each, 0 … 1.
-        gaps: idle times of the device (µs) and the operations around them, the longest first.
-        parts: mean microseconds per step, from a part's first operation to its last.
-        launches: mean launches per step, in each part and in all (`WHOLE`).
-    """
-
-    step_us: list[float]
-    idle: list[float]
-    gaps: list[dict[str, Any]]
-    parts: dict[str, float]
-    launches: dict[str, float]
-
-    def text(self, device: str, gaps: int = 8) -> str:
-        """Return a page with the `gaps` longest gaps."""
-        step, idle = statistics.median(self.step_us), statistics.median(self.idle)
-        mean = statistics.mean(self.step_us)
-        lines = [
-            f"{len(self.step_us)} steps on {device}: {step / 1000:.3f} ms (median)",
-            f"busy {1 - idle:.1%}, idle {idle:.1%} of a step (median; worst {max(self.idle):.1%})",
-            "",
-            "ms per step   share   launches   part",
-        ]
-        for name, us in (self.parts | {WHOLE: mean}).items():
-            count = self.launches[name]
-            lines.append(f"{us / 1000:11.3f}  {us / mean:6.1%}   {count:8.1f}   {name}")
-        lines += ["", "longest gaps (µs), and what ran before and after"]
-        for gap in self.gaps[:gaps]:
-            lines.append(f"{gap['us']:8.1f}   {gap['before'][:48]} … {gap['after'][:48]}")
-        return "\n".join(lines)
+def page(summary: dict[str, Any], device: str, gaps: int = 8) -> str:
+    """Return what `summarise` found as a page with the `gaps` longest gaps."""
+    steps, idle = summary["step_us"], summary["idle"]
+    mean = statistics.mean(steps)
+    lines = [
+        f"{len(steps)} steps on {device}: {statistics.median(steps) / 1000:.3f} ms (median)",
+        f"idle {statistics.median(idle):.1%} of a step (median; worst {max(idle):.1%})",
+        "",
+        "ms per step   share   launches   part",
+    ]
+    for name, us in (summary["parts"] | {WHOLE: mean}).items():
+        count = summary["launches"][name]
+        lines.append(f"{us / 1000:11.3f}  {us / mean:6.1%}   {count:8.1f}   {name}")
+    lines += ["", "longest gaps (µs), and what ran before and after"]
+    for gap in summary["gaps"][:gaps]:
+        lines.append(f"{gap['us']:8.1f}   {gap['before'][:48]} … {gap['after'][:48]}")
+    return "\n".join(lines)
 
 
-def summarise(events: Iterable[dict[str, Any]]) -> Summary:
+def summarise(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Read the events of a Chrome trace as torch.profiler writes it.
 
     The device runs kernels, copies and fills, in ranges of its own clock; in a trace without any,
-    torch's operations and the host's ranges stand in.
+    torch's operations and the host's ranges stand in. A step lasts until the next one begins.
+
+    Returns:
+        step_us: microseconds of every step; idle: idle share of each, 0 … 1; gaps: idle times of
+        the device (µs) and the operations around them, the longest first; parts: mean microseconds
+        per step, from a part's first operation to its last; launches: mean launches per step, in
+        each part and in all (`WHOLE`).
     """
     timed = [event for event in events if event.get("ph") == "X"]
     of_gpu = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -115,13 +103,13 @@ def summarise(events: Iterable[dict[str, Any]]) -> Summary:
         if begins[0] <= begin < begins[-1] and name in (*PARTS.values(), DRAFTING):
             parts[name] = parts.get(name, 0.0) + us / len(steps)
             launches[name] = launches.get(name, 0.0) + launched(begin, begin + us)
-    return Summary(
-        [after - before for before, after in steps],
-        idle,
-        sorted(shown, key=lambda gap: -gap["us"]),
-        dict(sorted(parts.items(), key=lambda part: -part[1])),
-        launches,
-    )
+    return {
+        "step_us": [after - before for before, after in steps],
+        "idle": idle,
+        "gaps": sorted(shown, key=lambda gap: -gap["us"]),
+        "parts": dict(sorted(parts.items(), key=lambda part: -part[1])),
+        "launches": launches,
+    }
 
 
 def profile(arguments: dict[str, Any], steps: int) -> list[dict[str, Any]]:
@@ -171,22 +159,22 @@ def profile(arguments: dict[str, Any], steps: int) -> list[dict[str, Any]]:
 
 
 def main(
-    target: Annotated[Path, typer.Option(help="Folder of the target.")] = pair.TARGET,
-    drafter: Annotated[Path, typer.Option(help="Folder of its drafter.")] = pair.DRAFTER,
     nodes: Annotated[int, typer.Option(help="Of every tree.")] = 24,
     batch: Annotated[int, typer.Option(help="Requests at a time.")] = 8,
     steps: Annotated[int, typer.Option(help="Steps to profile.")] = 50,
-    speculative: Annotated[str, typer.Option(help="More of speculative_config, as JSON.")] = "{}",
     engine: Annotated[str, typer.Option(help="More arguments of LLM, as JSON.")] = "{}",
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
 ) -> None:
     """Profile decode steps and print what the device waits for."""
     import torch
 
-    drafts = {"method": "specblock", "model": str(drafter), "num_speculative_tokens": nodes}
     arguments = {
-        "model": str(target),
-        "speculative_config": drafts | json.loads(speculative),
+        "model": str(pair.TARGET),
+        "speculative_config": {
+            "method": "specblock",
+            "model": str(pair.DRAFTER),
+            "num_speculative_tokens": nodes,
+        },
         "max_model_len": 1024,
         "max_num_seqs": batch,
         "enable_prefix_caching": False,
@@ -195,9 +183,9 @@ def main(
     summary = summarise(profile(arguments | json.loads(engine), steps))
     gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if gpu else "a CPU (operations stand in for kernels)"
-    print(summary.text(f"{device}, batch {batch}, {nodes} nodes"))
+    print(page(summary, f"{device}, batch {batch}, {nodes} nodes"))
     if json_file:
-        write_results(json_file, {"device": device, **asdict(summary)})
+        write_results(json_file, {"device": device, **summary})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from lib.results_store import MEASURED, ResultsStore, device_name, markdown_tabl
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12}
 """Peak bytes/s of a GPU's memory (SXM, the largest variant), by a part of its name."""
 WARM_UP, CPU_CALLS = 3, 5
-Timing = dict[str, Any]
 GOAL = 1.10
 """Tree attention over FlashAttention's time on a causal chain of the same size, at most."""
 
@@ -35,7 +34,7 @@ def peak_bandwidth(device: torch.device) -> float | None:
     return next((rate for part, rate in BANDWIDTH.items() if part in name), None)
 
 
-def time_call(call: Callable[[], Any], device: torch.device, moved: int) -> Timing:
+def time_call(call: Callable[[], Any], device: torch.device, moved: int) -> dict[str, Any]:
     """Time a call that moves so many bytes.
 
     On a GPU replays of its CUDA graph are timed, without launch time and with a cold L2; on a CPU

@@ -34,11 +34,6 @@ RESULT = "RESULT"
 
 QUICK = '{"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}'
 """Graphs without vLLM's compiler: half a minute less per engine, and the same for all of them."""
-VERSIONS = (
-    "import torch, triton, transformers, vllm; from vllm.platforms import current_platform as p; "
-    "print(torch.__version__, torch.version.cuda, triton.__version__, transformers.__version__, "
-    "vllm.__version__, p.get_device_name(), torch.cuda.mem_get_info())"
-)
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ SIXTY = "SpecBlock @ 60"
 FEW = "SpecBlock @ 12"
 PARTS: dict[int, list[Step]] = {
     1: [  # whether it works
-        Step("versions", f"-c '{VERSIONS}'", 15, 60),
+        Step("doctor", "-P -m vllm_specblock doctor", 20, 60),
         Step("exact: SpecBlock", f"{EXACT}SpecBlock", 50, 100),
         Step("exact: SpecBlock --graphs", f"{EXACT}SpecBlock --graphs", 40, 80),
         Step("adaptive", f"{TESTS} {ENGINE}/adaptive/test_trees.py", 60, 120),
@@ -148,7 +143,7 @@ def run(steps: list[Step], log_path: Path, json_path: Path, seconds: float) -> l
                 state = "overran" if state is None else state
             took = round(time.monotonic() - began, 1)
             print(f"===== {step.name}: {state}, {took} s", file=log, flush=True)
-            print(f"{step.name}: {state}, {took} s", flush=True)
+            print(f"{step.name}: {state}, {took} s of {step.estimate}", flush=True)
             summary.append(
                 {"step": step.name, "exit": state, "seconds": took, "estimate": step.estimate}
             )
@@ -175,10 +170,7 @@ def main(
     steps = [step for step in PARTS[part] if any(word in step.name for word in wanted)]
     out.mkdir(parents=True, exist_ok=True)
     paths = out / f"part{part}.log", out / f"part{part}.json"
-    summary = run(steps, *paths, 60 * minutes - OWN)
-    print("\n     exit   seconds  estimate  step")
-    for each in summary:
-        print(f"{each['exit']:>9}{each['seconds']:10}{each['estimate']:10}  {each['step']}")
+    run(steps, *paths, 60 * minutes - OWN)
 
 
 if __name__ == "__main__":

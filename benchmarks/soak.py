@@ -38,12 +38,21 @@ from lib.soak_traffic import COMPLETIONS, MAX_MODEL_LEN, Call, Traffic
 PAIR = "examples/tiny_pair"
 MODEL = f"{PAIR}/target"
 SERVERS = PLAIN, DRAFTS = "plain", "drafts"
+CLIENTS, WINDOW = 16, 100
+"""Requests under way at a time, and of one turn."""
+TREES = {
+    "method": "specblock",
+    "model": f"{PAIR}/drafter",
+    "num_speculative_tokens": 16,
+    "second_drafter": {"kind": "ngram"},
+    "draft_policy": "merge",
+}
 PHASES: dict[str, dict[str, Any]] = {
     # Whole trees of 12 requests take 204 tokens: more than a step has, so some wait.
-    "whole trees": {"enable_adaptive_verification": False},
-    "adaptive": {},
+    "whole trees": TREES | {"enable_adaptive_verification": False},
+    "adaptive": TREES,
 }
-"""Keys of `speculative_config` beside the method and the drafters."""
+"""`speculative_config` of each."""
 FLAGS = {
     "--dtype": "float32",
     "--max-model-len": str(MAX_MODEL_LEN),
@@ -139,14 +148,12 @@ def start(name: str, speculative: dict[str, Any] | None, folder: Path) -> Server
     return Server(arguments, folder / f"{name}.log", ENV, ROOT)
 
 
-def ask_window(
-    found: Findings, servers: dict[str, Server], calls: Sequence[Call], clients: int
-) -> None:
+def ask_window(found: Findings, servers: dict[str, Server], calls: Sequence[Call]) -> None:
     """Send the same requests to both servers, one after the other, and compare the replies."""
     replies: dict[str, list[Reply]] = {}
     for name, server in servers.items():
         asked = [call.patient() for call in calls] if name == PLAIN else calls
-        replies[name] = asyncio.run(ask_all(server.address, asked, clients))
+        replies[name] = asyncio.run(ask_all(server.address, asked, CLIENTS))
         server.require()
         metrics = idle_metrics(server)
         found.memory[name].append(round(server.resident(), 1))
@@ -206,41 +213,30 @@ def main(
     phase: Annotated[list[str] | None, typer.Option(help="Repeatable; default: all.")] = None,
     minutes: Annotated[float, typer.Option(min=0, help="Of each phase, at least.")] = 60,
     requests: Annotated[int, typer.Option(min=1, help="Of each phase, at least.")] = 2_000,
-    clients: Annotated[int, typer.Option(min=1, help="Requests under way at a time.")] = 16,
-    window: Annotated[int, typer.Option(min=1, help="Requests of one turn.")] = 100,
-    nodes: Annotated[int, typer.Option(min=1, help="Of a tree.")] = 16,
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for soak.json and logs.")] = MEASURED / "soak",
 ) -> None:
     """Serve, ask, compare, print a table."""
     phases = known("phase", phase, PHASES)
     traffic = Traffic(seed, MODEL, ROOT / MODEL / "tokenizer.json", held_out())
-    settings = {"seed": seed, "clients": clients, "window": window, "nodes": nodes}
-    store = ResultsStore(out / "soak.json", settings)
-    drafts = {
-        "method": "specblock",
-        "model": f"{PAIR}/drafter",
-        "num_speculative_tokens": nodes,
-        "second_drafter": {"kind": "ngram"},
-        "draft_policy": "merge",
-    }
+    store = ResultsStore(out / "soak.json", {"seed": seed})
     for name in phases:
         found, folder = Findings(), out / name.replace(" ", "_")
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             servers = {}
-            for each, speculative in zip(SERVERS, (None, drafts | PHASES[name])):
+            for each, speculative in zip(SERVERS, (None, PHASES[name])):
                 servers[each] = start(each, speculative, folder)
                 stack.callback(servers[each].close)
             for server in servers.values():
                 server.wait()
             began = time.monotonic()
             for number in itertools.count():
-                if time.monotonic() - began > 60 * minutes and number * window >= requests:
+                if time.monotonic() - began > 60 * minutes and number * WINDOW >= requests:
                     break
-                calls = [traffic.call(f"{number}.{index}") for index in range(window)]
+                calls = [traffic.call(f"{number}.{index}") for index in range(WINDOW)]
                 try:
-                    ask_window(found, servers, calls, clients)
+                    ask_window(found, servers, calls)
                 except ServerEnded as error:
                     found.failures.append(f"In window {number} a server ended. {error}")
                     break

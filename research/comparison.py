@@ -21,14 +21,13 @@ import drafter_zoo
 import torch
 import typer
 from pydantic import Field
-from transformers import AutoConfig
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from vllm_specblock.bench.results import markdown_table
 from vllm_specblock.cli.options import options_of
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.options import SpecBlockConfig
-from vllm_specblock.train.config import Recipe, RunConfig, TrainError
+from vllm_specblock.train.config import RunConfig, TrainError
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import write_json
 from vllm_specblock.train.distributed import ranks, world
@@ -37,17 +36,13 @@ from vllm_specblock.train.eval.evaluate import TreeFigures, sequences_from
 from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.learner import Learner, TrainBatch
 from vllm_specblock.train.loop import Trainer
-from vllm_specblock.train.run import RunContext, folded_head, make_teacher, prepare, sequences_of
+from vllm_specblock.train.run import make_teacher, prepare, sequences_of
 from vllm_specblock.train.specblock import SpecBlockLearner
-from vllm_specblock.train.target import target_rows
 from vllm_specblock.train.target.features import load_target, load_tokenizer
-from vllm_specblock.train.untrained import most_frequent
 
 _CALIBRATION = 8  # batches that Falcon's static tree is shaped by
-_SHORTEST = 12
 UNIFORM = "− rank-guided branching"
 PAPER = "paper's branching"
-_PAPERS_MAP = [2, 4, 6, 4]
 
 
 class Comparison(RunConfig):
@@ -84,9 +79,9 @@ def compare(config: Comparison) -> None:
     """Train every drafter on the same lessons, replay them, print the table."""
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
     with ranks(config.device) as device:
-        run_context = prepare(config, device, _SHORTEST)
-        common = footing(config, run_context)
-        teacher = make_teacher(config, run_context, common.t2d, device)
+        run_context = prepare(config, device, shortest=12)
+        footing = drafter_zoo.Footing(config, run_context)
+        teacher = make_teacher(config, run_context, footing.t2d, device)
         sequences = sequences_of(run_context, teacher, device)
         trainers = {}
         for name in config.names:
@@ -95,7 +90,7 @@ def compare(config: Comparison) -> None:
                 changes["minutes"] = (deadline - time.monotonic()) / 60
             trainer = trainers[name] = Trainer(
                 config.model_copy(update=changes),
-                drafter_zoo.make(name, common).to(device).train(),
+                drafter_zoo.make(name, footing).to(device).train(),
                 teacher,
                 run_context.windows,
                 sequences,
@@ -109,27 +104,7 @@ def compare(config: Comparison) -> None:
         if world()[0] == 0:
             if "Falcon" in trainers:
                 calibrate(trainers["Falcon"])
-            judge(config, trainers, common.layer_ids, device, deadline)
-
-
-def footing(config: Comparison, run_context: RunContext) -> drafter_zoo.RunContext:
-    """Return the target and the sizes that all drafters share."""
-    size = min(config.draft_vocab_size, run_context.target.vocab_size)
-    d2t, t2d = most_frequent(run_context.counts, size)
-    return drafter_zoo.RunContext(
-        config.target,
-        AutoConfig.from_pretrained(config.target),
-        d2t,
-        t2d,
-        run_context.counts,
-        target_rows.head_rows(config.target, t2d.nonzero()[:, 0]).float(),
-        folded_head(config.target, t2d),
-        run_context.target.layer_ids,
-        Recipe(**config.model_dump(include={"num_blocks", "rank_from", "loss_floor"})),
-        config.nodes,
-        config.seed,
-        {"intermediate_size": config.intermediate_size} if config.intermediate_size else {},
-    )
+            judge(config, trainers, footing.layer_ids, device, deadline)
 
 
 @torch.no_grad()
@@ -219,17 +194,17 @@ def contestants(config: Comparison, trainers: dict[str, Trainer]) -> dict[str, A
     if "specblock" in trainers:
         drafter = trainers["specblock"].train_state.learner.drafter
         uniform = uniform_shape(serving_shape(drafter, SpecBlockConfig(), config.nodes))
-        papers = serving_shape(drafter, SpecBlockConfig(branching=_PAPERS_MAP), config.nodes)
+        papers = serving_shape(drafter, SpecBlockConfig(branching=[2, 4, 6, 4]), config.nodes)
         draft = partial(draft_trees, drafter)
         found |= {PAPER: partial(draft, shape=papers), UNIFORM: partial(draft, shape=uniform)}
     return found
 
 
-def uniform_shape(shape: TreeShape, width: int | None = None) -> TreeShape:
-    """Ablation: one width at every position. The default is the least, from 2 on, with 1.5 times as
-    many candidates as the budget: those of equal text join, and the tree has to be full."""
+def uniform_shape(shape: TreeShape) -> TreeShape:
+    """Ablation: one width at every position, the least from 2 on with 1.5 times as many candidates
+    as the budget: those of equal text join, and the tree has to be full."""
     cells = shape.rows(shape.num_blocks) * shape.block_size
-    width = width or max(2, -(-3 * shape.budget // (2 * cells)))
+    width = max(2, -(-3 * shape.budget // (2 * cells)))
     return replace(shape, branching=(width,) * 4)
 
 

@@ -7,7 +7,6 @@ come as close to SpecBlock's parameter count as their sizes allow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,13 +17,14 @@ from baselines.mask_blocks import DFlash, JetSpec
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
 from baselines.sps import SmallModel
-from torch import Tensor
+from transformers import AutoConfig
 
 from vllm_specblock.train.config import Recipe, TrainError
 from vllm_specblock.train.learner import Learner
+from vllm_specblock.train.run import RunContext, folded_head
 from vllm_specblock.train.specblock import SpecBlockLearner
 from vllm_specblock.train.target import target_rows
-from vllm_specblock.train.untrained import init
+from vllm_specblock.train.untrained import init, most_frequent
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "specblock": {},
@@ -42,41 +42,41 @@ BASELINES = ("EAGLE-3", "DFlash", "JetSpec", "Medusa", "ParallelSpec", "Falcon",
 EVERYONE = (*ABLATIONS, *BASELINES)
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """The target, and the settings that all drafters share."""
+class Footing:
+    """The target, and the settings that all drafters share; config: a `Comparison`."""
 
-    target: Any  # its folder
-    config: Any  # of transformers
-    d2t: Tensor  # [Vd] int64
-    t2d: Tensor  # [V] bool
-    counts: Tensor  # [V] int64, of tokens
-    head: Tensor  # [Vd, Ht] fp32, the target's LM head
-    folded: Tensor  # with its final norm in it
-    layer_ids: tuple[int, int, int]
-    recipe: Recipe  # SpecBlock's
-    budget: int  # N, nodes of each tree
-    seed: int
-    sizes: dict[str, Any] = field(default_factory=dict)  # of SpecBlock, for `untrained.init`
+    def __init__(self, config: Any, run_context: RunContext) -> None:
+        self.target, self.seed, self.budget = config.target, config.seed, config.nodes
+        self.config = AutoConfig.from_pretrained(config.target)
+        self.counts, self.layer_ids = run_context.counts, run_context.target.layer_ids
+        size = min(config.draft_vocab_size, run_context.target.vocab_size)
+        self.d2t, self.t2d = most_frequent(self.counts, size)
+        # [Vd, Ht] fp32: the target's LM head, and with its final norm in it.
+        self.head = target_rows.head_rows(config.target, self.t2d.nonzero()[:, 0]).float()
+        self.folded = folded_head(config.target, self.t2d)
+        recipe = config.model_dump(include={"num_blocks", "rank_from", "loss_floor"})
+        self.recipe = Recipe(**recipe)
+        width = config.intermediate_size  # of SpecBlock
+        self.sizes = {"intermediate_size": width} if width else {}
 
 
-def make(name: str, run_context: RunContext) -> Learner:
+def make(name: str, footing: Footing) -> Learner:
     """The drafter called `name`, untrained."""
     if name in ABLATIONS:
-        return _specblock(run_context, **ABLATIONS[name])
+        return _specblock(footing, **ABLATIONS[name])
     if name not in BASELINES:
         raise TrainError(f"No drafter is called {name!r}; there are {', '.join(EVERYONE)}.")
-    wanted = parameters(_specblock(run_context))
+    wanted = parameters(_specblock(footing))
     if name == "SpS":
-        return _small_model(run_context, wanted)
-    of_target = run_context.config, run_context.d2t, run_context.t2d, run_context.seed
-    head, folded, budget = run_context.head, run_context.folded, {"budget": run_context.budget}
+        return _small_model(footing, wanted)
+    of_target = footing.config, footing.d2t, footing.t2d, footing.seed
+    head, folded, budget = footing.head, footing.folded, {"budget": footing.budget}
     if name == "Medusa":
         # Its heads have no width of their own, so their depth is matched.
         build = partial(Medusa.for_target, *of_target, head, **budget)
         return _matched(wanted, lambda depth: build(num_layers=depth), step=1)
     # The rarest token stands for masks.
-    masks = budget | {"mask_token_id": int(run_context.counts.argmin())}
+    masks = budget | {"mask_token_id": int(footing.counts.argmin())}
     kind, given, options = {
         "EAGLE-3": (Eagle3, folded, {}),
         "ParallelSpec": (ParallelSpec, folded, budget),
@@ -84,27 +84,27 @@ def make(name: str, run_context: RunContext) -> Learner:
         "DFlash": (DFlash, head, masks),
         "JetSpec": (JetSpec, head, masks),
     }[name]
-    options |= {"layer_ids": run_context.layer_ids}
+    options |= {"layer_ids": footing.layer_ids}
     build = partial(kind.for_target, *of_target, given, **options)
     learner = _matched(wanted, lambda width: build(intermediate_size=width))
     if isinstance(learner, DFlash):
-        learner.norm.weight.data.copy_(target_rows.final_norm(run_context.target))
+        learner.norm.weight.data.copy_(target_rows.final_norm(footing.target))
     return learner
 
 
-def _small_model(run_context: RunContext, wanted: int) -> SmallModel:
+def _small_model(footing: Footing, wanted: int) -> SmallModel:
     """Two thirds as wide as the target and half as deep, with whole heads of 32 or more.
 
     Narrower where the embedding, which is the whole vocabulary's, leaves too little for the layers:
     their MLPs are to be as wide as the model at least.
     """
-    config = run_context.config
+    config = footing.config
     head_dim = max(32, config.hidden_size // config.num_attention_heads)
     widest = max(1, round(2 / 3 * config.hidden_size / head_dim))
     for heads in range(widest, 0, -1):
         build = partial(
             SmallModel.for_target,
-            *(config, run_context.t2d, run_context.seed),
+            *(config, footing.t2d, footing.seed),
             hidden_size=heads * head_dim,
             num_hidden_layers=max(2, config.num_hidden_layers // 2),
             num_attention_heads=heads,
@@ -127,18 +127,18 @@ def _matched(wanted: int, make: Callable[[int], Any], step: int = 16) -> Any:
     return make(best * step)
 
 
-def _specblock(run_context: RunContext, **changes: Any) -> SpecBlockLearner:
+def _specblock(footing: Footing, **changes: Any) -> SpecBlockLearner:
     of_recipe = {k: v for k, v in changes.items() if k in Recipe.model_fields}
     choices = {k: v for k, v in changes.items() if k not in of_recipe}
     drafter = init(
-        run_context.target,
-        draft_vocab_size=len(run_context.d2t),
-        layer_ids=run_context.layer_ids,
-        token_counts=run_context.counts,
-        seed=run_context.seed,
-        **run_context.sizes,
+        footing.target,
+        draft_vocab_size=len(footing.d2t),
+        layer_ids=footing.layer_ids,
+        token_counts=footing.counts,
+        seed=footing.seed,
+        **footing.sizes,
         **choices,
     )
     with torch.no_grad():
-        drafter.lm_head.weight.copy_(run_context.folded)
-    return SpecBlockLearner(drafter, run_context.recipe.model_copy(update=of_recipe))
+        drafter.lm_head.weight.copy_(footing.folded)
+    return SpecBlockLearner(drafter, footing.recipe.model_copy(update=of_recipe))

@@ -8,7 +8,6 @@ Drafters run along the target's own answers as in serving; no engine is needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,21 +51,10 @@ Cases = dict[str, list[Step]]
 
 PROMPT = "Write a Python function to compute the Fibonacci sequence."
 """The paper's own (appendix E)."""
-DRAFTERS = ("#222222", "#c1121f", "#2a6f4e", "#7b4fb0")
-"""Lines of drafter 1, 2, …: none of the colours of drafter forwards."""
-COLUMNS = 64
-"""Letters of a line of a shaded answer."""
 
 
-class Origin(StrEnum):
-    """Origin of a committed token."""
-
-    PREFILL = "prefill"  # the target's first token, before anything was drafted
-    ACCEPTED = "accepted"
-    BONUS = "bonus"
-
-
-COLOURS = {Origin.PREFILL: "#e9ecef", Origin.ACCEPTED: "#a8dda8", Origin.BONUS: "#f4a6a6"}
+COLOURS = {"prefill": "#e9ecef", "accepted": "#a8dda8", "bonus": "#f4a6a6"}
+"""By origin of a committed token; prefill: the target's first one, before anything is drafted."""
 
 
 def case_json(steps: Sequence[Step], tokenizer: Any, count: int) -> dict[str, Any]:
@@ -74,7 +62,7 @@ def case_json(steps: Sequence[Step], tokenizer: Any, count: int) -> dict[str, An
     first, tokens = steps[0], committed_tokens(steps)[:count]
     return {
         "tokens": [
-            {"text": tokenizer.decode([token]), "origin": str(origin)} for token, origin in tokens
+            {"text": tokenizer.decode([token]), "origin": origin} for token, origin in tokens
         ],
         "tree": {
             "text": [tokenizer.decode([token]) for token in first.token],
@@ -87,60 +75,45 @@ def case_json(steps: Sequence[Step], tokenizer: Any, count: int) -> dict[str, An
     }
 
 
-def committed_tokens(steps: Sequence[Step]) -> list[tuple[int, Origin]]:
-    found = [(step.token[0], Origin.PREFILL) for step in steps[:1]]
+def committed_tokens(steps: Sequence[Step]) -> list[tuple[int, str]]:
+    found = [(step.token[0], "prefill") for step in steps[:1]]
     for step in steps:
-        found += [(step.token[node], Origin.ACCEPTED) for node in step.accepted[1:]]
+        found += [(step.token[node], "accepted") for node in step.accepted[1:]]
         if step.bonus is not None:
-            found.append((step.bonus, Origin.BONUS))
+            found.append((step.bonus, "bonus"))
     return found
 
 
-def plot_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
-    """Draw figure 5a: α_k along the main path; thick lines are means over the sets."""
-    figure, axes = pyplot.subplots(figsize=(6.4, 4))
-    for index, (name, found) in enumerate(drafters.items()):
-        each_set = [figures.main_path.alpha for figures in found.sets.values()]
-        _lines(axes, found.alpha, each_set, DRAFTERS[index % len(DRAFTERS)], name)
-    axes.set_ylabel("acceptance rate α$_k$")
-    axes.set_xlabel("k, position on the main path")
-    axes.set_title("first choice accepted, given that all before it were", fontsize=10)
-    _save(figure, path)
+Lines = dict[str, list[Rates]]
+"""Rates by position of each line: their mean, then those of each set."""
 
 
-def plot_block_alpha(drafters: dict[str, DrafterFigures], path: Path) -> None:
-    """Draw figure 5b for drafters of blocks: α_{m,j}, position j of block m after m − 1 blocks that
-    were right."""
-    figure, every = pyplot.subplots(
-        1, len(drafters), sharey=True, squeeze=False, figsize=(4.2 * len(drafters), 3.6)
-    )
-    for axes, (name, found) in zip(every[0], drafters.items()):
-        chains = [figures.chain.alpha_mj for figures in found.sets.values() if figures.chain]
-        for m, block in enumerate(found.alpha_mj or [], start=1):
-            each_set = [chain[m - 1] for chain in chains]
-            _lines(axes, block, each_set, forward_colour(m), f"block {m}")
-            axes.set_xticks(range(1, len(block) + 1))
-        axes.set_title(name, fontsize=10)
-        axes.set_xlabel("j, position in the block")
-    every[0][0].set_ylabel("acceptance rate α$_{m,j}$")
-    _save(figure, path)
+def block_lines(found: DrafterFigures) -> Lines:
+    """Return a line per block of figure 5b; none without blocks."""
+    chains = [each.chain.alpha_mj for each in found.sets.values() if each.chain]
+    return {
+        f"block {m + 1}": [block, *(chain[m] for chain in chains)]
+        for m, block in enumerate(found.alpha_mj or [])
+    }
 
 
-def _save(figure: Any, path: Path) -> None:
+def plot(panels: dict[str, Lines], position: str, rate: str, path: Path) -> None:
+    """Draw rates by position, 0 to 1: thick lines are means over the sets."""
+    size = 2.2 + 4.2 * len(panels), 4
+    figure, every = pyplot.subplots(1, len(panels), sharey=True, squeeze=False, figsize=size)
+    for axes, (title, lines) in zip(every[0], panels.items()):
+        for number, (name, (mean, *each_set)) in enumerate(lines.items(), start=1):
+            thick = {"linewidth": 2.2, "marker": "o", "label": name}
+            thin = {"linewidth": 0.6, "alpha": 0.4}
+            for rates, how in [(mean, thick), *((each, thin) for each in each_set)]:
+                known = {k: each for k, each in enumerate(rates, start=1) if each is not None}
+                axes.plot([*known], [*known.values()], color=forward_colour(number), **how)
+        axes.set(title=title, xlabel=position, ylim=(0, 1.02))
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    every[0][0].set_ylabel(f"acceptance rate {rate}")
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
-
-
-def _lines(axes: Any, mean: Rates, each_set: list[Rates], colour: str, name: str) -> None:
-    """Draw rates by position, 0 to 1: one thick line, and thin ones."""
-    thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.4}
-    thick: dict[str, Any] = {"linewidth": 2.2, "marker": "o", "label": name}
-    for values, how in [*((each, thin) for each in each_set), (mean, thick)]:
-        there = [(k, value) for k, value in enumerate(values, start=1) if value is not None]
-        axes.plot([k for k, _ in there], [value for _, value in there], color=colour, **how)
-    axes.set_ylim(0, 1.02)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
 
 
 def save_text(cases: Cases, tokenizer: Any, count: int, path: Path) -> None:
@@ -154,12 +127,12 @@ def save_text(cases: Cases, tokenizer: Any, count: int, path: Path) -> None:
         pages.append(Panel(page.append("…" * (len(committed) > count)), title=name))
     grid.add_row(*pages)
     keys = Text("  ").join(
-        Text(f" {origin} ", style=f"#000000 on {COLOURS[origin]}") for origin in Origin
+        Text(f" {origin} ", style=f"#000000 on {COLOURS[origin]}") for origin in COLOURS
     )
-    save_svg(path, "committed tokens", grid, keys, width=COLUMNS * len(cases))
+    save_svg(path, "committed tokens", grid, keys, width=64 * len(cases))
 
 
-def _words(tokens: list[tuple[int, Origin]], tokenizer: Any) -> list[tuple[str, Origin]]:
+def _words(tokens: list[tuple[int, str]], tokenizer: Any) -> list[tuple[str, str]]:
     """Return each token's text. Where several tokens make one letter, the last one shows it."""
     words, before, ids = [], "", []
     for token, origin in tokens:
@@ -229,8 +202,8 @@ def figures(
     and figures.json with every number.
     """
     where = usable_device(device)
-    folders = _by_name("--drafter", drafter, "specblock=DIR")
-    sets = _by_name("--set", data, "humaneval=PATH")
+    folders = _by_name("--drafter", drafter)
+    sets = _by_name("--set", data)
     pairs = {}
     for name, folder in folders.items():
         pairs[name] = pair(folder, target)
@@ -280,10 +253,15 @@ def figures(
             "The target's answer to --case ends before anything is drafted: give another prompt."
         )
 
-    plot_alpha(drafters, out / "fig5a_alpha.png")
-    blocks = {name: each for name, each in drafters.items() if each.alpha_mj is not None}
+    lines = {
+        name: [found.alpha, *(each.main_path.alpha for each in found.sets.values())]
+        for name, found in drafters.items()
+    }
+    title, path = "first choice accepted, given all before it", out / "fig5a_alpha.png"
+    plot({title: lines}, "k, position on the main path", "α$_k$", path)
+    blocks = {name: lines for name, each in drafters.items() if (lines := block_lines(each))}
     if blocks:
-        plot_block_alpha(blocks, out / "fig5b_alpha_blocks.png")
+        plot(blocks, "j, position in the block", "α$_{m,j}$", out / "fig5b_alpha_blocks.png")
     save_text(cases, tokenizer, tokens, out / "fig6_text.svg")
     names = {name: each.forward_name for name, each in loaded.items()}
     save_trees(cases, names, tokenizer, out / "fig7_trees.svg")
@@ -309,16 +287,11 @@ def figures(
     typer.echo(f"The figures and their numbers are in {out}.")
 
 
-def _by_name(option: str, given: list[str], example: str) -> dict[str, Path]:
-    """Parse "NAME=PATH", each name once."""
-    found: dict[str, Path] = {}
-    for text in given:
-        name, _, path = text.partition("=")
-        if not (name and path):
-            raise OptionError(f"{option} {text!r} has no name before its path, as {example} has.")
-        if name in found:
-            raise OptionError(f"{option} {name} was given twice: call one by another name.")
-        found[name] = Path(path)
+def _by_name(option: str, given: list[str]) -> dict[str, Path]:
+    """Parse "NAME=PATH"."""
+    found = {name: Path(path) for name, _, path in (text.partition("=") for text in given)}
+    if len(found) < len(given) or not all("=" in text for text in given):
+        raise OptionError(f"{option} is NAME=PATH, and each name is given once: {given}.")
     return found
 
 

@@ -1,7 +1,7 @@
 """Hold what the plugin leans on against a vLLM that need not be installed.
 
     python tools/contract.py             # the one that is
-    python tools/contract.py 0.33.0      # pip downloads its wheel (some 340 MB), nothing is run
+    python tools/contract.py 0.33.0      # pip unpacks its wheel (a gigabyte), nothing is run
     python tools/contract.py FOLDER      # a folder `vllm` of sources, or the folder above it
 
 Says which hooks are not as they have to be; exit status 1 if there are any.
@@ -10,17 +10,13 @@ Says which hooks are not as they have to be; exit status 1 if there are any.
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 from vllm_specblock.engine.compat import PACKAGE, broken, hooks, installed
 
 KEPT = Path(__file__).resolve().parent.parent / "build" / "contract"
-METADATA = ".dist-info/METADATA"
-READABLE = {".py", ".json", ".jinja", ".js", ".css"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,25 +44,13 @@ def folder_of(what: str | None) -> Path:
     if given.is_dir():
         below = given / PACKAGE
         return below if below.is_dir() else given
-    if not list((KEPT / what).glob(f"*{METADATA}")):
-        download(what, KEPT / what)
-    return KEPT / what / PACKAGE
-
-
-def download(version: str, folder: Path) -> None:
-    """The Python sources of a release's wheel, into `folder`."""
-    wheels = folder / "wheel"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
-    done = subprocess.run([*pip, "--quiet", "--dest", str(wheels), f"{PACKAGE}=={version}"])
-    if done.returncode:
-        raise SystemExit(f"pip could not download {PACKAGE}=={version}; its message is above.")
-    (wheel,) = wheels.glob("*.whl")
-    with zipfile.ZipFile(wheel) as packed:  # but for its compiled parts, a gigabyte
-        for name in packed.namelist():
-            readable = name.startswith(f"{PACKAGE}/") and Path(name).suffix in READABLE
-            if readable or name.endswith(METADATA):
-                packed.extract(name, folder)
-    shutil.rmtree(wheels)
+    kept = KEPT / what
+    if not (kept / PACKAGE).is_dir():
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        how = ["--no-deps", "--no-compile", "--only-binary=:all:", "--target", kept]
+        if subprocess.run([*pip, *how, f"{PACKAGE}=={what}"]).returncode:
+            raise SystemExit(f"pip could not install {PACKAGE}=={what}; its message is above.")
+    return kept / PACKAGE
 
 
 if __name__ == "__main__":

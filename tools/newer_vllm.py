@@ -15,11 +15,12 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from contract import folder_of
-from setup_env import write_metadata
+from setup_env import import_trouble, write_metadata
 
 from vllm_specblock.engine.compat import PACKAGE, installed
 
@@ -36,30 +37,27 @@ sys.exit(next(iter(entry_points(group="console_scripts", name="{name}"))).load()
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Make the environment anew; print its interpreter."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("release", help="of vLLM, e.g. 0.33.0")
     release = parser.parse_args(arguments).release
-    print(make(release, MADE / f"{PACKAGE}-{release}"))
-
-
-def make(release: str, folder: Path) -> Path:
-    """Make the environment anew; returns its interpreter."""
-    build = installed_version(PACKAGE)
+    folder = MADE / f"{PACKAGE}-{release}"
     base = installed()
-    if base is None or build is None or "+cpu" not in build:
+    build = version(PACKAGE) if base else "none"
+    if base is None or "+cpu" not in build:
         raise SystemExit(
             f"The compiled parts come from an installed CPU build of vLLM, and here is {build}: "
             "call the Python of an environment that `make setup` made on a CPU."
         )
     sources = folder_of(release)
-    also = [name for name in ALSO if installed_version(name) is None]
+    also = [name for name in ALSO if find_spec(name) is None]
     venv.create(folder, with_pip=False, clear=True, symlinks=True)
     where = {"base": str(folder), "platbase": str(folder)}
     site = Path(sysconfig.get_path("purelib", "venv", where))
     python = Path(sysconfig.get_path("scripts", "venv", where)) / "python"
     # Its own .pth files count there as well, such as that of a package installed with `-e`.
     (site / "base.pth").write_text(f"import site; site.addsitedir({str(base.parent)!r})\n")
-    shutil.copytree(sources, site / PACKAGE)
+    shutil.copytree(sources, site / PACKAGE, ignore=shutil.ignore_patterns("*.so"))
     for part in sorted(base.rglob("*.so")):
         link = site / PACKAGE / part.relative_to(base)
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -79,19 +77,9 @@ def make(release: str, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     if also and subprocess.run([*pip, "install", "--quiet", "--no-deps", *also]).returncode:
         raise SystemExit(f"pip could not install {' '.join(also)}; its message is above.")
-    check = [str(python), "-c", f"import {PACKAGE}, vllm_specblock"]
-    done = subprocess.run(check, capture_output=True, text=True, cwd=folder)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["?"])[-1]
-        raise SystemExit(f"{folder} was made, but vLLM {release} does not import there: {last}")
-    return python
-
-
-def installed_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    if trouble := import_trouble(python):
+        raise SystemExit(f"{folder} was made, but vLLM {release} does not import there: {trouble}")
+    print(python)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import platform
 import shutil
 import subprocess
 import sys
@@ -29,11 +28,7 @@ UNLOADABLE = ["torchvision", "torchaudio", "torchcodec"]
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class SetupError(Exception):
-    """One sentence for the user."""
-
-
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument(
@@ -44,24 +39,19 @@ def main() -> int:
         help=f"vLLM's CUDA build, without a GPU too; of {VLLM}, or another release",
     )
     args = parser.parse_args()
-    try:
-        set_up(args.venv.absolute(), args.cuda)
-    except SetupError as error:
-        print(f"setup: {error}", file=sys.stderr)
-        return 1
-    return 0
+    set_up(args.venv.absolute(), args.cuda)
 
 
 def set_up(folder: Path, cuda: str | None = None) -> None:
     if sys.version_info < (3, 11):  # noqa: UP036, this runs before pip could refuse
-        raise SetupError(
+        raise SystemExit(
             f"Python 3.11 or later is needed, and this is {sys.version.split()[0]}: "
             "call make with PYTHON=python3.11 (or later)."
         )
     python = folder / "bin" / "python"
     stamp = folder / "specblock-ready"
     wanted = _fingerprint()
-    if stamp.exists() and stamp.read_text() == wanted and _imports(python) is None:
+    if stamp.exists() and stamp.read_text() == wanted and import_trouble(python) is None:
         _say(f"{folder} is ready")
         return
     cuda = cuda or (VLLM if _has_gpu() else None)
@@ -71,7 +61,7 @@ def set_up(folder: Path, cuda: str | None = None) -> None:
         try:
             venv.create(folder, with_pip=True)
         except subprocess.CalledProcessError:
-            raise SetupError(
+            raise SystemExit(
                 "Python's venv module could not install pip; on Debian: apt install python3-venv."
             ) from None
     if cuda:
@@ -83,9 +73,9 @@ def set_up(folder: Path, cuda: str | None = None) -> None:
     editable = ("-e", f"{ROOT}[test]", "-e", f"{ROOT}/research")
     _install(python, "this plugin, and what its tests and examples need", *editable)
     _say("checking `import vllm, vllm_specblock`")
-    trouble = _imports(python)
+    trouble = import_trouble(python)
     if trouble is not None:
-        raise SetupError(f"vLLM was installed, but `import vllm, vllm_specblock` fails: {trouble}")
+        raise SystemExit(f"vLLM was installed, but `import vllm, vllm_specblock` fails: {trouble}")
     stamp.write_text(wanted)
     _say(f"{folder} is ready")
 
@@ -101,7 +91,7 @@ def _has_gpu() -> bool:
 
 def _install(python: Path, what: str, *arguments: str) -> None:
     if not _installs(python, what, *arguments):
-        raise SetupError(f"pip could not install {' '.join(arguments)}; its message is above.")
+        raise SystemExit(f"pip could not install {' '.join(arguments)}; its message is above.")
 
 
 def _installs(python: Path, what: str, *arguments: str) -> bool:
@@ -112,22 +102,16 @@ def _installs(python: Path, what: str, *arguments: str) -> bool:
 
 
 def _pip(python: Path, *arguments: str) -> bool:
-    return _call([str(python), "-m", "pip", "--disable-pip-version-check", *arguments])
-
-
-def _call(command: list[str]) -> bool:
+    command = [python, "-m", "pip", "--disable-pip-version-check", *arguments]
     return subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 0
 
 
 def _install_cpu_build(python: Path) -> None:
-    ways = [(f"torch {TORCH} for CPUs", f"torch=={TORCH}+cpu")]
-    # Elsewhere PyPI's own is the CUDA build, several GB, which vLLM's CPU build does not take.
-    if platform.system() == "Darwin" or platform.machine() in ("ppc64le", "riscv64"):
-        ways.append((f"PyPI's torch {TORCH}, which is for CPUs here", f"torch=={TORCH}"))
-    index = ("--extra-index-url", CPU_WHEELS)
-    ways.append((f"torch {TORCH} from {CPU_WHEELS}", f"torch=={TORCH}+cpu", *index))
-    if not any(_installs(python, *way) for way in ways):
-        raise SetupError(
+    what, torch = f"torch {TORCH} for CPUs", f"torch=={TORCH}+cpu"
+    # PyPI's own is the CUDA build, several GB, which vLLM's CPU build does not take.
+    index = "--extra-index-url", CPU_WHEELS
+    if not (_installs(python, what, torch) or _installs(python, what, torch, *index)):
+        raise SystemExit(
             f"torch {TORCH}, built for CPUs, which vLLM's CPU build needs, could not be installed "
             f"from any index that is set up here, nor from {CPU_WHEELS}: give pip an index that "
             "has it (pip config set global.extra-index-url URL) and call again."
@@ -138,11 +122,8 @@ def _install_cpu_build(python: Path) -> None:
 
 
 def _name_the_distribution(python: Path) -> None:
-    """Add metadata of a distribution `vllm`.
-
-    The CPU build goes by another name and brings none, but vLLM asks for its own version
-    under `vllm`, and tells a CPU build by the `+cpu` in it.
-    """
+    """Add metadata of a distribution `vllm`: vLLM asks for its version, and for the `+cpu` in it,
+    under that name, and the CPU build goes by another one."""
     find = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     site = Path(subprocess.check_output([python, "-c", find], text=True).strip())
     write_metadata(site, f"{VLLM}+cpu")
@@ -152,11 +133,9 @@ def write_metadata(site: Path, version: str, *lines: str) -> None:
     """Write a `vllm-*.dist-info` into `site-packages`; lines: more of METADATA."""
     info = site / f"vllm-{version}.dist-info"
     info.mkdir(exist_ok=True)
+    metadata = ["Metadata-Version: 2.1", "Name: vllm", f"Version: {version}", *lines]
     files = {
-        "METADATA": "\n".join(
-            ["Metadata-Version: 2.1", "Name: vllm", f"Version: {version}", *lines]
-        )
-        + "\n",
+        "METADATA": "\n".join(metadata) + "\n",
         "INSTALLER": "vllm_specblock\n",
         "entry_points.txt": "[console_scripts]\nvllm = vllm.entrypoints.cli.main:main\n",
     }
@@ -165,7 +144,7 @@ def write_metadata(site: Path, version: str, *lines: str) -> None:
         (info / name).write_text(text)
 
 
-def _imports(python: Path) -> str | None:
+def import_trouble(python: Path) -> str | None:
     """None if both packages import, else the last line of what Python said."""
     if not python.exists():
         return "there is no interpreter"
@@ -183,4 +162,4 @@ def _fingerprint() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,16 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from vllm_specblock.triton_kernels.attention import attention_schedule
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
-from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
 
-from lib.acceptance import synthetic_tree
+from lib.acceptance import PAPER_TREE, synthetic_tree
 
 BLOCK = 16
 """Tokens in one block of the paged cache."""
-TREE_SHAPE = (4, 2, 8, (4, 8, 16, 16))
-"""K, M, S and branching of the trees."""
-ALPHA = [0.8, 0.7, 0.6, 0.5] * 2
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ def attention_case(
     splits: in place of SPLIT_ENTRIES, each one way more.
     """
     queries = sizes.nodes + 1
-    tree = synthetic_tree(TreeShape(*TREE_SHAPE, sizes.nodes), ALPHA)
+    tree = synthetic_tree(replace(PAPER_TREE, budget=sizes.nodes), [0.8, 0.7, 0.6, 0.5] * 2)
     length = context + queries
     blocks = -(-length // BLOCK)
     draw = torch.Generator(device).manual_seed(0)
@@ -88,17 +84,14 @@ def attention_case(
     scale, cache = sizes.head_dim**-0.5, storage.transpose(1, 2)
     ways = {"ours": lambda: packed.attend(query, cache, scale)}
     for entries in splits:
-        ways[f"ours, splits of {entries}"] = _with_splits(entries, ways["ours"])
+        split = patch.object(attention_schedule, "SPLIT_ENTRIES", entries)
+        ways[f"ours, splits of {entries}"] = split(lambda: ways["ours"]())
     if device.type == "cuda":
         ways["FlashAttention, chain"] = _flash(query, storage, start, lengths, length, table)
     ways["torch SDPA, dense"] = _dense(sizes, query, storage, table, tree.ancestors, context)
     entries = batch * length * sizes.kv_heads * 2 * sizes.head_dim
     moved = (entries + 2 * query.numel()) * sizes.dtype.itemsize
     return Case("tree attention", f"context {context}, batch {batch}", ways, moved)
-
-
-def _with_splits(entries: int, attend: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    return patch.object(attention_schedule, "SPLIT_ENTRIES", entries)(lambda: attend())
 
 
 def _flash(query, storage, start, lengths, length, table) -> Callable[[], Tensor]:
@@ -134,7 +127,7 @@ def linear_case(sizes: Sizes, rows: int, device: torch.device) -> Case:
     draw = torch.Generator(device).manual_seed(0)
     x, weight = (
         torch.randn(*shape, generator=draw, device=device)
-        for shape in ((rows * TREE_SHAPE[0], sizes.hidden), (sizes.inner, sizes.hidden))
+        for shape in ((rows * PAPER_TREE.block_size, sizes.hidden), (sizes.inner, sizes.hidden))
     )
     short, scale = quantize(weight)
     x, weight = x.to(sizes.dtype), (short.float() * scale[:, None]).to(sizes.dtype)

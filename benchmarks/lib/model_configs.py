@@ -57,12 +57,10 @@ def write_eagle3(folder: Path, model: Model) -> Path:
     target's sizes, as published EAGLE-3 drafters have for every target."""
     target = model.target
     layers = list(default_layer_ids(target.num_hidden_layers))
-    like = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    like += ("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+    like = {name: getattr(target, name) for name in (*_NAMES, "rms_norm_eps")}
     LlamaConfig(
-        **{name: getattr(target, name) for name in like},
+        **like | {"num_hidden_layers": 1},
         architectures=["LlamaForCausalLMEagle3"],
-        num_hidden_layers=1,
         draft_vocab_size=model.draft_vocab,
         eagle_aux_hidden_state_layer_ids=layers,
         eagle_config={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers},

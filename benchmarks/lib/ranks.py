@@ -55,31 +55,25 @@ def arguments(ranks: int) -> dict[str, Any]:
     }
 
 
-class Ranks:
-    """The ranks of an engine whose drafts are recorded from now on; policy: of `adapt`, if any."""
+def lacking(llm: Any, policy: str | None) -> str | None:
+    """Return what a trainer of this policy has not done often enough; None: nothing."""
+    if policy is None:
+        return None
+    name, least = WANTED[policy]
+    counts = llm.collective_rpc("counted", args=(name,))
+    reached = min(counts) if name == "swaps" else max(counts)
+    return None if reached >= least else f"{name}: {counts} on the ranks, not {least}"
 
-    def __init__(self, llm: Any, policy: str | None) -> None:
-        self.llm, self.policy = llm, policy
-        llm.collective_rpc("record_drafts")
 
-    def lacking(self) -> str | None:
-        """Return what the trainer has not done often enough; None: nothing."""
-        if self.policy is None:
-            return None
-        name, least = WANTED[self.policy]
-        counts = self.llm.collective_rpc("counted", args=(name,))
-        reached = min(counts) if name == "swaps" else max(counts)
-        return None if reached >= least else f"{name}: {counts} on the ranks, not {least}"
-
-    def require(self, compared: int) -> None:
-        """End this process unless all ranks drafted the same and a fifth of `compared` tokens."""
-        (first, accepted), *others = self.llm.collective_rpc("recorded_drafts")
-        versions = first[-1][2]
-        if any(other != first for other, _ in others):
-            raise SystemExit("The ranks drafted different trees, or took versions at other steps.")
-        if trouble := self.lacking():
-            raise SystemExit(f"This tested little: {trouble}.")
-        if accepted * 5 < compared:
-            raise SystemExit(f"This tested little: {accepted} drafts of {compared} were accepted.")
-        if versions and self.policy != "always":
-            raise SystemExit(f"The ranks took {versions} versions without a trainer.")
+def require(llm: Any, policy: str | None, compared: int) -> None:
+    """End this process unless all ranks drafted the same, and a fifth of `compared` tokens."""
+    (first, accepted), *others = llm.collective_rpc("recorded_drafts")
+    versions = first[-1][2]
+    if any(other != first for other, _ in others):
+        raise SystemExit("The ranks drafted different trees, or took versions at other steps.")
+    if trouble := lacking(llm, policy):
+        raise SystemExit(f"This tested little: {trouble}.")
+    if accepted * 5 < compared:
+        raise SystemExit(f"This tested little: {accepted} drafts of {compared} were accepted.")
+    if versions and policy != "always":
+        raise SystemExit(f"The ranks took {versions} versions without a trainer.")

@@ -32,7 +32,6 @@ from vllm_specblock.train.learner import EvalSequence
 
 WINDOW = 64
 """Requests that a point of τ over the stream is taken over."""
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,32 +69,18 @@ class Served:
     version: int
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """What one policy made of a stream.
-
-    Attributes:
-        updates: by arm.
-        swaps: versions that came to serve, returns included.
-        refused: versions that were offered and not found better.
-        returns: numbers of the versions gone back to.
-        books: what became of the records, by `Book.counts`.
-    """
-
-    served: list[Served]
-    updates: dict[str, int]
-    swaps: int
-    refused: int
-    returns: list[int]
-    books: dict[str, int]
-
-
 class Simulation:
     """One policy over one stream: what a trainer does, and serving by replay.
 
     Args:
         drafter: θ_0, float32; it is copied.
         teacher: the target's embedding and head rows, for the batches.
+
+    Attributes:
+        requests: those that were served.
+        noted: what the adaptation counted.
+        swaps: versions that came to serve, returns included.
+        books: what became of the records, by `Book.counts`.
     """
 
     def __init__(
@@ -118,15 +103,28 @@ class Simulation:
         self.served = self.pool.origin
         self.calibration = DraftCalibration(drafter.lm_head.weight.device, num_slots=1)
         self.noted: Counter[str] = Counter()
-        self.swaps = self.count = 0
+        self.requests: list[Served] = []
+        self.books = self.adaptation.book.counts
+        self.swaps = 0
         self.stall = 0.0  # seconds of training and swaps that the next request waits for
 
-    def serve(self, phase: str, sequence: EvalSequence) -> Served | None:
-        """Serve one text, then let the policy act on it; None where it is too short for a step."""
+    @property
+    def updates(self) -> dict[str, int]:
+        """By arm, of those that were drawn."""
+        counts = {str(action): self.noted[f"updates_{action}"] for action in sorted(Action)}
+        return {arm: count for arm, count in counts.items() if count}
+
+    @property
+    def refused(self) -> int:
+        """Versions that were offered and not found better."""
+        return self.noted["versions_refused_not_better"]
+
+    def serve(self, phase: str, sequence: EvalSequence) -> None:
+        """Serve one text, then let the policy act on it; skip one that is too short for a step."""
         draft = draft_trees(self.serving, sequence, self.shape, self.calibration)
         steps = list(steps_along(draft, sequence, self.shape.max_depth))
         if not steps:
-            return None
+            return
         tokens = sum(1 + step.accepted_length for step in steps)
         stall, self.stall = self.stall, 0.0
         seconds = stall + self.config.cost.step * len(steps)
@@ -135,11 +133,11 @@ class Simulation:
         # node that has a child. Where it ends at a leaf nothing was rejected.
         misses = float(sum(step.accepted[-1] in step.parent for step in steps))
         request = FinishedRequest(misses, len(steps), tokens, seconds)
-        self.count += 1
-        self.adaptation.finish(record_of(f"request {self.count}", sequence, request.tau), request)
+        self.requests.append(served)
+        name = f"request {len(self.requests)}"
+        self.adaptation.finish(record_of(name, sequence, request.tau), request)
         if self.pool.current is not self.served:  # without an update: one that was refused before
             self.stall += self._swap()
-        return served
 
     def _note(self, name: str, by: int) -> None:
         """What the adaptation counts; an earlier version that comes back is a swap."""
@@ -172,24 +170,12 @@ def simulate(
     stream: Stream,
     texts: Sequence[Sequence[EvalSequence]],
     progress: Callable[[], object] = lambda: None,
-) -> Simulated:
+) -> Simulation:
     """Serve a stream; texts: by domain; progress: called after every request."""
-    served = []
     for place in stream:
-        served.append(simulation.serve(place.phase, texts[place.domain][place.text]))
+        simulation.serve(place.phase, texts[place.domain][place.text])
         progress()
-    return Simulated(
-        [each for each in served if each is not None],
-        {
-            str(action): simulation.noted[f"updates_{action}"]
-            for action in sorted(Action)
-            if simulation.noted[f"updates_{action}"]
-        },
-        simulation.swaps,
-        simulation.noted["versions_refused_not_better"],
-        simulation.pool.returns,
-        dict(sorted(simulation.adaptation.book.counts.items())),
-    )
+    return simulation
 
 
 def record_of(request: str, sequence: EvalSequence, tau: float = 0.0) -> Record:
@@ -214,9 +200,9 @@ def tau_of(served: Sequence[Served]) -> float | None:
     return sum(each.tokens for each in served) / steps if steps else None
 
 
-def figures(found: Simulated) -> Figures:
+def figures(found: Simulation) -> dict[str, Any]:
     """Return the figures of one policy on one stream."""
-    served, phases = found.served, dict.fromkeys(each.phase for each in found.served)
+    served, phases = found.requests, dict.fromkeys(each.phase for each in found.requests)
     of = {phase: [each for each in served if each.phase == phase] for phase in phases}
     seconds = sum(each.seconds for each in served)
     return {
@@ -232,12 +218,12 @@ def figures(found: Simulated) -> Figures:
         "updates": found.updates,
         "swaps": found.swaps,
         "refused": found.refused,
-        "returns": found.returns,
-        "records": found.books,
+        "returns": found.pool.returns,
+        "records": dict(sorted(found.books.items())),
     }
 
 
-def table(results: Mapping[str, Figures]) -> str:
+def table(results: Mapping[str, dict[str, Any]]) -> str:
     """Return a row per stream and policy: means over the seeds, and for tokens/s their range.
 
     Args:
@@ -245,7 +231,7 @@ def table(results: Mapping[str, Figures]) -> str:
     """
     rows = [["stream", "policy", "τ", "by phase (last quarter)", "tokens/s", "× frozen"]]
     rows[0] += ["training", "updates (heads, full)", "swaps", "refused", "returns"]
-    cells: dict[tuple[str, str], dict[str, Figures]] = {}
+    cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for key, found in results.items():
         place, _, policy = key.partition(": ")
         stream, _, seed = place.partition(", seed ")
@@ -255,7 +241,7 @@ def table(results: Mapping[str, Figures]) -> str:
         speeds = {seed: each["tokens_per_second"] for seed, each in seeds.items()}
         times = [speeds[n] / frozen[n]["tokens_per_second"] for n in speeds if n in frozen]
 
-        def mean(*names: str, found: list[Figures] = found) -> float:
+        def mean(*names: str, found: list[dict[str, Any]] = found) -> float:
             values = found
             for name in names:
                 values = [each.get(name, 0) for each in values]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 HOME, AWAY = 0, 1
 """The drafter's own domain, and the first of the others."""
@@ -23,16 +24,15 @@ class Place:
 
 
 Stream = Sequence[Place]
+"""A function of a stream takes the number of requests, a seed and the number of domains."""
 
 
 def switch(length: int, seed: int, domains: int = 2) -> list[Place]:
     """A sixth home, the other domains in turn, a sixth home again; all texts new."""
     edge = length // 6
-    away = [1 + domain for domain in in_turn(length - 2 * edge, domains - 1)]
-    order = [HOME] * edge + away + [HOME] * edge
-    found = _places(order, domains)
-    back = length - edge
-    return found[:back] + [replace(place, phase=AGAIN) for place in found[back:]]
+    away = [1 + domain for domain in _in_turn(length - 2 * edge, domains - 1)]
+    found = _places([HOME] * edge + away + [HOME] * edge, domains)
+    return found[: length - edge] + [replace(each, phase=AGAIN) for each in found[length - edge :]]
 
 
 def mixed(length: int, seed: int, domains: int = 2) -> list[Place]:
@@ -44,7 +44,7 @@ def mixed(length: int, seed: int, domains: int = 2) -> list[Place]:
 
 def ordered(length: int, seed: int, domains: int = 2) -> list[Place]:
     """The requests of `mixed`, one domain after the other."""
-    return _places(in_turn(length, domains), domains)
+    return _places(_in_turn(length, domains), domains)
 
 
 def stationary(length: int, seed: int, domains: int = 2) -> list[Place]:
@@ -64,35 +64,26 @@ def gradual(length: int, seed: int, domains: int = 2) -> list[Place]:
     ]
 
 
-def passes(length: int, seed: int, domains: int = 2, times: int = 8) -> list[Place]:
-    """A mixed stream of `length` / `times` requests, served so many times; a phase each."""
-    once = mixed(max(1, length // times), seed, domains)
-    return [replace(place, phase=f"pass {n + 1}") for n in range(times) for place in once]
+def passes(length: int, seed: int, domains: int = 2) -> list[Place]:
+    """A mixed stream of an eighth of the requests, served eight times; a phase each."""
+    once = mixed(max(1, length // 8), seed, domains)
+    return [replace(place, phase=f"pass {n + 1}") for n in range(8) for place in once]
 
 
-def in_turn(length: int, domains: int) -> list[int]:
-    """Domains 0, 1, … one after the other, in equal parts."""
-    return [number * domains // length for number in range(length)]
-
-
-STREAMS: dict[str, Callable[..., list[Place]]] = {
-    "switch": switch,
-    "mixed": mixed,
-    "ordered": ordered,
-    "stationary": stationary,
-    "gradual": gradual,
-    "passes": passes,
-}
-"""(number of requests, seed, number of domains; default: 2) -> stream."""
+STREAMS = {each.__name__: each for each in (switch, mixed, ordered, stationary, gradual, passes)}
 
 
 def texts_needed(streams: Sequence[Stream], domains: int = 2) -> list[int]:
     """Return the number of texts of each domain that these streams read."""
     most = [0] * domains
-    for stream in streams:
-        for place in stream:
-            most[place.domain] = max(most[place.domain], place.text + 1)
+    for place in chain(*streams):
+        most[place.domain] = max(most[place.domain], place.text + 1)
     return most
+
+
+def _in_turn(length: int, domains: int) -> list[int]:
+    """Domains 0, 1, … one after the other, in equal parts."""
+    return [number * domains // length for number in range(length)]
 
 
 def _places(order: Sequence[int], domains: int) -> list[Place]:

@@ -6,7 +6,6 @@ draft vocabulary may be in `vocab_mapping.pt`; without one the drafter names eve
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ _KINDS: dict[str, tuple[type[Shape], type[nn.Module]]] = {
     "parallelspec": (DrafterConfig, ParallelSpecModel),
     "falcon": (FalconShape, FalconModel),
 }
+_NETWORKS = dict(_KINDS.values())
 _HEAD = "lm_head.weight"
 
 
@@ -49,14 +49,9 @@ def _from_json(raw: dict[str, Any], where: str) -> Shape:
     return checked(where, keys, shape)
 
 
-def _model(config: Shape, names: Collection[str]) -> nn.Module:
-    return dict(_KINDS.values())[type(config)](config)
-
-
 def _named(found: Tensors, config: Shape, directory: Path) -> Tensors:
-    inside = any(name in found for name in MAPPING_NAMES)
     count, vocab_size = config.draft_vocab_size, config.vocab_size
-    tensors = with_mapping(found, directory, count, vocab_size, file=not inside)
+    tensors = with_mapping(found, directory, count, vocab_size)
     if not tensors.keys() >= set(MAPPING_NAMES):
         raise CheckpointError(
             f"{directory} names a draft vocabulary of {count} tokens, but says nowhere which they "
@@ -71,4 +66,6 @@ def _named(found: Tensors, config: Shape, directory: Path) -> Tensors:
     return tensors
 
 
-FILES = CheckpointReader(_from_json, _model, _named, weights=WEIGHTS)
+FILES = CheckpointReader(
+    _from_json, lambda config, names: _NETWORKS[type(config)](config), _named, weights=WEIGHTS
+)

@@ -13,23 +13,20 @@ it); attention of the unrolled steps is dense over all steps' keys.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
 from baselines.groups import KeyValue, earlier_rows, extend, group_attention
-from baselines.positions import PositionsLearner, write_folder
+from baselines.positions import DECAY, LAYER_KEYS, PositionsLearner, write_folder
 from vllm_specblock.drafters.common.layers import Attend
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.eval.drafting import draft_trees
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
-
-DECAY = 0.8
-"""Weight of a step's loss relative to the step before, as in the authors' code."""
 
 
 class Eagle3(PositionsLearner, Eagle3Model):
@@ -60,30 +57,22 @@ class Eagle3(PositionsLearner, Eagle3Model):
         return draft_trees(self, sequence, shape)
 
     def save(self, directory: Path) -> None:
-        tensors = self.state_dict()
+        tensors, layers = self.state_dict(), list(self.config.layer_ids)
         if len(self.d2t) == len(self.t2d):
             # vLLM has no place for a mapping where there is nothing to map.
             del tensors["d2t"], tensors["t2d"]
-        write_folder(directory, None, self._config_json(), tensors)
-
-    def _config_json(self) -> dict[str, Any]:
-        shape, layers = self.config, list(self.config.layer_ids)
-        like = {"hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"}
-        like |= {"intermediate_size", "vocab_size", "draft_vocab_size", "rms_norm_eps"}
-        rope = {"rope_type": "default", **(shape.rope_scaling or {})}
-        return shape.model_dump(include=like) | {
+        config = self.config.model_dump(include=LAYER_KEYS | {"draft_vocab_size"}) | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "num_hidden_layers": 1,
             "hidden_act": "silu",
             "tie_word_embeddings": False,
-            "rope_parameters": rope | {"rope_theta": shape.rope_theta},
             "eagle_aux_hidden_state_layer_ids": layers,
             "eagle_config": {
                 "use_aux_hidden_state": True,
                 "eagle_aux_hidden_state_layer_ids": layers,
             },
         }
+        write_folder(directory, None, config, tensors)
 
 
 def unrolled_attention(batch: Batch) -> Attend:
@@ -92,7 +81,7 @@ def unrolled_attention(batch: Batch) -> Attend:
 
     Called once per step, in order, with queries [B, L, nh, D].
     """
-    earlier = earlier_rows(batch.document, slice(0, batch.document.shape[1]))
+    earlier = earlier_rows(batch.document)
     steps: dict[int, KeyValue] = {}
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

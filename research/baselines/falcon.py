@@ -164,7 +164,7 @@ class Falcon(PositionsLearner, FalconModel):
         row = torch.arange(length - 1, device=entries.device).repeat_interleave(block)
         row, offset = row.expand(windows, -1), torch.arange(block, device=entries.device)
         # Blocks that end a multiple of k before.
-        sees = earlier_rows(batch.document, rows, block).repeat_interleave(block, dim=-1)
+        sees = earlier_rows(batch.document[:, rows], block).repeat_interleave(block, dim=-1)
         prefix: dict[int, KeyValue] = {}
         own: dict[int, KeyValue] = {}
 

@@ -146,14 +146,14 @@ def group_attention(
     return mixed + torch.einsum("bhrnm,brmhd->brnhd", near, value)
 
 
-def earlier_rows(document: Tensor, row: slice, stride: int = 1) -> Tensor:
-    """Rows that are a multiple of `stride` before each of the rows `row`, in the same document.
+def earlier_rows(document: Tensor, stride: int = 1) -> Tensor:
+    """Return which rows are a multiple of `stride` before each row, in the same document.
 
-    document [B, L] int64 -> [B, R, row.stop] bool.
+    document [B, R] int64 -> [B, R, R] bool.
     """
-    column = torch.arange(row.stop, device=document.device)
-    distance = column[row, None] - column
-    same = document[:, row, None] == document[:, None, : row.stop]
+    column = torch.arange(document.shape[1], device=document.device)
+    distance = column[:, None] - column
+    same = document[:, :, None] == document[:, None]
     return same & (distance > 0) & (distance % stride == 0)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from baselines.groups import group_attention
-from baselines.positions import PositionsLearner, served, write_folder
+from baselines.positions import LAYER_KEYS, PositionsLearner, served, write_folder
 from vllm_specblock.drafters.dflash.config import ARCHITECTURE, DFlashShape
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
 from vllm_specblock.drafters.dflash.model import DFlashModel
@@ -96,14 +96,7 @@ class DFlash(PositionsLearner, DFlashModel):
     def save(self, directory: Path) -> None:
         """What we serve, in the authors' layout, which vLLM's own method "dflash" loads, too."""
         shape = self.config
-        config = {
-            key: getattr(shape, key)
-            for key in (
-                *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-                *("intermediate_size", "num_hidden_layers", "vocab_size", "rms_norm_eps"),
-                *("rope_theta", "rope_scaling"),
-            )
-        } | {
+        config = shape.model_dump(include=LAYER_KEYS) | {
             "architectures": [ARCHITECTURE],
             "model_type": "qwen3",
             "hidden_act": "silu",

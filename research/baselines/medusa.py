@@ -18,10 +18,12 @@ from torch.nn.functional import silu
 
 from baselines.groups import MedusaShape
 from baselines.options import MedusaConfig
-from baselines.positions import Positions, PositionsLearner, served, write_folder, write_mapping
+from baselines.positions import DECAY, Positions, PositionsLearner, served, write_folder
+from vllm_specblock.drafters.common.checkpoint_files import MAPPING
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter, of_requests
 from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens
+from vllm_specblock.train.data.shards import replace as replace_file
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree
 
@@ -89,10 +91,6 @@ class MedusaDrafter(NetworkDrafter):
         return self.trees.grow(*self.model.best(states, self.trees.width, beta))
 
 
-DECAY = 0.8
-"""Weight of a position's loss relative to the position before."""
-
-
 class Medusa(PositionsLearner, MedusaModel):
     """See the module. `head` is the target's LM head: the final norm came before."""
 
@@ -134,4 +132,5 @@ class Medusa(PositionsLearner, MedusaModel):
         }
         tensors = dict(self.named_parameters()) | {"lm_head.weight": rows}
         write_folder(directory, "medusa", config, tensors)
-        write_mapping(directory, self.d2t, self.t2d)
+        mapping = {"d2t": self.d2t.cpu(), "t2d": self.t2d.cpu()}
+        replace_file(directory / MAPPING, lambda aside: torch.save(mapping, aside))

@@ -96,7 +96,7 @@ class ParallelSpec(PositionsLearner, ParallelSpecModel):
         real = self.trunk.entry(condition, embedding)[:, :, None]
         masks = self.mask_tokens.to(real.dtype).expand(*real.shape[:2], -1, -1)
         entries = torch.cat([real, masks], 2)  # [B, L − 1, K, H]
-        sees = earlier_rows(batch.document, rows)
+        sees = earlier_rows(batch.document[:, rows])
         count = torch.arange(self.config.block_size, device=real.device)
         causal = count[:, None] >= count
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from baselines.groups import draw_weights, shape_like
-from vllm_specblock.drafters.common.checkpoint_files import CONFIG, MAPPING, WEIGHTS
+from vllm_specblock.drafters.common.checkpoint_files import CONFIG, WEIGHTS
 from vllm_specblock.drafters.common.layers import DraftLM
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
 from vllm_specblock.drafters.detect import KIND
@@ -32,6 +32,15 @@ from vllm_specblock.train.learner import (
     draft_labels,
 )
 from vllm_specblock.train.losses import head_loss
+
+LAYER_KEYS = {
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
+    *("intermediate_size", "num_hidden_layers", "vocab_size", "rope_theta", "rope_scaling"),
+}
+"""Keys of any published drafter's config.json."""
+
+DECAY = 0.8
+"""Weight of a position's loss relative to the position before, in Medusa and in EAGLE-3."""
 
 
 def served(
@@ -70,12 +79,6 @@ def write_folder(
     )
     named = {} if kind is None else {KIND: kind}
     write_json(directory / CONFIG, config | named | {"torch_dtype": "bfloat16"})
-
-
-def write_mapping(directory: Path, d2t: Tensor, t2d: Tensor) -> None:
-    """Write the draft vocabulary, for a folder whose tensors are another engine's."""
-    mapping = {"d2t": d2t.cpu().clone(), "t2d": t2d.cpu().clone()}
-    replace(directory / MAPPING, lambda aside: torch.save(mapping, aside))
 
 
 class Positions(DraftLM):

@@ -28,6 +28,6 @@ def test_clean_requests_keep_their_speed():
     for name in ("frozen", "gain"):
         simulation = Simulation(drafter, world.teacher, POLICIES[name](0), CONFIG)
         found[name] = simulate(simulation, attacked(LENGTH), texts)
-    result = kept(found["gain"].served, found["frozen"].served)
+    result = kept(found["gain"].requests, found["frozen"].requests)
     assert found["gain"].updates
     assert result.share >= 0.98 and result.longest <= 3, result

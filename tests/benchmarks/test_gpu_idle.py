@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu_idle import DRAFTING, STEP, summarise
+from gpu_idle import DRAFTING, STEP, page, summarise
 
 
 def event(cat: str, name: str, ts: float, dur: float) -> dict:
@@ -35,14 +35,14 @@ def on_gpu() -> list[dict]:
 
 def test_idle_time_of_each_step():
     summary = summarise(on_gpu())
-    assert summary.step_us == [100, 200]
+    assert summary["step_us"] == [100, 200]
     # 5 between two kernels and 10 at the end; 30 at the beginning.
-    assert summary.idle == pytest.approx([0.15, 0.15])
-    gaps = [tuple(gap.values()) for gap in summary.gaps]
+    assert summary["idle"] == pytest.approx([0.15, 0.15])
+    gaps = [tuple(gap.values()) for gap in summary["gaps"]]
     assert gaps == [(40, "draft", "gemm"), (5, "attention", "copy")]
-    assert summary.parts == {STEP: 80, DRAFTING: 50}
-    assert summary.launches == {"a step": 3, STEP: 2, DRAFTING: 1}
-    text = summary.text("a GPU")
+    assert summary["parts"] == {STEP: 80, DRAFTING: 50}
+    assert summary["launches"] == {"a step": 3, STEP: 2, DRAFTING: 1}
+    text = page(summary, "a GPU")
     assert "2 steps on a GPU: 0.150 ms" in text
     assert "idle 15.0%" in text
     assert "40.0   draft … gemm" in text

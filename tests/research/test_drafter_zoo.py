@@ -5,7 +5,7 @@ from __future__ import annotations
 import drafter_zoo
 import pytest
 import torch
-from comparison import Comparison, footing
+from comparison import Comparison
 from support.training import write_pair
 
 from vllm_specblock.train.config import TrainError, parse
@@ -13,8 +13,8 @@ from vllm_specblock.train.run import prepare
 
 
 @pytest.fixture(scope="module")
-def common(tmp_path_factory):
-    """A comparison's options, and what its drafters are made for."""
+def footing(tmp_path_factory):
+    """What a comparison's drafters are made for."""
     folder = write_pair(tmp_path_factory.mktemp("pair"))
     config = parse(
         Comparison,
@@ -28,16 +28,16 @@ def common(tmp_path_factory):
         precision="fp32",
         device="cpu",
     )
-    return config, footing(config, prepare(config, torch.device("cpu"), 6))
+    return drafter_zoo.Footing(config, prepare(config, torch.device("cpu"), 6))
 
 
 @pytest.mark.parametrize("name", drafter_zoo.EVERYONE)
-def test_every_drafter_is_made_of_about_one_size(common, name):
-    wanted = drafter_zoo.parameters(drafter_zoo.make("specblock", common[1]))
-    made = drafter_zoo.parameters(drafter_zoo.make(name, common[1]))
+def test_every_drafter_is_made_of_about_one_size(footing, name):
+    wanted = drafter_zoo.parameters(drafter_zoo.make("specblock", footing))
+    made = drafter_zoo.parameters(drafter_zoo.make(name, footing))
     assert name in drafter_zoo.ABLATIONS or made == pytest.approx(wanted, rel=0.5)
 
 
-def test_an_unknown_drafter_is_one_sentence(common):
+def test_an_unknown_drafter_is_one_sentence(footing):
     with pytest.raises(TrainError, match=r"'unknown'; there are specblock, .*, EAGLE-3, "):
-        drafter_zoo.make("unknown", common[1])
+        drafter_zoo.make("unknown", footing)

@@ -75,8 +75,8 @@ def test_errors_are_one_sentence(sets, tmp_path):
     drafter, given = ["--drafter", f"a={SPECBLOCK}"], ["--set", f"a={sets['a']}"]
     rest = ["--out", tmp_path / "out", "--target", TARGET]
     for arguments, said in (
-        ([*drafter, *drafter, *given], "--drafter a was given twice"),
-        (["--drafter", SPECBLOCK, *given], "has no name before its path"),
+        ([*drafter, *drafter, *given], "--drafter is NAME=PATH, and each name is given once"),
+        (["--drafter", SPECBLOCK, *given], "--drafter is NAME=PATH"),
         ([*drafter, "--set", f"a={tmp_path / 'none'}"], "There are no prompts at"),
         ([*drafter, *given, "--case", ""], "The prompt is empty"),
         ([*drafter, *given, "--new-tokens", 5], "No text is long enough to draft along"),

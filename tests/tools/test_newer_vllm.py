@@ -11,21 +11,17 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = "0.32.0+cpu"
 
 
-@pytest.fixture
-def tool(tmp_path, monkeypatch):
-    module = load_script(ROOT / "tools/newer_vllm.py")
-    monkeypatch.setattr(module, "MADE", tmp_path / "made")
-    return module
-
-
-def test_the_whole_of_it(tool, tmp_path, monkeypatch, capsys):
+def test_the_whole_of_it(tmp_path, monkeypatch, capsys):
     """With a made-up release that has nothing but a version."""
     pytest.importorskip("vllm")
+    tool = load_script(ROOT / "tools/newer_vllm.py")
+    monkeypatch.setattr(tool, "MADE", tmp_path / "made")
+    monkeypatch.setattr(tool, "ALSO", ())
     kept = tmp_path / "kept"
     (kept / "9.9.0/vllm").mkdir(parents=True)
     (kept / "9.9.0/vllm/__init__.py").write_text("answer = 42\n")
     monkeypatch.setattr(tool, "folder_of", lambda release: kept / release / "vllm")
-    monkeypatch.setattr(tool, "installed_version", lambda name: BUILD)
+    monkeypatch.setattr(tool, "version", lambda name: BUILD)
     tool.main(["9.9.0"])
     python = Path(capsys.readouterr().out.strip())
     assert python.is_file() and python.is_relative_to(tmp_path)

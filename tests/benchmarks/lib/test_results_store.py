@@ -22,20 +22,17 @@ def test_a_killed_run_goes_on(path):
     assert again.results == {"a": {"tau": 1}} and "a" in again and "b" not in again
 
 
-def test_results_of_other_settings_are_not_mixed(path):
-    with pytest.raises(SystemExit, match=r"results with other batch, more: give another --out"):
-        ResultsStore(path, {"dtype": "float32", "batch": 2, "more": 0})
+OTHERS = {
+    "batch, more": {},
+    "revision": {"git": {"folder": "f" * 40, "plugin": "f" * 40}},
+    "versions": {"versions": {"python": "3.99.0"}},
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("revision", {"git": {"folder": "f" * 40, "plugin": "f" * 40}}),
-        ("versions", {"versions": {"python": "3.99.0"}}),
-    ],
-)
-def test_nor_are_those_of_other_code(path, monkeypatch, name, change):
-    facts = {**provenance.provenance(), **change}
+@pytest.mark.parametrize("other", OTHERS)
+def test_results_of_other_settings_or_code_are_not_mixed(path, monkeypatch, other):
+    facts = provenance.provenance() | OTHERS[other]
     monkeypatch.setattr(results_store.provenance, "provenance", lambda: facts)
-    with pytest.raises(SystemExit, match=f"results with other {name}: give another --out"):
-        ResultsStore(path, {"dtype": "float32", "batch": 1})
+    changes = {} if OTHERS[other] else {"batch": 2, "more": 0}
+    with pytest.raises(SystemExit, match=f"results with other {other}: give another --out"):
+        ResultsStore(path, {"dtype": "float32", "batch": 1} | changes)

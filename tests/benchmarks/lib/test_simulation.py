@@ -29,7 +29,7 @@ def run(world, policy: Policy):
 
 
 def late(found, phase: str = "away") -> float:
-    served = [each for each in found.served if each.phase == phase]
+    served = [each for each in found.requests if each.phase == phase]
     return tau_of(served[-len(served) // 4 :])
 
 
@@ -44,5 +44,5 @@ def test_full_adaptation_beats_frozen_where_the_domain_has_changed(world, frozen
     assert late(frozen, "home") > late(frozen) + 1  # the drafter does know one of them alone
     assert late(found) > late(frozen) + 0.5
     assert found.updates["full"] >= 6 and found.swaps > 0
-    texts = [[each.steps, each.tokens] for each in frozen.served]
-    assert texts[:8] == [[each.steps, each.tokens] for each in found.served[:8]]
+    texts = [[each.steps, each.tokens] for each in frozen.requests]
+    assert texts[:8] == [[each.steps, each.tokens] for each in found.requests[:8]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lib.simulation import Served, Simulated, figures, table
+from types import SimpleNamespace
+
+from lib.simulation import Served, figures, table
 from lib.streams import AWAY, HOME, STREAMS, texts_needed
 
 
@@ -32,7 +34,9 @@ def test_figures_and_their_means_over_seeds():
     for seed, (policy, tau) in enumerate([("frozen", 2.0), ("gain", 3.0)] * 2):
         both = served([4.0] * 4, "home") + served([tau + (seed > 1)] * 4, "away")
         arms = {} if policy == "frozen" else {"heads": 2}
-        found = Simulated(both, arms, 3, 1, [0], {"recorded": 8})
+        returns = SimpleNamespace(returns=[0])
+        kept = {"requests": both, "updates": arms, "pool": returns, "books": {"recorded": 8}}
+        found = SimpleNamespace(swaps=3, refused=1, **kept)
         results[f"switch, seed {seed // 2}: {policy}"] = figures(found)
     gain = results["switch, seed 0: gain"]
     assert gain["tau_by_phase"] == {"home": 4.0, "away": 3.0} and gain["tau_by_window"] == [3.5]

@@ -46,15 +46,6 @@ def vocabulary() -> tuple[Tensor, Tensor, list[int]]:
     return named - torch.arange(DRAFT_VOCAB), t2d, named.tolist()
 
 
-def two_windows(vocab: int) -> Batch:
-    """Random tokens: documents of 7 and 4 and one column to spare; one of 12, of which the first
-    three do not count."""
-    torch.manual_seed(2)
-    loss_mask = torch.ones(2, 12, dtype=torch.bool)
-    loss_mask[1, :3] = False
-    return packed(torch.randint(vocab, (2, 12)), loss_mask, [[7, 4], [12]])
-
-
 def packed_lesson() -> TrainBatch:
     """Three windows of 18 columns with random tokens, of which most count, features and laws."""
     torch.manual_seed(0)

@@ -69,7 +69,7 @@ def test_eagle3_is_saved_as_vllm_reads_it(tmp_path):
     assert (torch.arange(DRAFT_VOCAB) + stored["d2t"]).tolist() == named
     config = json.loads((folder / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
-    assert config["rope_parameters"]["rope_theta"] == 10000.0
+    assert config["rope_theta"] == 10000.0
     loaded = EAGLE3.load(folder)
     assert loaded.config == learner.config
     for name, weight in loaded.state_dict().items():

@@ -1,54 +1,95 @@
-"""Write the tables of `docs/support.md` from the lists of the tests and the registry of drafters.
+"""Write the generated parts of `docs/support.md` and `docs/options.md`.
 
-    python tools/support_matrix.py            # writes the tables
-    python tools/support_matrix.py --check    # exit status 1 if they are out of date
+    python tools/pages.py
 
-vLLM is not imported, and no model is run.
+They come from the lists of the tests, the registry of drafters and the models of the options. vLLM
+is not imported, and no model is run.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import re
-import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from vllm_specblock import drafters  # noqa: F401 - registers the kinds
-from vllm_specblock.drafters.registry import DRAFTERS
+from vllm_specblock.adapt.options import AdaptConfig
+from vllm_specblock.config import CombineConfig
+from vllm_specblock.drafters.registry import DRAFTERS, WeightedOptions
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs/support.md"
 FAMILIES = "tests/targets/results.json"
 COMBINATIONS = "tests/engine/runner/test_combinations.py"
 CASES = "tests/lib/support/matrix.py"
 QUANTISED = "tests/engine/runner/test_quantised_target.py"
 FALLBACK = "vllm_specblock/engine/request_drafts.py"
 BLOCK = re.compile(r"(<!-- generated .*?-->\n).*(<!-- end -->)", re.DOTALL)
+OURS = {name: kind for name, kind in DRAFTERS.items() if kind.drafter.startswith("vllm_specblock.")}
 
 
-def write_or_check(path: Path, render: Callable[[str], str], doc: str) -> int:
-    """Write a page with new tables, or with --check compare it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    page = path.read_text(encoding="utf-8")
-    if not parser.parse_args().check:
-        path.write_text(render(page), encoding="utf-8")
-        return 0
-    if render(page) == page:
-        return 0
-    command = f"python tools/{Path(sys.argv[0]).name}"
-    print(f"docs/{path.name} is out of date: run {command}", file=sys.stderr)
-    return 1
-
-
-def render(page: str) -> str:
-    text = "\n".join([*_targets(), *_fewer_bits(), *_drafters(), *_sampling()])
+def render(name: str, page: str) -> str:
+    """Return a page with its generated part anew; name: one of `PAGES`."""
+    text = "\n".join(PAGES[name]())
     return BLOCK.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
+
+
+def support() -> Iterator[str]:
+    yield from (*_targets(), *_fewer_bits(), *_drafters(), *_sampling())
+
+
+def options() -> Iterator[str]:
+    shared, kinds = set(WeightedOptions.model_fields), {}
+    for name, kind in OURS.items():
+        kinds.setdefault(kind.options, []).append(f"`{name}`")
+    models = {
+        WeightedOptions: ["Every drafter with weights"],
+        **kinds,
+        CombineConfig: ["Two drafters"],
+        AdaptConfig: ["`adapt`"],
+    }
+    begin = ""
+    for model, names in models.items():
+        yield f"{begin}{', '.join(names)}:\n"
+        begin = "\n"
+        own = [key for key in model.model_fields if model is WeightedOptions or key not in shared]
+        yield from _items(model, own)
+
+
+PAGES = {"docs/support.md": support, "docs/options.md": options}
+
+
+def _items(model: type[BaseModel], keys: list[str]) -> Iterator[str]:
+    for key in keys:
+        default, text = model.model_fields[key].default, model.model_fields[key].description or ""
+        shown = str(default).lower() if isinstance(default, bool) else str(default)
+        values = _values(model.model_json_schema()["properties"][key])
+        facts = "; ".join(filter(None, [values, "" if default is None else f"default `{shown}`"]))
+        item = f"- `{key}`{f' ({facts})' if facts else ''}: {' '.join(text.split())}"
+        yield textwrap.fill(item, 100, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _values(schema: dict[str, Any]) -> str:
+    """Return the words, or the range of the numbers, that a field takes."""
+    found = []
+    for each in schema.get("anyOf", [schema]):
+        each = each | each.get("items", {})
+        found += [
+            f"`{word}`" for word in each.get("enum", [each["const"]] if "const" in each else [])
+        ]
+        found += ["true, false"] if each.get("type") == "boolean" else []
+        if "maximum" in each:
+            found.append(f"{each.get('minimum', '')} to {each['maximum']}")
+        elif "minimum" in each:
+            found.append(f"at least {each['minimum']}")
+        if "exclusiveMinimum" in each:
+            found.append(f"above {each['exclusiveMinimum']}")
+    return ", ".join(found)
 
 
 def _targets() -> Iterator[str]:
@@ -68,13 +109,13 @@ def _targets() -> Iterator[str]:
 
 def _verdict(entry: dict[str, Any]) -> str:
     verdict, reason = entry.get("verdict", ""), entry.get("reason")
+    if verdict == "cannot start":
+        return "plain vLLM cannot start on a CPU"
     if reason is None:
         return verdict
     named = re.search("has (.+), which SpecBlock cannot verify", reason)
-    if named:
-        reason = named[1].split(" (docs/")[0].split(" (model.")[0]
-    what = "plain vLLM cannot start on a CPU" if verdict == "cannot start" else verdict
-    return what if verdict == "cannot start" else f"{what}: {reason}"
+    shown = re.split(r" \((?:docs/|model\.)", named[1])[0] if named else reason
+    return f"{verdict}: {shown}"
 
 
 def _fewer_bits() -> Iterator[str]:
@@ -92,9 +133,7 @@ def _fewer_bits() -> Iterator[str]:
 def _drafters() -> Iterator[str]:
     columns = "weights", "`adapt`", "`quantization`", "`calibrate_drafts`", "reuses last block"
     yield from _section("Drafters", "`kind`", *columns)
-    for name, kind in DRAFTERS.items():
-        if not kind.drafter.startswith("vllm_specblock."):
-            continue  # of another package
+    for name, kind in OURS.items():
         keys = kind.options.model_fields
         has = (
             kind.checkpoint is not None,
@@ -147,4 +186,6 @@ def dictionary_of(path: str, name: str) -> dict[str, ast.expr]:
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check(PAGE, render, __doc__))
+    for name in PAGES:
+        path = ROOT / name
+        path.write_text(render(name, path.read_text(encoding="utf-8")), encoding="utf-8")
