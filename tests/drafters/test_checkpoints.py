@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from support.dflash import JETSPEC, PUBLISHED, make_model
 from support.dflash import write as write_dflash
 from support.eagle3 import small_eagle3
+from support.tensors import assert_equal
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
@@ -74,10 +75,7 @@ def assert_loads(directory: Path, drafter: Eagle3Model | DFlashModel, kind: str 
     assert kind_of(directory) == kind
     loaded = drafter_kind(kind).load_checkpoint_module().load(directory)
     assert loaded.config == drafter.config and loaded.wants_head == drafter.wants_head
-    wanted, found = drafter.state_dict(), loaded.state_dict()
-    assert wanted.keys() == found.keys()
-    for name in wanted:
-        assert torch.equal(wanted[name], found[name]), name
+    assert_equal(loaded.state_dict(), drafter.state_dict())
 
 
 def in_layers(tensors):

@@ -10,7 +10,7 @@ from support.committed import rows_of
 from support.drafted_blocks import coarse_block, random_block
 from support.lone_drafters import PAGE, head_of
 from support.naive_expand import NaiveExpansion
-from support.trees import texts
+from support.trees import best_paths, texts
 from torch import nn
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
@@ -18,16 +18,13 @@ from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_he
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
 
+from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.drafters.eagle3.drafter import level_shape
 from vllm_specblock.drafters.options import Eagle3Config
 from vllm_specblock.drafters.specblock.growth import Expansion, expansion
 from vllm_specblock.tree import DraftTree, unpack_bits
 
 BRANCHINGS = [(2, 4, 10, 0), (2, 4, 6, 4), (1, 1, 1, 1), (3, 0, 0, 0)]
-
-
-def empty(shape: TreeShape) -> Expansion:
-    return Expansion(shape, torch.tensor(shape.branching), 1)
 
 
 def expand_both(shape: TreeShape, vocab: int, seed: int, num_requests: int = 2, make=random_block):
@@ -57,7 +54,7 @@ def expand_both(shape: TreeShape, vocab: int, seed: int, num_requests: int = 2, 
                 if s == 0:
                     ends[request] = plain.chain_end
         starts = grown
-    return starts, [plain.finish() for plain in naive]
+    return starts, growth.blocks(), naive
 
 
 def assert_valid(tree: DraftTree, vocab: int, max_depth: int) -> None:
@@ -97,71 +94,22 @@ def assert_valid(tree: DraftTree, vocab: int, max_depth: int) -> None:
 def test_equal_to_plain_python(make, block_size, blocks, starts, branching, vocab, budget, seed):
     """Node by node: higher score, then lower depth, then the earlier candidate."""
     shape = TreeShape(block_size, blocks, starts, branching, budget)
-    tree, expected = expand_both(shape, vocab, seed, make=make)
-    for request, plain in enumerate(expected):
-        found = texts(tree, request)
+    tree, block, naive = expand_both(shape, vocab, seed, make=make)
+    for request, plain in enumerate(naive):
+        found, expected = texts(tree, request), plain.finish()
         if make is coarse_block:
-            assert list(found.items()) == list(plain.items())
-        assert found == pytest.approx(plain, abs=1e-4)
+            assert list(found.items()) == list(expected.items())
+            # A node is of the block whose candidate was kept.
+            rows = [plain.nodes[index][2] for index in plain._joined()[:budget]]
+            wanted = [1 + -(-row // starts) for row in rows]
+            assert block[request].tolist() == wanted + [0] * (budget - len(wanted))
+        assert found == pytest.approx(expected, abs=1e-4)
     assert_valid(tree, vocab, shape.max_depth)
-
-
-def test_a_text_that_filled_a_shape_may_still_start():
-    """Block 1 gives up at its second position; block 2 finds the same text, surer and open."""
-    shape = TreeShape(3, 3, 8, (1, 0, 0, 0), 60)
-    growth = empty(shape)
-    chain = torch.tensor([[[[1], [2], [3]]]])
-    top = torch.full((1, 1, 3, 1), -1.0)
-    starts = growth.attach(None, top, chain, torch.tensor([[[0, 3, 0]]]))
-    assert starts.token[0, :2].tolist() == [3, 1] and starts.valid.sum() == 2
-    # Below text 1: 2 once more, at −0.5 instead of −1.
-    top = torch.full((1, 8, 3, 1), -0.5)
-    token = torch.tensor([[4], [5], [6]]).expand(1, 8, 3, 1).clone()
-    token[0, 1, 0] = 2
-    starts = growth.attach(starts, top, token, torch.zeros(1, 8, 3, dtype=torch.int64))
-    again = (starts.token[0] == 2) & starts.valid[0]
-    assert again.sum() == 1
-    assert starts.row[0, again] == 2 and starts.position[0, again] == 0
 
 
 def test_paths_too_long_for_a_key():
     with pytest.raises(ValueError, match="draft paths of 256 tokens, but at most 255"):
         TreeShape(32, 8, 8, (2, 4, 6, 4), 60)
-
-
-def test_a_node_is_of_the_forward_whose_candidate_was_kept():
-    """Block 1: 5 (or 6), then 7 (or 8). Block 2 starts after 5, 7 and after 5."""
-    growth = empty(TreeShape(2, 2, 2, (2, 2, 2, 2), 20))
-    bucket = torch.zeros(1, 1, 2, dtype=torch.int64)
-    starts = growth.attach(
-        None,
-        torch.tensor([[[[0.6, 0.4], [0.5, 0.3]]]]).log(),
-        torch.tensor([[[[5, 6], [7, 8]]]]),
-        bucket,
-    )
-    assert starts.token.tolist() == [[7, 5]]
-    growth.attach(
-        starts,
-        torch.tensor([[[[0.9, 0.1], [0.8, 0.2]], [[0.7, 0.2], [0.6, 0.4]]]]).log(),
-        # After 5, block 2 says 7 more surely than block 1 did, and 8 less surely.
-        torch.tensor([[[[1, 2], [3, 4]], [[7, 8], [9, 10]]]]),
-        bucket.expand(1, 2, 2),
-    )
-    tree, blocks = growth.select(), growth.blocks()[0].tolist()
-    found = dict(zip(texts(tree, 0), blocks))
-    assert found == {
-        (5,): 1,
-        (6,): 1,
-        (5, 7): 2,
-        (5, 8): 1,
-        (5, 7, 1): 2,
-        (5, 7, 2): 2,
-        (5, 7, 1, 3): 2,
-        (5, 7, 1, 4): 2,
-        (5, 7, 9): 2,
-        (5, 7, 10): 2,
-    }
-    assert blocks[int(tree.size[0]) :] == [0] * 10
 
 
 # ---- EAGLE-2 ----
@@ -207,7 +155,8 @@ def test_levels_are_those_of_plain_python(kind, depth, top_k, budget, width, see
 
 
 def test_of_equal_scores_the_earlier_candidates_grow():
-    levels, token = empty(TreeShape.levels(2, 20, 3, 40)), torch.arange(20)
+    shape, token = TreeShape.levels(2, 20, 3, 40), torch.arange(20)
+    levels = Expansion(shape, torch.tensor(shape.branching), 1)
     rows = levels.attach(None, torch.full((1, 1, 1, 20), -1.0), token[None, None, None])
     assert rows.node.tolist() == [[1, 2, 3]]
 
@@ -228,6 +177,37 @@ def test_small_trees_are_shallow_by_default(nodes, depth):
     assert shape.num_blocks == min(5, nodes)
 
 
+# ---- Best-first trees of independent positions, against every path there is ----
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 30), st.integers(0, 10**6))
+def test_product_trees_are_the_best_of_all_paths(depth, width, budget, seed):
+    draw = torch.Generator().manual_seed(seed)
+    logprob = torch.randn(2, depth, width, generator=draw).mul(2).log_softmax(-1)
+    logprob = logprob.sort(descending=True).values - 0.01
+    token = torch.rand(2, depth, 50, generator=draw).argsort(-1)[..., :width]
+    tree = ProductTrees(depth, width, budget, "cpu").grow(logprob, token)
+    for request in range(2):
+        paths = best_paths(logprob[request].double().tolist())
+        best = sorted(paths.values(), reverse=True)[:budget]
+        assert int(tree.size[request]) == len(best) and tree.token.shape == (2, budget)
+        assert tree.logprob[request, : len(best)].tolist() == pytest.approx(best, rel=1e-5)
+        named = {
+            tuple(token[request, k, rank].item() for k, rank in enumerate(ranks)): total
+            for ranks, total in paths.items()
+        }
+        found = texts(tree, request)
+        assert len(found) == len(best)
+        for path, total in found.items():
+            assert total == pytest.approx(named[path], rel=1e-5)
+    assert_valid(tree, 50, depth)
+
+
+def test_a_tie_goes_to_the_lower_depth():
+    logprob, token = torch.tensor([[[0.0, -9.0]] * 2]), torch.tensor([[[4, 5]] * 2])
+    tree = ProductTrees(2, 2, 2, "cpu").grow(logprob, token)
+    assert tree.token.tolist() == [[4, 4]] and tree.parent.tolist() == [[0, 1]]
+
+
 # ---- Scores that are no numbers ----
 # Finite weights may still give infinite logits, and verification follows any parents that a tree
 # names. So a score of NaN or of minus infinity is no node, and plus infinity is certain.
@@ -239,27 +219,24 @@ compiled = pytest.mark.skipif(not AVAILABLE, reason="compiled loops need Numba")
 KINDS = [Expansion, pytest.param(CompiledGrowing, marks=compiled)]
 
 
-def strange_block(draw, share, shape, vocab, *rows):
-    """A random block in which a share of the scores is something else."""
-    top, token, bucket = random_block(draw, shape, vocab, *rows)
-    which = torch.randint(0, len(STRANGE), top.shape, generator=draw)
-    strange = torch.rand(top.shape, generator=draw) < share
-    return torch.where(strange, STRANGE[which], top), token, bucket
+def strange(draw, scores: torch.Tensor, share: float) -> torch.Tensor:
+    """Scores, of which a share is something else."""
+    which = torch.randint(0, len(STRANGE), scores.shape, generator=draw)
+    return torch.where(torch.rand(scores.shape, generator=draw) < share, STRANGE[which], scores)
 
 
-def grow(
-    kind, shape: TreeShape, vocab: int, seed: int, share: float, requests: int = 3
-) -> DraftTree:
-    draw = torch.Generator().manual_seed(seed)
-    growth = kind(shape, torch.tensor(shape.branching), requests)
-    starts = growth.attach(None, *strange_block(draw, share, shape, vocab, requests, 1))
-    for block in range(2, shape.num_blocks + 1):
-        # A caller reads hidden states at all of them, valid or not.
-        assert ((starts.token >= 0) & (starts.token < vocab)).all()
-        assert ((starts.row >= 0) & (starts.row < 1 + (block - 2) * shape.num_starts)).all()
-        assert ((starts.position >= 0) & (starts.position < shape.block_size)).all()
-        rows = (requests, shape.num_starts)
-        starts = growth.attach(starts, *strange_block(draw, share, shape, vocab, *rows))
+def grow(kind, shape: TreeShape, vocab: int, seed: int, share: float) -> DraftTree:
+    """Trees of three requests."""
+    draw, starts = torch.Generator().manual_seed(seed), None
+    growth = kind(shape, torch.tensor(shape.branching), 3)
+    for block in range(1, shape.num_blocks + 1):
+        if starts is not None:  # a caller reads hidden states at all of them, valid or not
+            assert ((starts.token >= 0) & (starts.token < vocab)).all()
+            assert ((starts.row >= 0) & (starts.row < 1 + (block - 2) * shape.num_starts)).all()
+            assert ((starts.position >= 0) & (starts.position < shape.block_size)).all()
+        rows = 1 if starts is None else shape.num_starts
+        top, *said = random_block(draw, shape, vocab, 3, rows)
+        starts = growth.attach(starts, strange(draw, top, share), *said)
     return starts
 
 
@@ -292,14 +269,6 @@ def test_no_number_is_no_node(kind, score):
     assert texts(tree, 0).keys() == {(0,), (0, 3), (1,)}
 
 
-def strange_logits(seed: int, share: float, rows: int, vocab: int) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(rows, 2, vocab, generator=draw)
-    which = torch.randint(0, len(STRANGE), logits.shape, generator=draw)
-    strange = torch.rand(logits.shape, generator=draw) < share
-    return torch.where(strange, STRANGE[which], logits)
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     st.integers(10, 1500),
@@ -326,18 +295,13 @@ def test_reading_the_heads(read, vocab, width, scope, dtype, sharp, seed, share)
     offset = torch.arange(vocab)
     beta = torch.tensor([0.5, 3.0, 1.0]) if sharp else None
     for fill in (None, *STRANGE):
-        logits = strange_logits(seed, share, 3, vocab)
+        draw = torch.Generator().manual_seed(seed)
+        logits = strange(draw, 3 * torch.randn(3, 2, vocab, generator=draw), share)
         if fill is not None:
             logits[0] = fill
-        logprob, token, bucket = read(
-            torch.full((3, 2, size), NAN, dtype=dtype),
-            logits.to(dtype),
-            offset,
-            head,
-            width,
-            scope,
-            beta,
-        )
+        normed = torch.full((3, 2, size), NAN, dtype=dtype)
+        given = normed, logits.to(dtype), offset, head, width, scope, beta
+        logprob, token, bucket = read(*given)
         assert logprob.shape == token.shape == (3, 2, width)
         assert ((token >= 0) & (token <= 2 * (vocab - 1)) & (token % 2 == 0)).all()
         assert ((bucket >= 0) & (bucket < classes)).all()

@@ -201,7 +201,7 @@ def test_near_the_length_limit_what_has_no_slot_drafts_nothing(kind, room):
         assert set(changed) <= {0, *TABLES[0].tolist()}
 
 
-@pytest.mark.parametrize("kind", ["dflash", "jetspec"])
+@EVERY_KIND
 @torch.no_grad()
 def test_a_masked_first_block_is_as_a_text_that_begins_later(kind):
     drafter = make(kind)

@@ -136,9 +136,6 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         (rope("yarn"), "has factor = None"),
         (rope("yarn", factor=2.0, beta_fast="x"), "beta_fast"),
         ({"hidden_size": None}, "lacks the key 'hidden_size'"),
-        ({"num_key_value_heads": 4}, "must be a multiple of num_key_value_heads, 4"),
-        ({"draft_vocab_size": 2049}, "must not exceed vocab_size, 2048"),
-        ({"eagle_aux_hidden_state_layer_ids": [3, 2, 4]}, "in ascending order"),
         ({"eagle_aux_hidden_state_layer_ids": "2,3"}, "'layer_ids' = '2,3'"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 3]}, "but its config.json asks for [192, 384]"),
         # The target's embedding is narrower than the drafter.
@@ -152,10 +149,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "dflash": [
         ({"speculators_model_type": "dflash"}, "the layout of the speculators library"),
-        ({"speculators_model_type": "jetspec"}, "the layout of the speculators library"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding-window attention"),
         (
             {"dflash_config": OWN | {"causal_head": True, "causal": False}},
             "causal_head and causal that contradict",
@@ -164,14 +158,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"draft_vocab_size": 32}, "a vocabulary of its own"),
         ({"target_hidden_size": 64}, "a width that is not the target's"),
         ({"dflash_config": OWN | {"target_hidden_size": 64}}, "a width that is not"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"dflash_config": {"target_layer_ids": [1]}}, "lacks the key 'mask_token_id'"),
         ({"dflash_config": OWN | {"mask_token_id": 64}}, "the vocabulary ends at 63"),
         ({"dflash_config": {"mask_token_id": 3}}, "'dflash_config.target_layer_ids'"),
-        ({"dflash_config": OWN | {"target_layer_ids": [3, 1]}}, "in ascending order"),
         ({"block_size": None}, "lacks the key 'block_size'"),
         ({"block_size": 1}, "'masks' = 0"),
-        ({"num_key_value_heads": 3}, "must be a multiple of"),
     ],
 }
 
@@ -221,26 +212,19 @@ def test_a_config_that_is_no_json_object(published, text):
 
 
 # ---- Tensors ----
-UP = "layers.1.mlp.up_proj.weight"
-
-
 @pytest.mark.parametrize(
     ("layout", "edit", "changes", "said"),
     [
-        ("published", lambda t: t.pop(UP), {}, f"lacks {UP}"),
         ("published", None, {"num_hidden_layers": 4}, "and 15 more"),
         ("published", lambda t: t.update({"layers.2.bogus": torch.zeros(1)}), {}, "holds layers.2"),
         ("published", None, {"intermediate_size": 128}, "has shape [96, 64], but its config.json"),
-        ("published", None, {"diffspec_draft_token_num": 5}, "asks for [5, 64]"),
         # The target's LM head names other tokens, and has another place for each.
         ("eagle3", lambda t: t.pop("lm_head.weight"), {}, "lacks lm_head.weight"),
         ("eagle3", lambda t: (t.pop("d2t"), t.pop("t2d")), {}, "lacks d2t"),
         ("eagle3", lambda t: t.update({"layers.1.norm.weight": torch.zeros(1)}), {}, "holds layer"),
         ("eagle3", lambda t: t.update({"fc.weight": torch.zeros(192, 64)}), {}, "for [192, 576]"),
         ("eagle3", None, {"mlp_bias": True}, "lacks midlayer.mlp.down_proj.bias"),
-        ("dflash", None, {"num_hidden_layers": 1}, "does not use"),
         ("dflash", None, {"num_hidden_layers": 3}, "lacks layers.2"),
-        ("dflash", None, {"intermediate_size": 40}, "asks for ["),
     ],
 )
 def test_tensors_that_the_config_does_not_ask_for(write, layout, edit, changes, said):
@@ -272,13 +256,10 @@ GOOD = torch.load(FIXTURE / "vocab_mapping.pt", weights_only=True)
 D2T, T2D = GOOD["d2t"], GOOD["t2d"]
 MAPPINGS: dict[str, tuple[Any, str]] = {
     "a list": ([D2T, T2D], "is not a plain dict of the tensors d2t and t2d"),
-    "a tensor": (D2T, "is not a plain dict"),
     "no d2t": ({"t2d": T2D}, "is not a plain dict"),
-    "no t2d": ({"d2t": D2T}, "is not a plain dict"),
     "numbers": ({"d2t": 1, "t2d": 2}, "is not a plain dict"),
     "too short": (GOOD | {"d2t": D2T[:-1]}, "d2t has shape [95]"),
     "all tokens": (GOOD | {"t2d": torch.ones_like(T2D)}, "that t2d marks"),
-    "no tokens": (GOOD | {"t2d": torch.zeros_like(T2D)}, "that t2d marks"),
     "other tokens": (GOOD | {"t2d": ~T2D}, "that t2d marks"),
     "ids": (GOOD | {"d2t": D2T + torch.arange(96)}, "d2t holds offsets, not ids"),
     "beyond the vocabulary": (GOOD | {"d2t": D2T + 160}, "target ids below 160"),
@@ -319,11 +300,8 @@ def test_missing_files(write, layout):
 
 BROKEN: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda file: b"",
-    "seven bytes": lambda file: file[:7],
     "within its header": lambda file: file[:100],
-    "half": lambda file: file[: len(file) // 2],
     "without its last byte": lambda file: file[:-1],
-    "a header of 2^63 bytes": lambda file: b"\xff" * 7 + b"\x7f" + file[8:],
     "a header of a gigabyte": lambda file: (1 << 30).to_bytes(8, "little") + file[8:],
     "a header that is no JSON": lambda file: file[:8] + b"!" * 64 + file[72:],
     "text": lambda file: b"version https://git-lfs.github.com/spec/v1\n",

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from support.committed import zero_rows
 
+from vllm_specblock.candidates import select_nodes
 from vllm_specblock.config import OptionError, parse_drafter, split_keys
 from vllm_specblock.drafters import ENTRY_POINTS
-from vllm_specblock.drafters.interface import Drafter
+from vllm_specblock.drafters.interface import CommittedTokens, Drafter
 from vllm_specblock.drafters.registry import (
     DRAFTERS,
     DrafterOptions,
-    WeightedOptions,
     drafter_kind,
     register_drafter,
 )
+from vllm_specblock.tree import DraftTree
 
 OURS = ["specblock", "eagle3", "dflash", "jetspec", "ngram"]
 
@@ -67,17 +72,6 @@ def test_a_name_is_registered_once(toy):
         register_drafter("toy", "another:Toy")(toy)
 
 
-def test_the_registry_names_what_is_there():
-    assert set(OURS) <= DRAFTERS.keys()
-    for name in OURS:
-        kind = DRAFTERS[name]
-        assert issubclass(kind.load_class(), Drafter)
-        assert issubclass(kind.options, WeightedOptions) == (kind.checkpoint is not None)
-        if kind.checkpoint is not None:
-            files = kind.load_checkpoint_module()
-            assert all(hasattr(files, f) for f in ("read_config", "check_tensors", "load"))
-
-
 OPTIONS = """
 from vllm_specblock.drafters.registry import DrafterOptions, register_drafter
 
@@ -105,3 +99,23 @@ def test_an_installed_package_brings_its_drafters(tmp_path):
     assert done.returncode == 0, done.stderr
     assert {*OURS, "other"} <= set(done.stdout.split())
     assert "The drafters of entry point 'broken' are left out." in done.stderr
+
+
+# ---- The drafter that docs/extending.md shows is complete ----
+PAGE = Path(__file__).resolve().parents[2] / "docs/extending.md"
+
+
+def test_the_drafter_of_the_page_drafts():
+    options, drafter = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    tools = torch, Drafter, DrafterOptions, register_drafter, CommittedTokens, DraftTree
+    names = {each.__name__: each for each in (*tools, select_nodes)} | {"__name__": __name__}
+    try:
+        exec(options + drafter, names)
+        given = parse_drafter({"tokens": [7, 3, 9]}, "favourites")
+    finally:
+        DRAFTERS.pop("favourites", None)
+    made = names["Favourites"](given, 3, 64)
+    made.advance(zero_rows(8, 4))
+    tree = made.draft()
+    assert tree.token.tolist() == [[7, 3, 9]] * 2 and (tree.parent == 0).all()
+    assert len(made.draft(torch.tensor([1])).size) == 1

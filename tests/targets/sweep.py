@@ -109,23 +109,15 @@ def judge(plain: dict[str, Any], trees: dict[str, Any]) -> dict[str, Any]:
         about["control"] = "identical"  # this family would not notice a wrong mask
     if plain["tokens"] == trees["tokens"]:
         return {"verdict": "identical"} | about
-    return {"verdict": "different", "reason": _differences(plain, trees)} | about
+    same = sum(want == got for want, got in zip(plain["tokens"], trees["tokens"], strict=True))
+    reason = f"{same} of {len(plain['tokens'])} answers are the same"
+    return {"verdict": "different", "reason": reason} | about
 
 
 def _first_line(error: str) -> str:
     """What is short enough for a table: pydantic's error has its own first line."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     return lines[1 if lines[0].startswith("ValidationError") else 0][:200]
-
-
-def _differences(plain: dict[str, Any], trees: dict[str, Any]) -> str:
-    """How many tokens come before the first other one of each answer."""
-    pairs = list(zip(plain["tokens"], trees["tokens"], strict=True))
-    same = sum(
-        next((i for i, (a, b) in enumerate(zip(*pair)) if a != b), len(pair[0])) for pair in pairs
-    )
-    total = sum(len(want) for want, _ in pairs)
-    return f"{same} of {total} tokens come before the first different one of each answer"
 
 
 def in_child(log: Path, work: Any, *arguments: Any) -> dict[str, Any]:

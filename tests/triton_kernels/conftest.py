@@ -15,11 +15,9 @@ import torch
 from lib.interpreter import teach_bf16_dot, teach_whole_arrays
 from vllm_specblock.triton_kernels import optional_numba
 
-from vllm_specblock import triton_kernels
+from vllm_specblock import triton_interpreter, triton_kernels
 
 PACKAGE = "vllm_specblock.triton_kernels"
-INTERPRETED = pytest.StashKey[bool]()
-"""Whether this process has interpreted kernels: of Triton's own library some traces stay."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,15 +40,13 @@ class Kernels:
     def load(self, name: str) -> ModuleType:
         """The module `<name>.py` of any room; on CPU a private copy bound to the interpreter.
 
-        Triton decides at decoration whether a kernel is interpreted. The copy is decorated while
-        the switch is on, so that no other test of this process meets interpreted kernels. Modules
-        whose jitted functions it calls are copied first.
+        Triton decides at decoration whether a kernel is interpreted, and other tests may have
+        loaded the module before. Modules whose jitted functions it calls are copied first.
         """
         module = importlib.import_module(module_of(name))
         if self.device.type == "cuda":
             return module
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
             for each in dict.fromkeys([*called_by(module), module]):
                 copy = importlib.util.module_from_spec(
                     importlib.util.spec_from_file_location(
@@ -73,6 +69,14 @@ def called_by(module: ModuleType) -> Iterator[ModuleType]:
             yield importlib.import_module(home)
 
 
+@pytest.fixture(scope="session")
+def interpreter() -> ModuleType:
+    """Triton's interpreter, switched on for this process as an engine on a CPU does."""
+    found = pytest.importorskip("triton.runtime.interpreter")
+    triton_interpreter.enable()
+    return found
+
+
 @pytest.fixture(
     params=[
         # Interpreters of some Triton releases do not know numpy's later ones, and a GPU's users
@@ -90,9 +94,7 @@ def called_by(module: ModuleType) -> Iterator[ModuleType]:
 )
 def kernels(request, monkeypatch) -> Kernels:
     if request.param == "cpu":
-        interpreter = pytest.importorskip("triton.runtime.interpreter")
-        request.config.stash[INTERPRETED] = True
-        interpret_library(interpreter, monkeypatch)
+        interpreter = request.getfixturevalue("interpreter")
         teach_bf16_dot(interpreter, monkeypatch.setattr)
         teach_whole_arrays(interpreter, monkeypatch.setattr)
     return Kernels(request.param)
@@ -121,18 +123,3 @@ def forms(request, kernels, monkeypatch) -> Kernels | Loops:
     if not available:
         pytest.skip("Numba is not installed")
     return Loops()
-
-
-def interpret_library(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's own library (`tl.max`, `tl.sort`, …) was decorated with the switch off."""
-    from triton.runtime.jit import JITFunction
-
-    # The interpreter imports it late, and it wants the library as it was.
-    importlib.import_module("triton.experimental.gluon")
-    interpreted = {}
-    for library in (interpreter.tl, interpreter.tl.standard):  # the second one also has helpers
-        for name, function in vars(library).items():
-            if isinstance(function, JITFunction):
-                if function not in interpreted:
-                    interpreted[function] = interpreter.InterpretedFunction(function.fn)
-                monkeypatch.setattr(library, name, interpreted[function])

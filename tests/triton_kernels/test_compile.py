@@ -43,8 +43,6 @@ from vllm_specblock.triton_kernels.verify import accept_path, build_tree_mask, r
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.tree import DraftTree
 
-from .conftest import INTERPRETED
-
 OWN_PROCESS = "the interpreter runs in this process; `make test` compiles in one of its own"
 SHARED_LIMIT = min(SHARED.values())
 FLOAT8 = 89
@@ -57,13 +55,13 @@ def capability(request) -> int:
 
 
 @pytest.fixture
-def compiler(request, monkeypatch, tmp_path, capability):
+def compiler(monkeypatch, tmp_path, capability):
     """Swap the kernels of modules for a `Compile` each; all of them have to be launched."""
     triton = pytest.importorskip("triton")
     if "nvidia" not in pytest.importorskip("triton.backends").backends:
         pytest.skip("this Triton cannot compile for NVIDIA GPUs")
     jitted, swapped = triton.runtime.jit.JITFunction, []
-    if request.config.stash.get(INTERPRETED, False) or not isinstance(triton.language.max, jitted):
+    if not isinstance(triton.language.max, jitted):
         pytest.skip(OWN_PROCESS)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
@@ -145,42 +143,30 @@ def test_tree_attention_compiles(
     tree_attention.tree_attention_triton(query, cache, seen, bounds, scores, out)
 
 
-def test_move_kv_compiles(compiler):
-    compiler(commit)
+@pytest.mark.parametrize("width", [3, 8192])
+def test_cache_kernels_compile(compiler, width):
+    compiler(commit, mask_holes)
     caches = [torch.empty(4, 2, 16, 256, dtype=torch.bfloat16) for _ in range(2)]
-    path = whole(2, 12)
-    rows = commit.AcceptedRows(path[:, 0], path[:, 0], path, path[0, :2].int())
+    path, row = whole(2, 12), whole(2)
+    rows = commit.AcceptedRows(path[:, 0], path[:, 0], path, row.int())
     commit.move_path_triton(commit.KVCacheSet(caches), path.flatten(), rows, 24)
+    table = torch.zeros(2, width, dtype=torch.int32)
+    mask_holes.mask_holes_triton(whole(9), table, row, row, 16, row, row)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "vocab", "scope", "sharp"),
-    [(torch.bfloat16, 32_000, 20, True), (torch.float32, 152_064, None, False)],
+    ("dtype", "vocab", "scope", "width", "sharp"),
+    [(torch.bfloat16, 32_000, 20, 10, True), (torch.float32, 152_064, None, 32, False)],
 )
-def test_read_heads_compile(compiler, dtype, vocab, scope, sharp):
-    compiler(best_of_chunks, lm_and_rank_head)
+def test_reading_heads_compiles(compiler, dtype, vocab, scope, width, sharp):
+    compiler(best_of_chunks, lm_and_rank_head, topk_tokens)
     sizes = (64 + 15, 256), (256, 4)
     first, second = (torch.nn.Linear(*size, bias=False, dtype=dtype) for size in sizes)
-    lm_and_rank_head.lm_and_rank_head_triton(
-        torch.empty(2, 4, 64, dtype=dtype),
-        torch.empty(2, 4, vocab, dtype=dtype),
-        whole(vocab),
-        torch.nn.Sequential(first, torch.nn.SiLU(), second),
-        10,
-        scope,
-        torch.ones(2) if sharp else None,
-    )
-
-
-@pytest.mark.parametrize(
-    ("dtype", "vocab", "width", "sharp"),
-    [(torch.bfloat16, 32_000, 10, True), (torch.float32, 151_936, 32, False)],
-)
-def test_best_tokens_compile(compiler, dtype, vocab, width, sharp):
-    compiler(best_of_chunks, topk_tokens)
-    logits = torch.empty(2, 8, vocab, dtype=dtype)
-    beta = torch.ones(2) if sharp else None
-    topk_tokens.topk_tokens_triton(logits, whole(vocab), width, 0.5, beta)
+    head = torch.nn.Sequential(first, torch.nn.SiLU(), second)
+    normed, logits = torch.empty(2, 4, 64, dtype=dtype), torch.empty(2, 4, vocab, dtype=dtype)
+    offset, beta = whole(vocab), torch.ones(2) if sharp else None
+    lm_and_rank_head.lm_and_rank_head_triton(normed, logits, offset, head, 10, scope, beta)
+    topk_tokens.topk_tokens_triton(logits, offset, width, 0.5, beta)
 
 
 @pytest.mark.parametrize(
@@ -205,16 +191,13 @@ def result_of(num_nodes: int, known: torch.dtype = torch.int64) -> VerifiedTrees
     return VerifiedTrees(*of_requests, score, score.to(torch.uint8), score[:, 0].contiguous())
 
 
-KNOWN = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("num_nodes", "known"), [(12, torch.int64), (60, torch.int32), (256, torch.int64)], ids=str
 )
-
-
-@KNOWN
-def test_feedback_compiles(compiler, num_nodes, known):
+def test_committing_and_feedback_compile(compiler, num_nodes, known):
     """Calibration with requests told apart, and without; counts of one, two or no drafters."""
-    compiler(calibrate_drafts, count_step, write_survival)
-    result, heat = result_of(num_nodes, known), torch.zeros(5)
+    compiler(committed_tokens, calibrate_drafts, count_step, write_survival, record_step)
+    result, heat, rows = result_of(num_nodes, known), torch.zeros(5), whole(39)
     for own in (heat, heat[:0]):
         rates = calibrate_drafts.LearnRates(-1.0, 1.0, 20.0, 500.0, 1.4, 10.0, 50.0)
         state = heat[:2], heat[2:4], own, own
@@ -228,17 +211,17 @@ def test_feedback_compiles(compiler, num_nodes, known):
     write_survival.write_survival_triton(
         result.req_idx, result.score, heat[:3], counts, counts, counts[0], 4.0, 4, steps
     )
-
-
-@KNOWN
-def test_record_step_compiles(compiler, num_nodes, known):
-    compiler(record_step)
     dtype = torch.float32 if num_nodes == 12 else torch.bfloat16
-    slabs = SlabTensors.empty(2, 256, 4096, 5, dtype)
-    result = result_of(num_nodes, known)._replace(score=None, temperatures=None)
-    states, rows = torch.zeros(7, 4096, dtype=dtype), whole(39)
+    slabs, states = SlabTensors.empty(2, 256, 4096, 5, dtype), torch.zeros(7, 4096, dtype=dtype)
     committed = *[rows] * 5, rows[:3], (states,) * 3, states
-    record_step.record_step_triton(slabs, StepToRecord(*committed, result, result.origin.int()))
+    recorded = result._replace(score=None, temperatures=None), result.origin.int()
+    record_step.record_step_triton(slabs, StepToRecord(*committed, *recorded))
+    of_paths = rows[:3], rows[:3], whole(3, 13), rows[:3].int()
+    text = torch.zeros(5, 100, dtype=torch.int32)
+    step = committed_tokens.StepRows(
+        *of_paths, rows, rows, rows[:4].int(), rows, rows, result.req_idx, text, heat, rows, rows
+    )
+    committed_tokens.committed_tokens_triton(step, 180)
 
 
 @pytest.mark.parametrize(("count", "joins"), [(577, True), (130, False)])
@@ -269,20 +252,6 @@ def test_growth_compiles(compiler, shape):
     assert len(starting.compiled) == shape.num_blocks - 1
 
 
-@pytest.mark.parametrize("num_nodes", [1, 64, 256])
-def test_storing_and_merging_compile(compiler, num_nodes):
-    compiler(store_tree, merge_trees)
-    tree, column = DraftTree.empty(3, num_nodes, "cpu"), whole(3, 3)[:, 0]
-    new = replace(tree, origin=tree.token.to(torch.uint8))
-    kept = store_tree.KeptTrees(
-        tree.parent, tree.token, tree.logprob, tree.ancestors, new.origin, tree.size, tree.token
-    )
-    for chain in (None, column.bool(), column):
-        store_tree.store_trees_triton(column, new, kept, chain, None, tree.token)
-    store_tree.store_trees_triton(tree.size, tree, kept, column, column.bool(), tree.token)
-    merge_trees.merge_trees_triton(tree, tree, num_nodes != 64, num_nodes, 12)
-
-
 @pytest.mark.parametrize(("size", "starts", "mask_words"), [(1, 10, 1), (4, 4, 1), (8, 40, 15)])
 def test_metadata_of_blocks_compiles(compiler, size, starts, mask_words):
     compiler(first_block_metadata, later_block_metadata)
@@ -304,48 +273,39 @@ def test_metadata_of_blocks_compiles(compiler, size, starts, mask_words):
         )
 
 
-@pytest.mark.parametrize("known", [torch.int32, torch.int64], ids=["eager", "graph"])
-def test_committed_tokens_compile(compiler, known):
-    compiler(committed_tokens)
-    req_idx, rows = result_of(1, known).req_idx, whole(39)
-    of_paths = rows[:3], rows[:3], whole(3, 13), rows[:3].int()
-    text, heat = torch.zeros(5, 100, dtype=torch.int32), torch.zeros(5)
-    step = committed_tokens.StepRows(
-        *of_paths, rows, rows, rows[:4].int(), rows, rows, req_idx, text, heat, rows, rows
-    )
-    committed_tokens.committed_tokens_triton(step, 180)
-
-
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 128), (torch.float32, 96)], ids=str)
-def test_rope_compiles(compiler, dtype, size):
-    (rotating,) = compiler(rope)
+def test_rope_and_norms_compile(compiler, dtype, size):
+    rotating, *_ = compiler(rope, norms)
     both = torch.empty(3, 5, 48, size, dtype=dtype)  # as a product leaves them
     query, key = both[..., :32, :], both[..., 32:40, :]
-    keep = whole(3, 3)[:, 0]
-    norms = [torch.nn.RMSNorm(size, 1e-6, dtype=dtype)] * 2
+    keep, norm = whole(3, 3)[:, 0], torch.nn.RMSNorm(size, 1e-6, dtype=dtype)
     angles = rope.Rope(keep, torch.empty(size), None)
     rope.rotate_pair_triton(query, key, angles)
-    rope.rotate_pair_triton(query[:2], key, angles, keep[:2], norms)
+    rope.rotate_pair_triton(query[:2], key, angles, keep[:2], [norm, norm])
     # Quick sines are far off at far positions.
     assert not any("sin.approx" in each.asm["ptx"] for each in rotating.compiled)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_norms_compile(compiler, dtype):
-    compiler(norms)
     row, query = torch.empty(3, 1, 4096, dtype=dtype), torch.empty(1, 4, 4096, dtype=dtype)
     both, norm = torch.empty(3, 4, 8192, dtype=dtype), torch.nn.RMSNorm(4096, 1e-5, dtype=dtype)
-    keep = whole(2, 3)[:, 0]
     norms.add_norm_triton(row, query, norm)
-    norms.add_norm_triton(both[..., 4096:], both[:2, :, :4096], norm, keep)
+    norms.add_norm_triton(both[..., 4096:], both[:2, :, :4096], norm, keep[:2])
     norms.norm_pair_triton(row[0], query[0, :2], norm, norm, None)
-    norms.norm_pair_triton(row[0], row[:2, 0], norm, norm, keep.contiguous())
+    norms.norm_pair_triton(row[0], row[:2, 0], norm, norm, keep[:2].contiguous())
 
 
-@pytest.mark.parametrize("num_nodes", [1, 256])
-def test_verification_compiles(compiler, num_nodes):
-    compiler(build_tree_mask, accept_path, reallocate_drafts)
-    row, slot, depth = whole(16), whole(3, 3)[:, 0], whole(5, num_nodes + 1)
+@pytest.mark.parametrize("num_nodes", [1, 64, 256])
+def test_trees_compile(compiler, num_nodes):
+    """Storing, merging and verification."""
+    compiler(store_tree, merge_trees, build_tree_mask, accept_path, reallocate_drafts)
+    tree, column = DraftTree.empty(3, num_nodes, "cpu"), whole(3, 3)[:, 0]
+    new = replace(tree, origin=tree.token.to(torch.uint8))
+    kept = store_tree.KeptTrees(
+        tree.parent, tree.token, tree.logprob, tree.ancestors, new.origin, tree.size, tree.token
+    )
+    for chain in (None, column.bool(), column):
+        store_tree.store_trees_triton(column, new, kept, chain, None, tree.token)
+    store_tree.store_trees_triton(tree.size, tree, kept, column, column.bool(), tree.token)
+    merge_trees.merge_trees_triton(tree, tree, num_nodes != 64, num_nodes, 12)
+    row, depth = whole(16), whole(5, num_nodes + 1)
     start, ancestors = row[:4].int(), whole(5, num_nodes + 1, num_nodes // 64 + 1)
     build_tree_mask.build_tree_mask_triton(
         build_tree_mask.BatchRows(row, start, start[:3], row[:3], start, row, row, row),
@@ -355,7 +315,7 @@ def test_verification_compiles(compiler, num_nodes):
     )
     path = whole(5, 9)
     trees = whole(5, num_nodes).int(), depth, None, ancestors, None, row[:5].int(), path
-    rows = accept_path.DrawnRows(row.int(), row, start, slot)
+    rows = accept_path.DrawnRows(row.int(), row, start, column)
     accept_path.accept_path_triton(rows, store_tree.KeptTrees(*trees))
     starts, confidence = row[:9].int(), torch.zeros(5, num_nodes)
     reallocate_drafts.reallocate_drafts_triton(
@@ -380,10 +340,3 @@ def test_following_compiles(compiler, width, branches, depth):
     texts = occurrences.Texts(table, known[:, 0], known[0], known[:, 1], earlier)
     how = continuations.Following(1, 8, branches, depth, 60, 0.32, 1.2, 4096, 1024)
     continuations.follow_triton(texts, how)
-
-
-@pytest.mark.parametrize("width", [3, 8192])
-def test_masking_holes_compiles(compiler, width):
-    compiler(mask_holes)
-    row, table = whole(2), torch.zeros(2, width, dtype=torch.int32)
-    mask_holes.mask_holes_triton(whole(9), table, row, row, 16, row, row)

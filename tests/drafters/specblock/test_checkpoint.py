@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.targets import edit_config, write_target
+from support.tensors import assert_equal
 
-from vllm_specblock.drafters.common.config import CheckpointError, default_layer_ids
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import TargetInfo
 from vllm_specblock.train.untrained import init
@@ -36,13 +37,6 @@ def ours(llama, tmp_path) -> Path:
     return tmp_path / "ours"
 
 
-def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype, name
-        assert torch.equal(a[name], b[name]), name
-
-
 def test_a_published_drafter_loads(published):
     config = checkpoint.read_config(published)
     raw = json.loads((published / "config.json").read_text())
@@ -54,7 +48,7 @@ def test_a_published_drafter_loads(published):
     assert config.target.layer_ids is None
     assert config.target.hidden_size == config.target_hidden_size == raw["hidden_size"]
     stored = load_file(published / "model.safetensors")
-    assert_same_tensors(dict(checkpoint.load(published).state_dict()), stored)
+    assert_equal(checkpoint.load(published).state_dict(), stored)
 
 
 IN_CODE = ["num_key_value_heads", "rms_norm_eps", "draft_vocab_size", "rope_theta", "rope_scaling"]
@@ -131,9 +125,9 @@ def test_convert_there_and_back_loses_nothing(published, tmp_path):
     for directory in (tmp_path / "ours", tmp_path / "back"):
         assert checkpoint.read_config(directory) == config
         stored = load_file(directory / "model.safetensors")
-        assert_same_tensors(stored, load_file(published / "model.safetensors"))
+        assert_equal(stored, load_file(published / "model.safetensors"))
     mapping = torch.load(tmp_path / "back" / "vocab_mapping.pt", weights_only=True)
-    assert_same_tensors(mapping, torch.load(published / "vocab_mapping.pt", weights_only=True))
+    assert_equal(mapping, torch.load(published / "vocab_mapping.pt", weights_only=True))
     assert {p.name for p in (tmp_path / "ours").iterdir()} == {"config.json", "model.safetensors"}
 
 
@@ -161,7 +155,6 @@ def test_convert_writes_down_a_target_and_keeps_it(llama, tmp_path):
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]},
     }
     assert {key: raw[key] for key in written} == written
-    assert checkpoint.read_config(tmp_path / "back").target.layer_ids == (2, 4, 6)
 
 
 def test_a_saved_drafter_loads_and_is_readable_like_any_new_file(tmp_path):
@@ -170,7 +163,7 @@ def test_a_saved_drafter_loads_and_is_readable_like_any_new_file(tmp_path):
     checkpoint.save(drafter, tmp_path / "out")
     loaded = checkpoint.load(tmp_path / "out")
     assert loaded.config == drafter.config
-    assert_same_tensors(dict(loaded.state_dict()), dict(drafter.state_dict()))
+    assert_equal(loaded.state_dict(), drafter.state_dict())
     (tmp_path / "any").touch()
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "out" / name).stat().st_mode == (tmp_path / "any").stat().st_mode
@@ -193,8 +186,3 @@ def test_published_layout_refuses_what_it_cannot_hold(tmp_path, key, value):
     with pytest.raises(CheckpointError, match=f"cannot hold a drafter whose {key} is"):
         checkpoint.save(drafter, tmp_path / "out", layout="published")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("layers", "ids"), [(7, (2, 3, 4)), (32, (2, 16, 29)), (36, (2, 18, 33))])
-def test_default_layer_ids(layers, ids):
-    assert default_layer_ids(layers) == ids

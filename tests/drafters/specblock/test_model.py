@@ -71,13 +71,15 @@ def variant(request):
     return Variant(request.param)
 
 
-def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+def assert_near(found, wanted) -> None:
     torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
 
 
-def flat(cached: torch.Tensor) -> torch.Tensor:
-    """[rows, K, nkv, D] as the fixtures have it, [nkv, rows·K, D]."""
-    return cached.flatten(0, 1).transpose(0, 1)
+def assert_cache(cache: DenseCache, wanted: dict[str, torch.Tensor], name: str) -> None:
+    """Compare [rows, K, nkv, D] with the fixture's [nkv, rows·K, D]."""
+    for layer, both in enumerate(zip(cache.key, cache.value)):
+        found = [cached.flatten(0, 1).transpose(0, 1) for cached in both]
+        assert_near(found, [wanted[f"{name}.layer{layer}.{x}"] for x in "kv"])
 
 
 def test_block1_of_a_whole_sequence(variant):
@@ -88,14 +90,10 @@ def test_block1_of_a_whole_sequence(variant):
     )
     cache, hidden = variant.train_rows(len(train["row_tokens"]))
     handle.remove()
-    logits, rank_logits = variant.drafter.heads(hidden)
-    assert_near(first_layer[0], train["block1.layer0_out"])
-    assert_near(hidden, train["block1.prenorm_hidden"])
-    assert_near(logits, train["block1.logits"])
-    assert_near(rank_logits, train["block1.rank_logits"])
-    for layer in range(variant.config.num_hidden_layers):
-        assert_near(flat(cache.key[layer]), train[f"block1.layer{layer}.k"])
-        assert_near(flat(cache.value[layer]), train[f"block1.layer{layer}.v"])
+    names = ("layer0_out", "prenorm_hidden", "logits", "rank_logits")
+    found = [*first_layer, hidden, *variant.drafter.heads(hidden)]
+    assert_near(found, [train[f"block1.{name}"] for name in names])
+    assert_cache(cache, train, "block1")
 
 
 # Only row 0: at later rows training also looked at block 2 of the rows before, which inference does
@@ -109,9 +107,8 @@ def test_later_blocks_of_the_first_training_row(variant, cuts):
         attend = growth.starts(torch.tensor([row]), torch.tensor([cut - 1]))
         token = variant.embed(variant.train[f"{name}.row_tokens"][:1])
         hidden = variant.drafter(hidden[:, cut - 1], token, torch.tensor([1]), attend)
-    logits, rank_logits = variant.drafter.heads(hidden)
-    assert_near(logits, variant.train[f"{name}.logits"][:1])
-    assert_near(rank_logits, variant.train[f"{name}.rank_logits"][:1])
+    wanted = [variant.train[f"{name}.{each}"][:1] for each in ("logits", "rank_logits")]
+    assert_near(variant.drafter.heads(hidden), wanted)
 
 
 @pytest.mark.parametrize("only_last", [False, True], ids=["all rows", "last row kept"])
@@ -123,9 +120,7 @@ def test_drafting_row_and_cache_of_a_prompt(variant, only_last):
     logits, _ = variant.drafter.heads(hidden[-1])
     assert_near(hidden[-1], case["block1.prenorm_hidden"])
     assert_near(logits, case["block1.logits"])
-    for layer in range(variant.config.num_hidden_layers):
-        assert_near(flat(cache.key[layer]), case[f"cache.layer{layer}.k"])
-        assert_near(flat(cache.value[layer]), case[f"cache.layer{layer}.v"])
+    assert_cache(cache, case, "cache")
 
 
 @pytest.mark.parametrize("topk", [10, 20])
@@ -147,10 +142,9 @@ def test_every_block2_start(variant):
     tokens = variant.embed(case["block2.start_tokens"])
     attend = cache.grow().starts(torch.zeros_like(slots), slots)
     hidden = variant.drafter(hidden[-1, slots], tokens, base, attend)
-    logits, rank_logits = variant.drafter.heads(hidden)
-    assert_near(hidden, case["block2.prenorm_hidden"])
-    assert_near(logits, case["block2.logits"])
-    assert_near(rank_logits, case["block2.rank_logits_top20"])
+    names = ("prenorm_hidden", "logits", "rank_logits_top20")
+    found = [hidden, *variant.drafter.heads(hidden)]
+    assert_near(found, [case[f"block2.{name}"] for name in names])
 
 
 def test_catch_up_after_a_verified_step(variant):

@@ -7,8 +7,9 @@ import torch
 from support.tensors import assert_equal, column, on
 from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
 
-from vllm_specblock.tree import DraftTree
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
+
+from ..random_trees import random_trees
 
 FAR = 1 << 40  # far outside of every tensor
 
@@ -22,16 +23,10 @@ class Case:
     def __init__(self, count: int, num_nodes: int, vocab: int, max_depth: int, seed: int = 0):
         self.draw = torch.Generator().manual_seed(seed)
         slots = count + 4
-        close = self.among(0, 3, slots, num_nodes)  # deep trees
-        parent = (torch.arange(num_nodes) - close).clamp(min=0).int()
-        size = self.among(0, num_nodes, slots)
-        size[0] = num_nodes
-        parent[torch.arange(num_nodes) >= size[:, None]] = -1
-        none = torch.zeros(slots, num_nodes)
-        tree = DraftTree.from_nodes(none.long(), parent, none, size.int())
-        depth = torch.nn.functional.pad(tree.depth.long(), (1, 0))
+        tree = random_trees(slots, num_nodes, close=4, seed=100 + seed)
+        depth, none = torch.nn.functional.pad(tree.depth.long(), (1, 0)), None
         path = torch.full((slots, max_depth + 1), -7)
-        trees = parent, depth, none, tree.ancestors, none, path[:, 0].int(), path
+        trees = tree.parent, depth, none, tree.ancestors, none, path[:, 0].int(), path
         self.trees = KeptTrees(*trees)
 
         scheduled = self.among(0, num_nodes, count)
@@ -73,17 +68,3 @@ def test_as_torch(kernels, count, num_nodes, max_depth, vocab):
         assert_equal(case.run(launch, kernels.device), wanted)
         lengths |= set(wanted[1].tolist())
     assert len(lengths) > (num_nodes > 1), "nothing was ever accepted, or everything always"
-
-
-def test_a_chain_longer_than_paths_may_be(kernels):
-    """Placeholders of a scheduler lie on one: what is too deep is not accepted."""
-    launch = kernels.load("accept_path").accept_path_triton
-    case = Case(3, 130, 1, 4)
-    case.rows.token.fill_(0)
-    parent = torch.arange(130, dtype=torch.int32).expand(7, -1).contiguous()
-    chain = DraftTree.from_nodes(parent.long(), parent, parent.float(), torch.full((7,), 130))
-    depth = torch.nn.functional.pad(chain.depth.long(), (1, 0))
-    case.trees = case.trees._replace(parent=parent, depth=depth, ancestors=chain.ancestors)
-    made = case.run(launch, kernels.device)
-    assert_equal(made, case.run(accept_path_rows, "cpu"))
-    assert made[1].tolist()[0] == 5 and made[2][0].tolist() == [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""One launch stores the trees that torch stores: whole, as their best paths, or empty."""
+"""Trees are merged in one launch, or by the loop for CPUs, and stored in one, as by torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.tensors import assert_equal, column, on
+from support.tensors import assert_equal, column, on, wide
 from support.trees import to_tree
 
+from vllm_specblock.combine.merge import merge
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.tree import DraftTree
+
+from ..random_trees import random_trees
 
 GARBAGE = {
     torch.int64: 1 << 40,
@@ -21,35 +24,33 @@ GARBAGE = {
 }
 
 
-def grown(parents: list[list[int]], num_nodes: int, fall: float, seed: int = 0) -> DraftTree:
-    """Trees of these shapes; a score falls from parent to child by at most `fall` nats."""
-    draw = torch.Generator().manual_seed(seed)
-    plain = [
-        [(up, int(torch.randint(1, 1000, (), generator=draw))) for up in tree] for tree in parents
-    ]
-    tree = to_tree(plain, num_nodes)
-    for request, ups in enumerate(parents):
-        score = [0.0]
-        for up in ups:
-            score.append(score[up] - fall * float(torch.rand((), generator=draw)))
-        tree.logprob[request, : len(ups)] = torch.tensor(score[1:])
-    origin = torch.randint(1, 4, tree.parent.shape, generator=draw)
-    return replace(tree, origin=torch.where(tree.parent >= 0, origin, 0).to(torch.uint8))
+def slices(tree: DraftTree, device: torch.device) -> DraftTree:
+    """The tree, its tensors as slices of larger ones; depths of slots not in use are garbage."""
+    tree = replace(tree, depth=torch.where(tree.parent >= 0, tree.depth, 99))
+    tensors = (getattr(tree, name) for name in DraftTree.TENSORS)
+    return on(device, DraftTree(*(wide(x, 7) if x.dim() > 1 else x for x in tensors)))
 
 
-def random_trees(num_requests: int, num_nodes: int) -> DraftTree:
-    """Trees of all sizes, among them one that is empty and one that is full."""
-    draw = torch.Generator().manual_seed(num_nodes)
-    sizes = torch.randint(0, num_nodes + 1, (num_requests,), generator=draw).tolist()
-    sizes[:3] = [num_nodes, 0, num_nodes // 2][:num_requests]
-    parents = [
-        [int(torch.randint(max(0, up - 4), up + 1, (), generator=draw)) for up in range(size)]
-        for size in sizes
-    ]
-    # Paths of some N / 3 nodes: none falls so far that its end would round to nothing.
-    return grown(parents, num_nodes, fall=12 / (num_nodes + 8), seed=num_nodes)
+@pytest.mark.parametrize("how", ["disjoint", "trie"])
+@pytest.mark.parametrize(
+    ("count", "ours", "theirs"), [(0, 5, 5), (5, 1, 1), (3, 60, 60), (3, 7, 40), (2, 256, 256)]
+)
+def test_merges_as_torch(forms, count, ours, theirs, how):
+    launch = forms.load("merge_trees").merge_trees_triton
+    first, second = random_trees(count, ours, 2), random_trees(count, theirs, 2, seed=theirs + 1)
+    depth = max(int(x.depth[x.parent >= 0].max()) for x in (first, second)) if count else 1
+    for budget in sorted({min(ours + 3, 256), min(ours + theirs, 256)}):
+        wanted, agreed = merge(first, second, how, budget, depth)
+        both = (slices(tree, forms.device) for tree in (first, second))
+        made, origin, same = launch(*both, how == "trie", budget, depth)
+        assert_equal(*([getattr(x, name) for name in DraftTree.TENSORS] for x in (made, wanted)))
+        assert_equal((origin, same), (wanted.origin, agreed))
+    if count > 2 and ours > 7:
+        assert set(wanted.origin.flatten().tolist()) >= {0, 1, 2}
+        assert how == "disjoint" or (wanted.origin == 3).any(), "nothing was joined"
 
 
+# ---- Stored whole, as their best paths, or empty ----
 def assert_same(kernels, tree: DraftTree, chain=None, paused=None, given=None) -> torch.Tensor:
     """Store by the kernel, of `given`, and by torch -> tokens; `paused` is of requests."""
     count, nodes = tree.token.shape
@@ -84,8 +85,11 @@ def assert_same(kernels, tree: DraftTree, chain=None, paused=None, given=None) -
     [(0, 70), (1, 12), (5, 1), (9, 7), (3, 63), (3, 64), (2, 256)],
 )
 @pytest.mark.parametrize("who", ["all", "some", "none"])
-def test_as_torch(kernels, num_requests, num_nodes, who):
-    tree = random_trees(num_requests, num_nodes)
+def test_stores_as_torch(kernels, num_requests, num_nodes, who):
+    # None falls so far that the end of a path would round to nothing.
+    tree = random_trees(num_requests, num_nodes, fall=12 / (num_nodes + 8))
+    origin = torch.where(tree.parent >= 0, tree.token % 3 + 1, 0)
+    tree = replace(tree, origin=origin.to(torch.uint8))
     chain = torch.arange(num_requests) % 2 == 0
     chain = {"all": torch.ones_like(chain), "some": chain, "none": torch.zeros_like(chain)}[who]
     # Slots not in use of a request that becomes a chain are not read.
@@ -106,17 +110,16 @@ def test_as_torch(kernels, num_requests, num_nodes, who):
 @pytest.mark.parametrize("num_nodes", [63, 64, 256])
 def test_words_at_their_edges(kernels, num_nodes):
     """Chains set every bit, the sign bits among them; one ends before its slots do."""
-    tree = grown([list(range(num_nodes)), list(range(num_nodes - 5))], num_nodes, 0.01)
+    chains = [[(up, up) for up in range(size)] for size in (num_nodes, num_nodes - 5)]
+    tree = to_tree(chains, num_nodes)
+    tree = replace(tree, logprob=tree.logprob / 100)
     assert_same(kernels, tree, torch.tensor([True, True]))
     assert tree.chains_where(torch.ones(2)).size.tolist() == [num_nodes, num_nodes - 5]
 
 
 def test_the_first_of_equals(kernels):
     """Two leaves of depth 3, 6 and 7, and everything certain: the first of them is the end."""
-    tree = grown([[0, 0, 1, 2, 1, 3, 4]], 9, fall=0.0)
+    tree = to_tree([list(zip([0, 0, 1, 2, 1, 3, 4], range(7)))], 9)
+    tree = replace(tree, logprob=torch.where(tree.parent >= 0, 0.0, tree.logprob))
     tokens = assert_same(kernels, tree, torch.tensor([True]))
-    assert tokens[0, :3].tolist() == tree.token[0, [0, 2, 5]].tolist()
-
-
-def test_no_nodes(kernels):
-    assert_same(kernels, DraftTree.empty(2, 70, "cpu"), torch.tensor([True, False]))
+    assert tokens[0, :3].tolist() == [0, 2, 5]

@@ -1,0 +1,247 @@
+"""A step is recorded, counted, learned from and judged in one launch each as by torch."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.recorded_rows import some_slabs, some_step
+from support.tensors import assert_equal, column, on
+from support.verification import DEPTH, SPARE_SLOTS, to_be_counted, verified_of
+from vllm_specblock.triton_kernels.feedback.count_step import Drafted
+from vllm_specblock.triton_kernels.feedback.record_step import record_step
+
+from vllm_specblock.engine.metrics.counters import DrafterCounters
+from vllm_specblock.feedback.acceptance_estimator import (
+    BINS_PER_NAT,
+    PRIOR,
+    AcceptanceEstimator,
+    kinds,
+    mark,
+    marked,
+)
+from vllm_specblock.feedback.calibration import DraftCalibration
+
+from ..random_trees import random_trees
+
+SHAPES = [
+    # slabs, rows of each, Ht, slots, requests, nodes
+    (1, 5, 1, 3, 1, 1),
+    (4, 9, 7, 7, 6, 12),
+    (3, 33, 96, 6, 4, 60),
+    (5, 16, 1030, 9, 8, 3),
+    (16, 64, 24, 40, 37, 256),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spread"), [(torch.bfloat16, False), (torch.float32, True)], ids=str
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_records_as_torch(kernels, dtype, shape, spread):
+    slabs, rows, hidden, slots, requests, nodes = shape
+    for seed in range(2):
+        made = some_slabs(seed, slabs, rows, hidden, slots, dtype)
+        step = some_step(seed, made, requests, nodes, spread=spread, fillers=seed)
+        mine = on(kernels.device, made)
+        kernels.load("record_step").record_step_triton(mine, on(kernels.device, step))
+        record_step.reference(made, step)
+        assert_equal(mine, made)
+
+
+# ---- Counters ----
+def counted_twice(kernels, drafters: int):
+    """Counters by torch, and what counts into them and by the kernel."""
+    mine, theirs = DrafterCounters(drafters, kernels.device), DrafterCounters(drafters, "cpu")
+    launch = kernels.load("count_step").count_step_triton
+
+    def count(verified, drafted):
+        theirs.count(to_be_counted(*verified), drafted)
+        origin, *columns, path = verified
+        spread = origin, *(column(x, other=1) for x in columns), path
+        if drafted is not None:
+            drafted = Drafted._make(None if x is None else column(x, other=1) for x in drafted)
+        there, drafted = on(kernels.device, (spread, drafted))
+        launch(mine.total, to_be_counted(*there), drafted)
+        assert mine.total.tolist() == theirs.total.tolist()
+
+    return theirs, count
+
+
+def some_verified(count: int, nodes: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Origins by slot, slots and nodes that were run of a dtype, paths.
+
+    Beyond the nodes that were run an earlier tree's path goes on.
+    """
+    origin = torch.randint(0, 4, (count + 3, nodes), dtype=torch.uint8)
+    run = torch.randint(0, nodes + 1, (count,)) * (torch.rand(count) > 0.3)
+    path = torch.randint(0, nodes + 1, (count, DEPTH + 1))
+    path[:, 0] = 0
+    return origin, torch.randperm(count + 3, dtype=dtype)[:count], run.to(dtype), path
+
+
+# 2048 places for nodes in a program: 128 requests with 16 of them, 8 with 256.
+@pytest.mark.parametrize(("count", "nodes"), [(3, 1), (300, 12), (19, 200), (0, 12)])
+@pytest.mark.parametrize("drafters", [1, 2])
+def test_counts_as_torch(kernels, count, nodes, drafters):
+    theirs, into = counted_twice(kernels, drafters)
+    torch.manual_seed(count)
+    for beta in (False, True):
+        sizes = [torch.randint(0, 3, (count,), dtype=torch.int32) for _ in range(drafters)]
+        live, second, agreed = (torch.rand(count) > chance for chance in (0.6, 0.2, 0.4))
+        betas = [0.25 + 15 * torch.rand(count), None if beta else torch.rand(count)]
+        flags = (live, second, agreed) if drafters == 2 else (live.long(), None, None)
+        trees = [x for pair in zip(sizes, betas if beta else reversed(betas)) for x in pair]
+        into(some_verified(count, nodes, torch.int32), Drafted(*flags, *trees))
+    into(some_verified(count, nodes, torch.int64), None)
+    nothing = theirs.total == 0
+    assert count < 300 or int(nothing.sum()) == (2 if drafters == 1 else 0)
+
+
+# ---- Calibration ----
+def some_requests(count: int, seed: int) -> list[SimpleNamespace]:
+    """Some drafted by one head, some by both, some by none; greedy, cold and hot."""
+    draw = random.Random(seed)
+    requests = []
+    for _ in range(count):
+        size = draw.randint(0, DEPTH)
+        run = draw.randint(0, size)
+        requests.append(
+            SimpleNamespace(
+                origin=[draw.randint(1, 3) for _ in range(size)],
+                chance=sorted((draw.uniform(0.01, 1) for _ in range(size)), reverse=True),
+                run=run,
+                accepted=draw.randint(0, run),
+                temperatures=draw.choice([0.0, 0.3, 0.7, 1.0, 1.7]),
+            )
+        )
+    # Placeholders of the scheduler.
+    requests[0] = SimpleNamespace(origin=[], chance=[], run=3, accepted=2, temperatures=0.0)
+    return requests
+
+
+def learn(kernels, calibration: DraftCalibration, verified, drafter: int) -> torch.Tensor:
+    """Learn by the kernel -> β."""
+    state = calibration.log, calibration.trees, calibration.own, calibration.own_trees
+    launch = kernels.load("calibrate_drafts").update_calibration_triton
+    return launch(*state, drafter, verified, calibration.rates)
+
+
+# More requests than the program takes at once: 2048 / 8 nodes.
+@pytest.mark.parametrize(
+    ("count", "drafter", "apart"), [(1, 0, True), (7, 1, False), (7, 0, True), (300, 1, True)]
+)
+def test_learns_as_torch(kernels, count, drafter, apart):
+    slots = count + SPARE_SLOTS if apart else 0
+    mine, theirs = (DraftCalibration(device, slots) for device in (kernels.device, "cpu"))
+    for step in range(4):
+        requests = some_requests(count, seed=10 * count + step)
+        torch.manual_seed(step)
+        beta = theirs.learn_from(verified_of(requests), drafter)
+        torch.manual_seed(step)
+        found = learn(kernels, mine, verified_of(requests, kernels.device), drafter)
+        for one, other in ((found, beta), (mine.log, theirs.log), (mine.own, theirs.own)):
+            torch.testing.assert_close(one.cpu(), other, atol=1e-6, rtol=1e-5)
+        assert mine.trees.tolist() == theirs.trees.tolist()
+        assert mine.own_trees.tolist() == theirs.own_trees.tolist()
+    if count > 3:
+        assert not apart or 0 < int((theirs.own != 0).sum()) < slots
+        assert (theirs.log != DraftCalibration("cpu").log).all(), "nothing was learned"
+
+
+@pytest.mark.parametrize("accepted", [0, DEPTH])
+def test_limits_of_what_is_learned(kernels, accepted):
+    """A drafter that is always, or never, right: the end of the range, and no further."""
+    mine, theirs = DraftCalibration(kernels.device), DraftCalibration("cpu")
+    mine.rates = theirs.rates = mine.rates._replace(lowest=0.1, highest=0.5)
+    one = {"origin": [1] * DEPTH, "run": DEPTH, "accepted": accepted, "chance": [0.5] * DEPTH}
+    requests = [SimpleNamespace(**one, temperatures=heat) for heat in [0.0, 1.5] * 40]
+    for _ in range(3):
+        learn(kernels, mine, verified_of(requests, kernels.device), 0)
+        theirs.learn_from(verified_of(requests), 0)
+    end = pytest.approx([0.5 if accepted else 0.1] * 2)
+    assert mine.log.tolist() == end and theirs.log.tolist() == end
+
+
+# ---- Survival, in double precision ----
+TABLES = ("judged", "reached", "believed")
+
+
+def assert_as_torch(forms, score: torch.Tensor, heat: torch.Tensor, most: float = 50.0):
+    """Hold a form to torch after some 600 steps -> its `steps`.
+
+    Counts neither fall with the score nor are alike by kind; `most` is of a bin.
+    """
+    draw = torch.Generator().manual_seed(score.shape[1])
+    exact = AcceptanceEstimator("cpu")
+    exact.judged.copy_(most * torch.rand(exact.judged.shape, generator=draw) ** 3)
+    exact.reached.copy_(exact.judged * torch.rand(exact.judged.shape, generator=draw))
+    seen = (*(getattr(exact, name).to(forms.device) for name in TABLES), PRIOR, BINS_PER_NAT)
+    count, num_nodes = score.shape
+    steps = torch.full((count + 2, num_nodes), -7.0, device=forms.device)
+    module = forms.load("write_survival")
+    if hasattr(module, "node_steps_triton"):
+        module.node_steps_triton(heat, *seen, score, steps)
+    else:
+        slots = torch.randperm(count + 4, generator=draw)[:count]
+        by_slot = torch.full((count + 4, num_nodes), float("nan"))
+        by_slot[slots] = score
+        by_slot, *rows = (x.to(forms.device) for x in (by_slot, slots, heat))
+        slots, heat_there = map(column, rows)
+        module.write_survival_triton(slots, by_slot, heat_there, *seen, steps)
+        assert_marks(forms, module, draw, (slots, by_slot, heat_there, *seen), steps[:count])
+    for name in TABLES:
+        setattr(exact, name, getattr(exact, name).double())
+    wanted = exact.steps(kinds(heat), score.double()).float()
+    torch.testing.assert_close(steps[:count].cpu(), wanted, atol=1e-6, rtol=3e-5)
+    assert (steps[count:] == -7).all()
+    return wanted
+
+
+def assert_marks(forms, module, draw, given, plain):
+    """Hold the marks of later blocks' nodes to the reference."""
+    slots, by_slot, *_ = given
+    size, num_nodes = by_slot.shape
+    depth = torch.randint(0, 9, (size, num_nodes + 1), generator=draw).to(forms.device)
+    origin = torch.randint(0, 4, (size, num_nodes), generator=draw).byte().to(forms.device)
+    steps = torch.empty_like(plain)
+    module.write_survival_triton(*given, steps, module.Later(depth, origin, 4, 2))
+    later = (depth[slots.long(), 1:] > 4) & (origin[slots.long()] < 2)
+    wanted = plain.clone()
+    mark(wanted, later)
+    assert torch.equal(steps, wanted)
+    found = marked(steps.cpu().numpy())
+    assert np.array_equal(found, (later & (plain > 0)).cpu().numpy())
+
+
+def test_a_marked_1_is_less():
+    steps = torch.tensor([[1.0, 1.0, 0.0, 0.25]])
+    mark(steps, torch.tensor([[True, False, True, True]]))
+    assert marked(steps.numpy()).tolist() == [[True, False, False, True]]
+    assert steps[0, 0] < 1 and steps[0, 1:3].tolist() == [1, 0]
+    torch.testing.assert_close(steps, torch.tensor([[1.0, 1.0, 0.0, 0.25]]))
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "num_nodes"),
+    [(0, 70), (1, 1), (1, 12), (5, 1), (4, 60), (3, 63), (3, 64), (2, 256)],
+)
+# Nothing yet; some steps; a large batch for hours.
+@pytest.mark.parametrize("most", [0.0, 50.0, 3e6])
+def test_survival_as_torch(forms, num_requests, num_nodes, most):
+    score = random_trees(num_requests, num_nodes, fall=12 / (num_nodes + 8)).logprob
+    heat = torch.tensor([0.0, 0.7, 1.3]).repeat(2)[:num_requests]
+    steps = assert_as_torch(forms, score, heat, most)
+    if num_requests > 2:
+        assert (steps[1] == 0).all() and (steps[0] > 0).all(), "an empty tree and a full one"
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_scores_at_the_ends(forms, heat):
+    """Scores above nothing and below all bins, the middles and the edges of bins."""
+    score = torch.tensor([[0.3, 0.0, -0.125, -0.25, -0.26, -0.375, -7.9, -8.0, -300.0]])
+    steps = assert_as_torch(forms, score, torch.tensor([heat]))
+    assert steps.min() < 0.9 and steps.max() == 1, "the counts say too little"
