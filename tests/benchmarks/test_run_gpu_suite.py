@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import time
 
 import pytest
 import run_gpu_suite
 from run_gpu_suite import PARTS, RESULT, ROOT, Step
+from support.adapting import wait
 from support.processes import alive
 
 ENDS = "import json, sys; print('said'); json.dump({'us': 5}, open(sys.argv[1], 'w'))"
@@ -38,11 +38,8 @@ def test_steps_that_end_fail_and_overrun(tmp_path):
     assert found["summary"] == summary and found["results"]["ends"] == {"us": 5}
     assert "\nsaid\n" in log.read_text() and "fails: 3" in log.read_text()
     child = found["results"]["overruns"]["child"]
-    for _ in range(50):  # killed, which takes a moment to be seen
-        if not alive(child):
-            break
-        time.sleep(0.1)
-    assert not alive(child) and alive(os.getpid())
+    wait(lambda: not alive(child))
+    assert alive(os.getpid())
 
 
 @pytest.mark.parametrize("part", [1, 2, 3, 5])

@@ -48,9 +48,7 @@ MISTAKES = {
     'BENCH --define \'{"a": {"spec": {}}}\'': "There is no option define.a.spec",
     "BENCH --max-new-tokens 99999": "The longest chat may take 100032 tokens",
     "BENCH --max-model-len 64": "but there is room for 64: lower --max-new-tokens",
-    "train bacth.yaml": "There is no option bacth; did you mean batch?",
-    "train lr.yaml": "Option lr: ",
-    "train broken.yaml": "is not YAML",
+    "train none.yaml": "There is no recipe none.yaml.",
     "chat DRAFTER": "tiny_pair/drafter has no tokenizer.",
     "chat http://127.0.0.1:1": "The server at http://127.0.0.1:1 gave no answer",
 }
@@ -76,9 +74,26 @@ def files(tmp_path_factory) -> Path:
     (folder / "empty.jsonl").write_text("\n")
     (folder / "file").touch()
     save_tokens(folder / "tokens.safetensors", [torch.arange(20)])
-    for name, line in ("bacth", "bacth: 3"), ("lr", "lr: quick"), ("broken", "lr: {a"):
-        (folder / f"{name}.yaml").write_text(f"target: T\ndata: D\nout: O\n{line}\n")
     return folder
+
+
+NEEDED = "target: T\ndata: D\nout: O\n"
+RECIPES = {
+    NEEDED + "bacth: 3": "There is no option bacth; did you mean batch?",
+    NEEDED + "quux: 4": "There is no option quux.",
+    NEEDED + "lr: quick": "Option lr: ",
+    NEEDED + "precision: fp16": "Option precision: ",
+    NEEDED + "layer_ids: [2, 4]": "layer_ids",
+    NEEDED + "rank_topk: most": "Option rank_topk",
+    NEEDED + "batch: 8\nmicro_batch: 3": "batch 8 is no multiple of micro_batch 3.",
+    NEEDED + "length: 9\nblock_size: 8": "length 9 holds no whole block of 8 positions.",
+    "target:\ndata: D\nout: O": "Option target: ",
+    "target: T\nout: O": "The option data is missing.",
+    "lr: {a": "is not YAML",
+    "lr: \xff\xfe": "is not YAML",
+    "- lr\n- 3": "must map options to values",
+    "": "must map options to values",
+}
 
 
 def call(line: str):
@@ -90,11 +105,22 @@ def call(line: str):
 @pytest.mark.parametrize("line", MISTAKES)
 def test_a_mistake_is_one_sentence(files, monkeypatch, line):
     monkeypatch.chdir(files)
+    assert_mistake(line, MISTAKES[line])
+    assert not (files / "out").exists()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_a_mistake_in_a_recipe_is_one_sentence(tmp_path, recipe):
+    (tmp_path / "recipe.yaml").write_text(recipe, encoding="latin-1")
+    assert_mistake(f"train {tmp_path}/recipe.yaml", RECIPES[recipe])
+
+
+def assert_mistake(line: str, said: str) -> None:
     result = call(line)
     assert result.exit_code == 1, result.output
     (message,) = result.stderr.strip().splitlines()
-    assert message.startswith("Error: ") and MISTAKES[line] in message
-    assert result.stdout == "" and not (files / "out").exists()
+    assert message.startswith("Error: ") and said in message
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("line", USAGE)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from support.processes import run_python
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
@@ -47,14 +45,8 @@ def arguments(data: Path, out: Path) -> list[str]:
 def test_same_numbers_as_online(data, tmp_path):
     """Extracted by a vLLM engine in a process of its own, vLLM's default."""
     pytest.importorskip("vllm", reason="runs real vLLM")
-    out, code = tmp_path / "out", "from vllm_specblock.cli.main import app; app()"
-    environment = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    command = [sys.executable, "-c", code, *arguments(data, out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    out, given = tmp_path / "out", {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    run_python("-m", "vllm_specblock", *arguments(data, out), VLLM_LOGGING_LEVEL="ERROR", **given)
 
     ids = torch.arange(5, 2048, 9)
     online = OnlineTeacher(load_target(TARGET, "fp32", torch.device("cpu")), LAYERS, ids)

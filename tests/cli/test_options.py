@@ -39,7 +39,9 @@ def call(*words: str | Path):
 def test_the_command_line_wins_over_the_recipe(called, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "target: T\ndata: D\nout: O\nlr: 1e-4\nbatch: 12\npack: false\nrecompute: true\n"
+        "target: T\ndata: D\nout: O\nbatch: 12\npack: no\nrecompute: true\n"
+        "lr: 1e-4\n"  # no number in YAML 1.1, which wants 1.0e-4: a string that is one
+        "layer_ids: [2, 5, 8]\nrank_topk: full\nmicro_batch: 6\n"
     )
     changes = "--lr", "3e-4", "--pack", "--no-recompute", "--out", "elsewhere"
     result = call("train", recipe, *changes)
@@ -49,6 +51,7 @@ def test_the_command_line_wins_over_the_recipe(called, tmp_path):
     assert (config.lr, config.pack, config.recompute) == (3e-4, True, False)
     assert (config.out, config.target, config.batch) == (Path("elsewhere"), Path("T"), 12)
     assert (alone.lr, alone.batch, alone.pack, alone.recompute) == (1e-4, 12, False, True)
+    assert (alone.layer_ids, alone.rank_topk, alone.micro_batch) == ((2, 5, 8), "full", 6)
     assert alone.length == TrainConfig.model_fields["length"].default
     assert how == {"resume": True, "dry_run": False}
 
