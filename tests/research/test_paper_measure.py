@@ -1,11 +1,9 @@
-"""α_k and α_{m,j} (SpecBlock, appendix C) on cases that are counted by hand."""
+"""α_k (SpecBlock, appendix C) on cases that are counted by hand."""
 
 from __future__ import annotations
 
-import torch
 from paper_measure import MainPathFigures, main_path
 
-from vllm_specblock.train.eval.chain import Chain, ChainFigures
 from vllm_specblock.train.eval.steps import Step
 
 
@@ -32,16 +30,3 @@ def test_alpha_k_counts_the_main_path_alone():
     assert found.reached == [4, 3, 2, 1, 0]
     assert found.hits == [3, 3, 1, 1, 0]
     assert found.alpha == [3 / 4, 1, 1 / 2, 1, None]
-
-
-def test_alpha_mj_is_given_that_the_blocks_before_were_entirely_right():
-    """Two blocks of two positions; four roots."""
-    hit = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 1], [1, 0, 1, 1], [0, 1, 1, 1]]).bool()
-    label = torch.zeros_like(hit, dtype=torch.int64)
-    chain = Chain(torch.ones_like(hit), hit, label, label)
-    found = ChainFigures.of([chain], block_size=2)
-    # Block 2 counts in the first two rows alone, where block 1 was right.
-    assert found.alpha_mj == [[3 / 4, 2 / 3], [1 / 2, 0 / 1]]
-    assert found.positions == [4, 3, 2, 1]
-    two = ChainFigures.of([chain.of_roots(torch.tensor([0, 2]))], block_size=2)
-    assert two.alpha_mj == [[1, 1 / 2], [1, 0]]

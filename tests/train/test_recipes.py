@@ -7,8 +7,6 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import typer
 import yaml
 from comparison import Comparison
 from pydantic import BaseModel
+from support.processes import run_python
 
 from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.bench.config import BenchConfig
@@ -153,15 +152,9 @@ def test_the_chain_from_corpus_to_table(tmp_path):
     def run(minutes: float) -> str:
         words = ["--size", "nano", "--device", "cpu", "--seeds", "0", "--minutes", minutes]
         words += ["--recipe", tmp_path / "small.yaml", "--work", work]
-        return subprocess.run(
-            [sys.executable, STDLIB / "run.py", *map(str, words)],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        return "\n".join(run_python(STDLIB / "run.py", *words))
 
-    printed = run(30)
-    assert "All is done" in printed
+    assert "All is done" in run(30)
     results = (work / "results.md").read_text()
     rows = re.findall(r"^\| ([^|]+) \| [\d.]+ ± [\d.]+ \| [\d.]+ ± [\d.]+ \|$", results, re.M)
     uniform = "− rank-guided branching"

@@ -66,16 +66,6 @@ def test_a_domain_that_comes_back_finds_its_version():
     assert back == 1
 
 
-def test_roll_back_is_to_the_last_good_version():
-    pool = Pool(version(0))
-    assert pool.roll_back() is None
-    pool.offer(version(1))
-    pool.call_good()
-    pool.offer(version(2))
-    back = pool.roll_back()
-    assert back is not None and back.number == 1 == pool.current.number
-
-
 def test_a_version_that_saves_steps_is_kept_though_most_texts_reach_further_with_the_other():
     """Seven texts in ten: 4.0 tokens a step in place of 3.8; the others 1.5 in place of 1.9."""
     pool = Pool(version(0))
