@@ -29,14 +29,6 @@ def test_defaults():
     assert options.actions is options.lr is options.out is None and options.largest == "heads"
 
 
-def test_given():
-    options = parse_adapt({"trainer": "cuda:1", "memory": 64, "lr": 1e-4}, "specblock")
-    assert options.largest == "all" and options.memory == 64 and options.lr == 1e-4
-    assert AdaptConfig(**options.model_dump(mode="json")) == options
-    assert parse_adapt({"trainer": "cuda:1", "actions": "heads"}, "specblock").largest == "heads"
-    assert parse_adapt({"policy": "always", "out": "x"}, "specblock").out == "x"
-
-
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
@@ -100,6 +92,7 @@ def test_where_a_trainer_cannot_be(trainer, serving, parts, monkeypatch, tmp_pat
 )
 def test_a_trainer_is_told_what_the_options_say(given, said):
     options = parse_adapt(given, "specblock")
+    assert AdaptConfig(**options.model_dump(mode="json")) == options
     config = trainer_config(options, "drafter", "target", 1)
     assert (config.drafter, config.target, config.num_blocks) == ("drafter", "target", 1)
     assert {name: getattr(config, name) for name in said} == said

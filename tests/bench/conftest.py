@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import fake_engine
+from support.fake_engine import COMMAND
 
 from vllm_specblock.bench.config import BenchConfig
+from vllm_specblock.bench.process import EngineProcess, end_all
 from vllm_specblock.bench.run import Bench, prepare
 
 TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
-FAKE = (sys.executable, fake_engine.__file__)
 FAST = {"seconds": 0.5}
 
 
@@ -71,7 +70,22 @@ def make_config(tmp_path, questions):
 def make_bench(make_config, journal):
     def make(*arguments: Any, **changes: Any) -> Bench:
         bench = prepare(make_config(*arguments, **changes))
-        bench.command = FAKE
+        bench.command = COMMAND
         return bench
 
     return make
+
+
+@pytest.fixture
+def start(tmp_path, journal):
+    """Start a stand-in with these keys, or another command; it ends with the test."""
+    started: list[EngineProcess] = []
+
+    def start(speculative=None, command=COMMAND) -> EngineProcess:
+        arguments, log = {"speculative_config": speculative}, tmp_path / f"{len(started)}.log"
+        started.append(EngineProcess("it", arguments, {}, log, command))
+        started[-1].wait()
+        return started[-1]
+
+    yield start
+    end_all(started)

@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from support import fake_engine
+from support.adapting import wait
+from support.fake_engine import COMMAND
 
 from vllm_specblock.bench import results
 
@@ -27,17 +27,14 @@ def test_ctrl_c_ends_the_engines_and_the_same_command_goes_on(tmp_path):
     how = "--method=plain", "--method=slow", f"--define={json.dumps(slow)}", "--max-new-tokens=2"
     code = (
         "import vllm_specblock.bench.run as run; from vllm_specblock.cli.main import app\n"
-        f"run.Bench.__init__.__defaults__ = (({sys.executable!r}, {fake_engine.__file__!r}), "
-        "*run.Bench.__init__.__defaults__[1:])\n"
+        f"run.Bench.__init__.__defaults__ = ({COMMAND!r}, *run.Bench.__init__.__defaults__[1:])\n"
         f"app({[*given.split(), *how, '--temperature=0']!r})"
     )
     journal, store = tmp_path / "journal", tmp_path / "out/units.jsonl"
     command = [sys.executable, "-c", code]
     env = {**os.environ, "FAKE_JOURNAL": str(journal)}
     call = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 180
-    while not store.exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    wait(store.exists)
     call.send_signal(signal.SIGTERM)
     _, said = call.communicate(timeout=180)
     assert call.returncode == 130, said

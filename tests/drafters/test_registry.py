@@ -118,4 +118,3 @@ def test_the_drafter_of_the_page_drafts():
     made.advance(zero_rows(8, 4))
     tree = made.draft()
     assert tree.token.tolist() == [[7, 3, 9]] * 2 and (tree.parent == 0).all()
-    assert len(made.draft(torch.tensor([1])).size) == 1

@@ -81,15 +81,6 @@ def test_a_drafter_is_asked_where_it_gains_more_than_it_costs():
     assert controller.asks(0.21, 1, 64) and not controller.asks(0.19, 1, 64)  # + 0.02
 
 
-def test_a_change_of_text_is_seen_after_as_many_trees():
-    controller = Controller(1)
-    for survival, trees in ((0.9, 256), (0.3, 128)):
-        for _ in range(trees):
-            controller.budget(np.array([[survival]]), 1, 1)
-    known = controller._yields[0]
-    assert known.tokens()[-1] / known.correction == pytest.approx(0.6)
-
-
 def test_steps_have_to_win_back_the_prompts_that_drafters_read():
     """Time of 25.6 plain steps is a charge of 0.4 on each step to come, and a third of it after 64
     steps, drafted or not."""

@@ -1,14 +1,54 @@
-"""The figures of the paper on the example pair."""
+"""The paper's figures on the example pair, α_k by hand, and who takes part in the comparison."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import drafter_zoo
 import pytest
+import torch
+from comparison import Comparison, uniform_shape
 from figures import figures
+from paper_measure import MainPathFigures, main_path
+from support.records import HIDDEN, small_drafter
+from support.training import write_pair
+from support.trees import texts
 from typer import Typer
 from typer.testing import CliRunner
+
+from vllm_specblock.drafters.options import SpecBlockConfig
+from vllm_specblock.train.config import TrainError, parse
+from vllm_specblock.train.eval.drafting import draft_trees, serving_shape
+from vllm_specblock.train.eval.steps import Step
+from vllm_specblock.train.learner import EvalSequence
+from vllm_specblock.train.run import prepare
+
+
+def step(parent: list[int], accepted: list[int]) -> Step:
+    """A tree of nodes 1, 2, … in descending order of score; tokens do not matter."""
+    count = len(parent) + 1
+    score = [-0.1 * node for node in range(count)]
+    return Step(0, list(range(count)), [-1, *parent], score, [0] * count, [0, *accepted], 99)
+
+
+def test_the_main_path_is_the_best_child_of_every_node():
+    tree = step([0, 0, 2, 1, 3, 4, 4, 6], [])
+    assert main_path(tree) == [1, 4, 6, 8]
+    assert main_path(step([], [])) == []
+
+
+def test_alpha_k_counts_the_main_path_alone():
+    parent = [0, 0, 1, 3, 2, 4]  # main path 1, 3, 4, 6
+    whole = step(parent, [1, 3, 4, 6])
+    short = step(parent, [1, 3])  # 4 is wrong
+    aside = step(parent, [2, 5])  # 1 is wrong, though two tokens are accepted
+    early = step([0, 1], [1, 2])  # right to its end, a chain of two
+    found = MainPathFigures.of([whole, short, aside, early], depth=5)
+    assert found.reached == [4, 3, 2, 1, 0]
+    assert found.hits == [3, 3, 1, 1, 0]
+    assert found.alpha == [3 / 4, 1, 1 / 2, 1, None]
+
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGET = EXAMPLES / "tiny_pair" / "target"
@@ -85,3 +125,52 @@ def test_errors_are_one_sentence(sets, tmp_path):
         assert result.exit_code == 1, result.output
         assert said in str(result.exception), result.output
         assert not list((tmp_path / "out").glob("*.*"))
+
+
+@pytest.fixture(scope="module")
+def footing(tmp_path_factory):
+    """What a comparison's drafters are made for."""
+    folder = write_pair(tmp_path_factory.mktemp("pair"))
+    config = parse(
+        Comparison,
+        target=folder / "target",
+        data=folder / "d.safetensors",
+        out=folder / "out",
+        prompts=folder / "none.jsonl",
+        draft_vocab_size=20,
+        length=24,
+        loss_floor=0.5,
+        precision="fp32",
+        device="cpu",
+    )
+    return drafter_zoo.Footing(config, prepare(config, torch.device("cpu"), 6))
+
+
+@pytest.mark.parametrize("name", drafter_zoo.EVERYONE)
+def test_every_drafter_is_made_of_about_one_size(footing, name):
+    wanted = drafter_zoo.parameters(drafter_zoo.make("specblock", footing))
+    made = drafter_zoo.parameters(drafter_zoo.make(name, footing))
+    assert name in drafter_zoo.ABLATIONS or made == pytest.approx(wanted, rel=0.5)
+
+
+def test_an_unknown_drafter_is_one_sentence(footing):
+    with pytest.raises(TrainError, match=r"'unknown'; there are specblock, .*, EAGLE-3, "):
+        drafter_zoo.make("unknown", footing)
+
+
+@pytest.mark.parametrize(("blocks", "nodes"), [(2, 60), (3, 30), (1, 12)])
+def test_a_uniform_tree_fills_its_budget_without_the_rank_head(blocks, nodes):
+    drafter = small_drafter(0)
+    embedding = torch.randn(drafter.config.vocab_size, HIDDEN)
+    tokens, hidden = torch.randint(20, (40,)), torch.randn(40, 3 * HIDDEN)
+    sequence = EvalSequence(tokens, 6, hidden, hidden[:, :HIDDEN], lambda ids: embedding[ids])
+    shape = uniform_shape(serving_shape(drafter, SpecBlockConfig(num_blocks=blocks), nodes))
+    assert len(set(shape.branching)) == 1 and shape.budget == nodes
+    trees = []
+    for favourite in range(4):
+        with torch.no_grad():  # the rank head says the same bucket everywhere
+            drafter.rank_head[2].weight.zero_()
+            drafter.rank_head[2].weight[favourite] = 1.0
+        trees.append(texts(draft_trees(drafter, sequence, shape)(12), 0))
+    assert trees.count(trees[0]) == 4
+    assert len(trees[0]) == nodes

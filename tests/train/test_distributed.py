@@ -3,51 +3,33 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from support.processes import run_python
 from support.training import equal
 
-from vllm_specblock.train.config import TrainConfig, parse
+from vllm_specblock.train.config import TrainConfig
 from vllm_specblock.train.run import build
 
-OPTIONS = {
-    "draft_vocab_size": 20,
-    "steps": 4,
-    "batch": 4,
-    "length": 24,
-    "lr": 1e-3,
-    "rank_from": 2,
-    "save_every": 2,
-    "log_every": 2,
-    "precision": "fp32",
-    "device": "cpu",
-    "hold_out": 2,
-    "eval_every": 2,
-}
 
-
-def trained(options: dict, ranks: int = 1) -> dict:
+def trained(config: TrainConfig, ranks: int = 1) -> dict:
     """What `specblock train` in so many processes has saved of its drafter."""
-    words = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    given = config.model_dump(mode="json", exclude_unset=True)
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    python = [sys.executable, *(launch if ranks > 1 else [])]
-    command = [*python, "-m", "vllm_specblock", "train", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    state = torch.load(options["out"] / "training" / "state.pt", weights_only=True)
+    run_python(*(launch if ranks > 1 else ()), "-m", "vllm_specblock", "train", *words)
+    state = torch.load(config.out / "training" / "state.pt", weights_only=True)
     return state["learners"]["drafter"]
 
 
-def test_two_processes_end_where_one_does(folder, tmp_path):
-    options = {**OPTIONS, "target": folder / "target", "data": folder / "d.safetensors"}
-    one = trained(options | {"out": tmp_path / "one"})
+def test_two_processes_end_where_one_does(options, tmp_path):
+    shared = {"steps": 4, "save_every": 2, "hold_out": 2, "eval_every": 2}
+    one = trained(options(**shared, out=tmp_path / "one"))
     for parallel in ("replicate", "shard"):
         # Each counts other rows under the valid-prefix mask, and so does each of its micro-batches.
         out = tmp_path / parallel
-        two = trained(options | {"out": out, "parallel": parallel, "micro_batch": 1}, ranks=2)
+        two = trained(options(**shared, out=out, parallel=parallel, micro_batch=1), ranks=2)
         assert one["model"].keys() == two["model"].keys()
         for name, value in one["model"].items():
             torch.testing.assert_close(two["model"][name], value, atol=2e-5, rtol=1e-3, msg=name)
@@ -59,12 +41,12 @@ def test_two_processes_end_where_one_does(folder, tmp_path):
         assert [entry.get("tau") for entry in mine] == [entry.get("tau") for entry in other]
         for kept in (out, out / "best"):
             assert (kept / "model.safetensors").exists() and (kept / "provenance.json").exists()
-    goes_on(options | {"out": out}, two)
+    goes_on(options(**shared, out=out), two)
 
 
-def goes_on(options: dict, saved: dict) -> None:
+def goes_on(config: TrainConfig, saved: dict) -> None:
     """One process resumes from exactly what two ranks saved, shards put together."""
-    trainer = build(parse(TrainConfig, **options), torch.device("cpu"))
+    trainer = build(config, torch.device("cpu"))
     trainer.restore()
     state = trainer.train_state.state()
     assert equal(saved["model"], state["model"])

@@ -7,8 +7,6 @@ import json
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import typer
 import yaml
 from comparison import Comparison
 from pydantic import BaseModel
+from support.processes import run_python
 
 from vllm_specblock.adapt.options import AdaptConfig
 from vllm_specblock.bench.config import BenchConfig
@@ -76,16 +75,17 @@ def program(script: Path, monkeypatch):
 
 
 def model_of(recipe: Path) -> type[BaseModel]:
-    if recipe.stem == "bench":
+    given = read_recipe(recipe)
+    if "method" in given:
         return BenchConfig
     # Of `specblock train` it is no option.
-    return Comparison if "prompts" in read_recipe(recipe) else TrainConfig
+    return Comparison if "prompts" in given else TrainConfig
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=name_of)
 def test_a_recipe_parses(path):
     given = {}
-    if path.stem == "bench":  # the command line may say what to measure
+    if model_of(path) is BenchConfig:  # the command line may say what to measure
         given = {"target": "T", "set": ["one=F"], "out": "O"}
     parse(model_of(path), **given | read_recipe(path))
 
@@ -153,15 +153,9 @@ def test_the_chain_from_corpus_to_table(tmp_path):
     def run(minutes: float) -> str:
         words = ["--size", "nano", "--device", "cpu", "--seeds", "0", "--minutes", minutes]
         words += ["--recipe", tmp_path / "small.yaml", "--work", work]
-        return subprocess.run(
-            [sys.executable, STDLIB / "run.py", *map(str, words)],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        return "\n".join(run_python(STDLIB / "run.py", *words))
 
-    printed = run(30)
-    assert "All is done" in printed
+    assert "All is done" in run(30)
     results = (work / "results.md").read_text()
     rows = re.findall(r"^\| ([^|]+) \| [\d.]+ ± [\d.]+ \| [\d.]+ ± [\d.]+ \|$", results, re.M)
     uniform = "− rank-guided branching"

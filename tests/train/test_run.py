@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train import loop
-from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.config import TrainConfig, TrainError, parse
 from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.data.packed_dataset import load_texts, token_counts
@@ -315,3 +315,16 @@ def test_stored_features_teach_what_the_target_does(options, folder, tmp_path):
         torch.testing.assert_close(other[name], value, atol=2e-5, rtol=1e-3, msg=name)
     one, two = ([e["tau"] for e in history(out) if "tau" in e] for out in (online, stored))
     assert len(one) == 2 and one == two
+
+
+def test_a_resumed_run_shares_what_changes_the_numbers():
+    needed = {"target": "T", "data": "D", "out": "O"}
+    one = parse(TrainConfig, **needed)
+    other = parse(TrainConfig, target="T2", data="D2", out="O2", minutes=3, save_every=7)
+    assert one.must_match() == other.must_match()
+    numbers = {"steps": 3, "batch": 8, "length": 64, "pack": False, "lr": 1.0, "warmup": 0.5}
+    numbers |= {"clip": 1.0, "seed": 1, "precision": "fp32", "hold_out": 3, "num_blocks": 3}
+    numbers |= {"rank_from": 1, "loss_floor": 0.0, "valid_prefix": False, "mask_restart": True}
+    numbers |= {"weight_decay": 0.0, "block_size": 5, "rank_topk": 5, "optimizer": "muon"}
+    for name, value in numbers.items():
+        assert parse(TrainConfig, **needed | {name: value}).must_match() != one.must_match(), name

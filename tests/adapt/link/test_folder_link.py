@@ -1,10 +1,12 @@
-"""The folder between engine and trainer: private, bounded, and whole whenever it is read."""
+"""The folder between engine and trainer, and versions in it: private, bounded, whole when read."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +17,15 @@ from support.adapting import VOCAB, Pair, staged, wait
 from support.records import random_record, small_drafter
 
 from vllm_specblock.adapt import versions as versions_module
+from vllm_specblock.adapt.files import lock_folder
 from vllm_specblock.adapt.link import folder_link
 from vllm_specblock.adapt.link.finished import Finished
 from vllm_specblock.adapt.link.folder_link import FolderLink, FolderSource, make_shared_folder
 from vllm_specblock.adapt.policy.interface import Action, FinishedRequest
+from vllm_specblock.adapt.versions import KEPT, VersionFolder
 from vllm_specblock.drafters.common.checkpoint_files import WEIGHTS
+from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.train import provenance
 from vllm_specblock.train.config import TrainError
 
 REQUEST = FinishedRequest(1.5, 7, 19, 0.1 + 0.2)
@@ -223,3 +229,161 @@ def test_a_version_pruned_while_it_is_read_gives_way_to_the_newest(
     assert wait(link.current).number == 2 and versions.names() == ["version-00002"]
     assert link.counts["versions_refused_checksum"] == 0
     link.close()
+
+
+FACTS = {"parent": None, "action": "heads", "rows": 12, "gain": 0.5}
+
+
+@pytest.fixture
+def versions(pair, tmp_path) -> VersionFolder:
+    made = VersionFolder(tmp_path / "out", pair.drafter, pair.target)
+    made.lock()
+    return made
+
+
+def other_drafter(seed: int = 8):
+    return small_drafter(seed, vocab=VOCAB)
+
+
+def test_a_version_is_a_drafter_with_its_provenance(versions):
+    drafter = other_drafter()
+    name = versions.write(drafter, FACTS)
+    assert name == "version-00001" and versions.current() is None
+    versions.use(name)
+    assert versions.current() == name
+    path = versions.out / name
+    loaded, read = checkpoint.load(path), versions.read(name)
+    for key, value in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value)
+    assert read.keys() == dict(drafter.named_parameters()).keys()
+    assert all(torch.equal(read[key], value) for key, value in drafter.named_parameters())
+    assert list(versions.read(name, lambda key: key == "lm_head.weight")) == ["lm_head.weight"]
+    told = json.loads((path / "provenance.json").read_text())
+    assert told["adaptation"].items() >= FACTS.items() and "torch" in told["versions"]
+    assert versions.write(drafter, {**FACTS, "parent": name}) == "version-00002"
+    assert [each["parent"] for each in versions.listed().values()] == [None, name]
+
+
+def test_only_the_owner_can_look(versions):
+    name = versions.write(other_drafter(), FACTS)
+    versions.use(name)
+    for path in (versions.out, *versions.out.rglob("*")):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_nothing_is_made_for_a_look(pair, tmp_path):
+    versions = VersionFolder(tmp_path / "none", pair.drafter, pair.target)
+    assert versions.current() is None and versions.listed() == {}
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("place, name", [(provenance, "write"), (Path, "rename"), (Path, "chmod")])
+def test_a_writer_that_is_killed_leaves_no_version_that_is_not_whole(
+    versions, monkeypatch, place, name
+):
+    versions.use(versions.write(other_drafter(), FACTS))
+
+    class Killed(BaseException): ...
+
+    def kill(*_) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(place, name, kill)
+        versions.write(other_drafter(), FACTS)
+    assert versions.names() == ["version-00001"] == [versions.current()]
+    versions.unlock()
+    versions.lock()
+    assert not list(versions.out.glob(".version-*"))
+    assert versions.write(other_drafter(), FACTS) == "version-00002"
+
+
+def flipped(folder: Path) -> None:
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def without(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def garbage(folder: Path) -> None:
+    (folder / "provenance.json").write_text('{"adaptation": {"fingerprints": 3}}')
+
+
+@pytest.mark.parametrize(
+    "harm, message",
+    [
+        (flipped, "not those that were written"),
+        (without("model.safetensors"), "not those that were written"),
+        (without("provenance.json"), "not whole"),
+        (garbage, "not whole"),
+        (shutil.rmtree, "no version version-00002"),
+    ],
+)
+def test_what_is_not_whole_is_not_used(versions, harm, message):
+    versions.write(other_drafter(), FACTS)
+    name = versions.write(other_drafter(9), FACTS)
+    versions.use(name)
+    harm(versions.out / name)
+    assert versions.current() == name
+    with pytest.raises(TrainError, match=message) as error:
+        versions.use(name)
+    assert str(error.value).count(". ") == 0 and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 3}', '{"version": "../drafter"}'])
+def test_a_current_file_that_says_nothing_is_refused(versions, content):
+    (versions.out / "current.json").write_text(content)
+    with pytest.raises(TrainError, match=r"cannot be read|no version"):
+        versions.read(versions.current())
+
+
+@pytest.mark.parametrize("what", ["drafter", "target"])
+def test_a_version_of_others_is_not_used(pair, versions, what, tmp_path):
+    versions.use(versions.write(other_drafter(), FACTS))
+    other = Pair.make(tmp_path / "other", seed=4)
+    if what == "target":
+        config = other.target / "config.json"
+        config.write_text(config.read_text().replace("8", "9"))
+    given = {"drafter": pair.drafter, "target": pair.target, what: getattr(other, what)}
+    found = VersionFolder(versions.out, **given)
+    with pytest.raises(TrainError, match=f"made for another {what}"):
+        found.read(found.current())
+
+
+def test_weights_that_are_not_finite_are_not_used(versions):
+    drafter = other_drafter()
+    drafter.norm.weight.data[2] = float("nan")
+    name = versions.write(drafter, FACTS)
+    with pytest.raises(TrainError, match="not finite"):
+        versions.use(name)
+    assert versions.current() is None
+
+
+def test_a_writer_that_is_dying_is_waited_for(tmp_path):
+    """A killed process keeps its files until its last thread is gone."""
+    held = lock_folder(tmp_path)
+    threading.Timer(0.2, os.close, (held,)).start()
+    os.close(lock_folder(tmp_path))
+
+
+def test_old_versions_go_but_never_the_current_one(versions):
+    drafter = other_drafter()
+    names = [versions.write(drafter, FACTS) for _ in range(KEPT + 3)]
+    versions.use(names[0])
+    versions.prune()
+    assert list(versions.listed()) == [names[0], *names[3:]]
+    assert not list(versions.out.glob(".version-*"))
+
+
+def test_wrong_folders(pair, tmp_path):
+    with pytest.raises(TrainError, match="cannot be read"):
+        VersionFolder(tmp_path / "out", tmp_path / "none", pair.target)
+    with pytest.raises(TrainError, match="cannot be read"):
+        VersionFolder(tmp_path / "out", pair.drafter, tmp_path / "none")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(TrainError, match="give one of your own"):
+        VersionFolder(tmp_path / "file" / "out", pair.drafter, pair.target).lock()

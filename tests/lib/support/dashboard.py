@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,14 +13,10 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 DASHBOARD = Path(__file__).resolve().parents[3] / "examples/grafana/specblock.json"
 
 
-def panels() -> list[dict[str, Any]]:
-    """The dashboard's panels, without the titles of its rows."""
-    return [each for each in json.loads(DASHBOARD.read_text())["panels"] if each["type"] != "row"]
-
-
 def asked() -> dict[str, set[str]]:
     """Sample name, e.g. "vllm:spec_decode_num_drafts_total" → labels that it must have."""
-    text = "\n".join(target["expr"] for panel in panels() for target in panel["targets"])
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    text = "\n".join(each["expr"] for panel in panels for each in panel.get("targets", ()))
     found = {name: {"model_name"} for name in re.findall(r"\bvllm:\w+", text)}
     for label, name in re.findall(r"sum by \((\w+)\) \(rate\((vllm:\w+)", text):
         found[name].add(label)

@@ -8,6 +8,7 @@ What it does is said by keys of `speculative_config`, which the real one would r
     seconds    per token, instead of 1
     sleep      seconds that it really takes for a job
     shift      added to every token
+    step       tokens that it says at once, each time after 50 ms of work
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import os
 import sys
 import time
 from pathlib import Path
+
+COMMAND = (sys.executable, __file__)
 
 
 def main() -> None:
@@ -39,6 +42,12 @@ def main() -> None:
             [(sum(prompt) + how.get("shift", 0) + place) % 1000 + 3 for place in range(count)]
             for prompt in job["prompts"]
         ]
+        for first in range(0, count if "step" in how else 0, how.get("step", 1)):
+            until = time.process_time() + 0.05  # a sleep would go on while it is stopped
+            while time.process_time() < until:
+                pass
+            said = [0, ids[0][first : first + how["step"]]]
+            print(json.dumps({"said": said}), flush=True)
         tokens = count * len(ids)
         counters = {}
         if how:

@@ -12,10 +12,13 @@ from baselines.falcon import Falcon
 from baselines.mask_blocks import DFlash, JetSpec
 from baselines.medusa import Medusa
 from baselines.parallelspec import ParallelSpec
+from baselines.sps import SmallModel
 from support.baseline_batches import (
     DRAFT_VOCAB,
     HIDDEN,
+    SMALL,
     TARGET_CONFIG,
+    VOCAB,
     assert_outcome,
     embed,
     lesson_of,
@@ -27,8 +30,10 @@ from support.baseline_batches import (
 from support.dflash import plain_logits
 from support.eagle3 import PlainEagle3
 from support.trees import texts
+from transformers import AutoModelForCausalLM
 
 from vllm_specblock.train.data.batch import Batch
+from vllm_specblock.train.learner import EvalSequence
 
 FORWARDS, MASK = 3, 19
 HEAD = torch.randn(DRAFT_VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9))
@@ -230,3 +235,78 @@ def test_medusa_starts_as_the_target_and_takes_short_windows():
         assert torch.allclose(logits, HEAD @ last, atol=1e-5)
     outcome = medusa(lesson_of(Batch.of(torch.tensor([[4, 5, 6]]))))
     assert outcome.loss.isfinite() and outcome.seen[0, 1:].sum() == 0
+
+
+_, T2D, NAMED = vocabulary()
+
+
+@pytest.fixture
+def learner() -> SmallModel:
+    learner = SmallModel.for_target(TARGET_CONFIG, T2D, 3, **SMALL)
+    learner.depth = 4
+    with torch.no_grad():
+        learner.llama.model.embed_tokens.weight.mul_(30)  # apart from each other
+    return learner
+
+
+@torch.no_grad()
+def next_logprob(learner: SmallModel, tokens: list[int]) -> torch.Tensor:
+    """[Vd] after `tokens`, by one forward over them."""
+    logits = learner.llama(input_ids=torch.tensor([tokens])).logits[0, -1]
+    return logits[NAMED].log_softmax(-1)
+
+
+def test_loss_is_that_of_documents_apart(learner):
+    train_batch = packed_lesson()
+    batch, target_probs = train_batch.batch, train_batch.target_outputs.target_probs
+    for column in range(1, 15, 2):  # half of a document says what the drafter would
+        best = next_logprob(learner, batch.tokens[2, :column].tolist()).argmax()
+        batch.tokens[2, column] = NAMED[best]
+    losses, hits = [], 0
+    for window, column in (batch.position > 0).nonzero().tolist():
+        text = batch.tokens[window, : column + 1].tolist()
+        if batch.loss_mask[window, column] and text[column] in NAMED:
+            logprob = next_logprob(learner, text[column - batch.position[window, column] : column])
+            losses.append(-(target_probs[window, column - 1] * logprob).sum().item())
+            hits += NAMED[logprob.argmax()] == text[column]
+    outcome = learner(train_batch)
+    assert 3 < hits < len(losses)
+    assert outcome.loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert outcome.ce_loss.tolist() == [[pytest.approx(sum(losses), rel=1e-5)]]
+    assert outcome.hits.tolist() == [[hits]]
+    assert outcome.seen.tolist() == [[len(losses)]]
+    outcome.loss.backward()
+    assert all(weight.grad is not None for weight in learner.parameters())
+
+
+def test_chains_are_greedy_without_a_cache(learner):
+    torch.manual_seed(5)
+    tokens, nothing = torch.randint(VOCAB, (14,)), torch.full((14, 1), float("nan"))
+    draft = learner.draft_along(EvalSequence(tokens, 3, nothing, nothing, None))
+    for root in (3, 4, 9, 10):
+        text, score, chain, scores = tokens[: root + 1].tolist(), 0.0, [], []
+        for _ in range(4):
+            best = next_logprob(learner, text + chain).max(-1)
+            score += best.values.item()
+            chain.append(NAMED[best.indices])
+            scores.append(score)
+        tree = draft(root)
+        assert tree.token[0].tolist() == chain
+        assert tree.logprob[0].tolist() == pytest.approx(scores, abs=1e-4)
+        assert tree.parent[0].tolist() == [0, 1, 2, 3]
+
+
+def test_vllm_gets_a_llama(learner, tmp_path):
+    before = torch.get_rng_state()
+    again = SmallModel.for_target(TARGET_CONFIG, T2D, 3, **SMALL)
+    assert torch.equal(before, torch.get_rng_state())
+    weight = learner.llama.model.layers[1].mlp.up_proj.weight
+    assert torch.equal(again.llama.model.layers[1].mlp.up_proj.weight, weight)
+    learner.save(tmp_path / "out")
+    learner.save(tmp_path / "out")  # what is there is replaced
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16 and loaded.config.tie_word_embeddings
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    for name, stored in loaded.named_parameters():
+        assert torch.equal(stored, learner.llama.get_parameter(name).bfloat16()), name
+    assert weight.dtype == torch.float32

@@ -1,11 +1,13 @@
-"""The real target out of its package: what its GGUF file becomes, and what can go wrong."""
+"""The real target out of its package, and the mix of its drafter's training prompts."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
 import zipfile
+from collections import Counter
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,3 +200,45 @@ def test_a_folder_with_other_files_is_left_alone(example, package, tmp_path):
     assert (mine / "thesis.txt").read_text() == "years of work" and not package.calls
     (tmp_path / "empty").mkdir()
     assert example.make_target(tmp_path / "empty")
+
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples/smollm2/prompts.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load_script(SCRIPT)
+
+
+def write(path: Path, prompts: list[str]) -> Path:
+    text = "".join(json.dumps({"prompt": prompt, "licence": "?"}) + "\n" for prompt in prompts)
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt", encoding="utf-8") as file:
+        file.write(text)
+    return path
+
+
+def test_a_mix(script, tmp_path):
+    files = [
+        write(tmp_path / "gsm8k_train.jsonl.gz", [f"maths {i}" for i in range(100)]),
+        write(tmp_path / "other.jsonl", [f"other {i}" for i in range(100)] + ["x" * 50, ""]),
+        write(tmp_path / "small.jsonl", ["é"]),
+    ]
+    found = script.mix(files, 50, longest=20, seed=1)
+    # Shares of 3, 1 and 1 of 50; the small one has no more.
+    assert Counter(name for _, name in found) == {"gsm8k_train": 30, "other": 10, "small": 1}
+    assert all(0 < len(prompt) <= 20 for prompt, _ in found)
+    assert len(set(found)) == len(found)
+    assert [name for _, name in found] != sorted(name for _, name in found)
+    assert script.mix(list(reversed(files)), 50, longest=20, seed=1) == found
+    assert script.mix(files, 50, longest=20, seed=2) != found
+
+
+def test_the_command_writes_what_specblock_data_reads(script, tmp_path, monkeypatch, capsys):
+    source = write(tmp_path / "a.jsonl", ["one", "two\nlines"])
+    out = tmp_path / "deep" / "prompts.jsonl"
+    monkeypatch.setattr("sys.argv", ["prompts.py", "--out", str(out), "--count", "9", str(source)])
+    script.main()
+    assert capsys.readouterr().out == f"2 prompts of 1 files are in {out}\n"
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(line["prompt"] for line in lines) == ["one", "two\nlines"]

@@ -1,23 +1,105 @@
-"""The heads over paged caches draft what their learners draft along one text."""
+"""Baselines: what is saved, and that heads over paged caches draft as their learners do."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from baselines.checkpoint import FILES
+from baselines.eagle3 import Eagle3
 from baselines.falcon import Falcon, FalconDrafter
 from baselines.medusa import Medusa, MedusaDrafter
 from baselines.parallelspec import ParallelSpec, ParallelSpecDrafter
-from support.baseline_batches import HIDDEN, TARGET_CONFIG, VOCAB, embed, vocabulary
+from safetensors.torch import load_file
+from support.baseline_batches import DRAFT_VOCAB, HIDDEN, TARGET_CONFIG, VOCAB, embed, vocabulary
 from support.committed import advance, rows_of
 from support.trees import assert_same_tree, texts
+from typer.testing import CliRunner
 
+from vllm_specblock.cli.main import app
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.detect import kind_of
+from vllm_specblock.drafters.eagle3.model import FILES as EAGLE3
 from vllm_specblock.drafters.registry import DRAFTERS
 from vllm_specblock.train.learner import EvalSequence
+
+MAKE = {
+    "medusa": (Medusa, {}),
+    "parallelspec": (ParallelSpec, {"layer_ids": (1, 3, 5)}),
+    "falcon": (Falcon, {}),
+}
+
+
+def save(kind: str, folder) -> None:
+    make, sizes = MAKE[kind]
+    d2t, t2d, _ = vocabulary()
+    make.for_target(TARGET_CONFIG, d2t, t2d, 0, **sizes).save(folder)
+
+
+def edit(folder, **changes) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def test_eagle3_is_saved_as_vllm_reads_it(tmp_path):
+    d2t, t2d, named = vocabulary()
+    learner, folder = Eagle3.for_target(TARGET_CONFIG, d2t, t2d, 0), tmp_path / "out"
+    learner.save(folder)
+    learner.save(folder)  # what is there is replaced
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
+    stored = load_file(folder / "model.safetensors")
+    assert (torch.arange(DRAFT_VOCAB) + stored["d2t"]).tolist() == named
+    config = json.loads((folder / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
+    assert config["rope_theta"] == 10000.0
+    loaded = EAGLE3.load(folder)
+    assert loaded.config == learner.config
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, learner.state_dict()[name].bfloat16().to(weight.dtype)), name
+
+
+def test_eagle3_that_names_every_token_is_saved_without_a_mapping(tmp_path):
+    everything = torch.ones(VOCAB, dtype=torch.bool)
+    d2t = torch.zeros(VOCAB, dtype=torch.int64)
+    Eagle3.for_target(TARGET_CONFIG, d2t, everything, 0).save(tmp_path)
+    assert "d2t" not in load_file(tmp_path / "model.safetensors")
+    assert EAGLE3.load(tmp_path).d2t.tolist() == [0] * VOCAB
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "sentence"),
+    [
+        ("medusa", {"specblock_head": "medusa2"}, "must be one of medusa, parallelspec, falcon"),
+        ("medusa", {"num_heads": None}, "lacks the key 'num_heads'"),
+        ("medusa", {"num_layers": 2}, "lacks blocks.0.layers.1.weight"),
+        ("parallelspec", {"intermediate_size": 80}, "but its config.json asks for"),
+        ("falcon", {"block_size": 3}, "has 'block_size' = 3, but it must be 1, 2, 4, 8 or 16"),
+        ("falcon", {"hidden_size": 30}, "lm_head.weight has shape"),
+    ],
+)
+def test_a_config_that_does_not_fit(kind, changes, sentence, tmp_path):
+    save(kind, tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(CheckpointError) as error:
+        FILES.check_tensors(tmp_path, FILES.read_config(tmp_path))
+    assert sentence in str(error.value) and str(error.value).endswith(".")
+
+
+def test_a_vocabulary_that_is_none(tmp_path):
+    save("medusa", tmp_path)
+    config = FILES.read_config(tmp_path)
+    mapping = torch.load(tmp_path / "vocab_mapping.pt")
+    torch.save(mapping | {"d2t": mapping["d2t"] + 1}, tmp_path / "vocab_mapping.pt")
+    with pytest.raises(CheckpointError, match="that t2d marks"):
+        FILES.check_tensors(tmp_path, config)
+    (tmp_path / "vocab_mapping.pt").unlink()
+    with pytest.raises(CheckpointError, match="says nowhere which they are"):
+        FILES.check_tensors(tmp_path, config)
+
 
 PAGE, MAX_LEN, NODES, LAST = 16, 64, 20, 3
 CASES = {
@@ -42,7 +124,13 @@ def pair(request, tmp_path):
                 weight.normal_(std=0.3)
     learner.save(tmp_path)
     assert kind_of(tmp_path) == kind.kind
+    assert FILES.read_config(tmp_path) == learner.config
     drafter = FILES.load(tmp_path).eval()
+    for name, weight in learner.named_parameters():
+        assert torch.equal(drafter.get_parameter(name), weight.bfloat16().float()), name
+    assert torch.equal(drafter.d2t, learner.d2t)
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert f"draft vocabulary: {DRAFT_VOCAB} of {VOCAB} target tokens" in shown.output
     learner.load_state_dict(drafter.state_dict(), strict=False)
     process_after_loading(drafter, None)
     return learner, serve(kind, drafter, calibrate_drafts=False)

@@ -1,4 +1,4 @@
-"""Features on disk and the teacher that reads them; no vLLM, the features are random."""
+"""The target's continuations and features, online and on disk; no vLLM."""
 
 from __future__ import annotations
 
@@ -9,13 +9,52 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from support.targets import tiny_target
 
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data.batch import Batch, Segment
 from vllm_specblock.train.target import feature_store, target_rows
+from vllm_specblock.train.target.answers import continue_prompts
 from vllm_specblock.train.target.feature_store import Features, FeatureStore, Origin
 from vllm_specblock.train.target.features import StoredTeacher
+
+model = pytest.fixture(tiny_target)
+
+
+@torch.no_grad()
+def test_answers_are_the_targets_greedy_text(model):
+    prompts = [torch.randint(20, (length,)) for length in (3, 7, 4)]
+    for prompt, text in zip(prompts, continue_prompts(model, prompts, 6, batch=2)):
+        expected = prompt
+        for _ in range(6):
+            choice = model(input_ids=expected[None]).logits[0, -1].argmax()
+            expected = torch.cat([expected, choice[None]])
+        assert text.tolist() == expected.tolist()
+
+
+@torch.no_grad()
+def test_an_answer_ends_with_its_end_of_sequence(model):
+    prompts = [torch.randint(20, (5,)) for _ in range(8)]
+    endless = continue_prompts(model, prompts, 6)
+    end = endless[0][7].item()
+    model.generation_config.eos_token_id = end
+    for long, short in zip(endless, continue_prompts(model, prompts, 6)):
+        new = long[5:].tolist()
+        expected = new[: new.index(end) + 1] if end in new else new
+        assert short[5:].tolist() == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_sampled_answers_follow_the_targets_law(model, temperature):
+    prompt, count, before = torch.tensor([3, 4, 5]), 2000, torch.get_rng_state()
+    texts = continue_prompts(model, [prompt] * count, 1, temperature=temperature, batch=count)
+    assert torch.equal(torch.get_rng_state(), before)
+    drawn = torch.stack(texts)[:, -1].bincount(minlength=20)
+    expected = count * (model(prompt[None]).logits[0, -1] / temperature).softmax(-1)
+    assert ((drawn - expected).square() / (expected + 1)).sum() < 45  # χ² of 19: 0.1 %
+
 
 HIDDEN, VOCAB, LENGTH = 6, 30, 8
 SIZES = [19, 3, 8, 1, 30, 5, 11]

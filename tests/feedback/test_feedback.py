@@ -1,0 +1,286 @@
+"""What is learned from verdicts: rates of scores, β, a drafter's gain."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.verification import DEPTH, verified_of
+
+from vllm_specblock.feedback.acceptance_estimator import (
+    BINS_PER_NAT,
+    NUM_BINS,
+    PRIOR,
+    AcceptanceEstimator,
+)
+from vllm_specblock.feedback.calibration import GREEDY, RATES, SAMPLING, DraftCalibration
+from vllm_specblock.feedback.skip_gate import DrafterGate, first_token
+from vllm_specblock.tree import DraftTree
+
+
+@st.composite
+def verdicts(draw):
+    """Per request a chain of some nodes, its origins, what was run, what was accepted."""
+    requests = []
+    for _ in range(draw(st.integers(1, 4))):
+        size = draw(st.integers(0, DEPTH))
+        run = draw(st.integers(0, size))
+        requests.append(
+            SimpleNamespace(
+                origin=[draw(st.integers(1, 3)) for _ in range(size)],
+                chance=sorted((draw(st.floats(0.01, 1)) for _ in range(size)), reverse=True),
+                run=run,
+                accepted=draw(st.integers(0, run)),
+                temperatures=draw(st.sampled_from([0.0, 0.7])),
+            )
+        )
+    return requests
+
+
+@settings(deadline=None, max_examples=100)
+@given(verdicts())
+def test_promised_and_kept_are_of_the_nodes_that_were_run(requests):
+    verified = verified_of(requests)
+    assert verified.temperature.tolist() == pytest.approx([each.temperatures for each in requests])
+    assert verified.live.tolist() == [each.run > 0 for each in requests]
+    assert verified.judged.sum(1).tolist() == [each.run for each in requests]
+    assert verified.reached.sum(1).tolist() == [each.accepted for each in requests]
+    for head in (0, 1):
+        expected, accepted, any_of_it = verified.of_drafter(head)
+        for index, request in enumerate(requests):
+            mine = [node for node, by in enumerate(request.origin) if by & (1 << head)]
+            run = [node for node in mine if node < request.run]
+            assert bool(any_of_it[index]) == bool(run)
+            promised = sum(request.chance[node] for node in run)
+            assert float(expected[index]) == pytest.approx(promised, rel=1e-5)
+            assert int(accepted[index]) == sum(node < request.accepted for node in run)
+
+
+def test_placeholders_say_nothing():
+    """Drafts that are not ours have no origin, even if they were run and accepted."""
+    verified = verified_of(
+        [SimpleNamespace(origin=[], chance=[], run=4, accepted=2, temperatures=0.0)]
+    )
+    assert not verified.live.any() and not verified.judged.any()
+    assert all(not values.any() for values in verified.of_drafter(0))
+
+
+NEVER = float("-inf")
+quick = settings(deadline=None)
+
+
+def scores(*rows):
+    return torch.tensor(rows, dtype=torch.float32).log()
+
+
+def kinds(count, kind=0):
+    return torch.full((count,), kind, dtype=torch.int64)
+
+
+def test_before_anything_is_seen_scores_are_believed():
+    logprob = scores([0.9, 0.5, 0.1, 0.0])
+    survival = AcceptanceEstimator("cpu").survival(kinds(1), logprob)
+    torch.testing.assert_close(survival, torch.tensor([[0.9, 0.5, 0.1, 0.0]]), rtol=0.03, atol=0.02)
+
+
+def teach(table, logprob, rate, count=400, kind=0):
+    """`count` trees whose node i was reached with the frequency rate[i]."""
+    reached = torch.arange(count)[:, None] < torch.tensor(rate) * count
+    learn(table, logprob.expand(count, -1), reached, torch.ones_like(reached), kind)
+
+
+def learn(table, logprob, reached, judged, kind=0):
+    temperature = torch.full((len(logprob),), float(kind))
+    verdicts = {"logprob": logprob, "reached": reached, "judged": judged}
+    table.learn_from(SimpleNamespace(temperature=temperature, **verdicts))
+
+
+def test_nodes_are_worth_what_such_nodes_were():
+    table = AcceptanceEstimator("cpu", decay=1.0)
+    logprob = torch.tensor([[-0.125, -1.125, -2.125]])  # the middles of bins
+    teach(table, logprob, [0.5, 0.3, 0.02])
+    found = table.survival(kinds(1), logprob)
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.3, 0.02]]), atol=0.01, rtol=0.0)
+    # Requests that sample are another matter.
+    other = table.survival(kinds(1, 1), logprob)
+    torch.testing.assert_close(other, logprob.exp(), atol=0.01, rtol=0.0)
+
+
+def naive_falling(counts, sums):
+    """Pool adjacent violators, from left to right."""
+    pools = []
+    for n, s in zip(counts, sums):
+        pools.append([n, s, 1])
+        while len(pools) > 1 and pools[-2][1] / pools[-2][0] < pools[-1][1] / pools[-1][0]:
+            n2, s2, w2 = pools.pop()
+            pools[-1] = [pools[-1][0] + n2, pools[-1][1] + s2, pools[-1][2] + w2]
+    return [s / n for n, s, width in pools for _ in range(width)]
+
+
+@quick
+@given(st.data())
+def test_rates_are_the_nearest_that_fall(data):
+    table = AcceptanceEstimator("cpu")
+    numbers = st.lists(st.floats(0, 50), min_size=NUM_BINS, max_size=NUM_BINS)
+    for kind in range(2):
+        table.judged[kind] = torch.tensor(data.draw(numbers))
+        table.reached[kind] = table.judged[kind] * torch.tensor(data.draw(numbers)) / 50
+    believed = (-(torch.arange(NUM_BINS) + 0.5) / BINS_PER_NAT).exp()
+    for kind, found in enumerate(table.rates()):
+        sums = table.reached[kind] + PRIOR * believed
+        wanted = naive_falling((table.judged[kind] + PRIOR).tolist(), sums.tolist())
+        torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-3, atol=1e-4)
+
+
+def test_old_steps_fade_when_something_new_is_seen_and_unverified_nodes_do_not_count():
+    table = AcceptanceEstimator("cpu", decay=0.5)
+    logprob, seen = torch.tensor([[-0.1, -0.2, NEVER]]), torch.ones(1, 3).bool()
+    for _ in range(2):
+        learn(table, logprob, seen, torch.tensor([[True, False, True]]))
+    assert table.reached.sum() == table.judged.sum() == 1.5
+    learn(table, logprob, seen, ~seen)
+    assert table.reached.sum() == 1.5
+
+
+@quick
+@given(st.data())
+def test_survival_never_rises_and_steps_multiply_to_it(data):
+    table = AcceptanceEstimator("cpu")
+    shares = st.lists(st.floats(0, 1), min_size=NUM_BINS, max_size=NUM_BINS)
+    table.judged[:] = 50 * torch.tensor(data.draw(shares))
+    table.reached[:] = table.judged * torch.tensor(data.draw(shares))
+    row = data.draw(st.lists(st.floats(-12, 0), min_size=1, max_size=40))
+    row = sorted(row, reverse=True) + [NEVER] * data.draw(st.integers(0, 3))
+    logprob, kind = torch.tensor([row]), torch.tensor([data.draw(st.integers(0, 1))])
+    survival = table.survival(kind, logprob)
+    assert (survival.diff(dim=1) <= 0).all()
+    assert (survival[logprob == NEVER] == 0).all()
+    assert ((survival >= 0) & (survival <= 1.001)).all()
+    torch.testing.assert_close(table.steps(kind, logprob).cumprod(1), survival)
+
+
+HEAT = torch.tensor([0.0, 0.2, 0.8, 1.0, 2.0])
+
+
+def test_before_anything_was_seen():
+    """A hot target is flatter than its drafter, a cool one sharper, none more than a greedy one."""
+    wanted = [GREEDY, GREEDY, SAMPLING / 0.8, SAMPLING, SAMPLING / 2]
+    assert DraftCalibration("cpu").of(HEAT).tolist() == pytest.approx(wanted)
+
+
+def serve(calibration, temperature, right, steps=1000, requests=4, seed=0):
+    """Drafters that are certain of their order, but name probabilities p^(1/right).
+
+    Every tree is a chain of 4 nodes, each of whose tokens is right with probability 0.8 given
+    that those before are. The drafter says q for the token and (1 − q) for another, so that at
+    β = `right` its scores are the truth.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    truth = torch.tensor([0.8, 0.2])
+    said = (truth.log() / right).log_softmax(0)
+    for _ in range(steps):
+        beta = calibration.of(temperature.expand(requests))
+        score = (said * beta[:, None]).log_softmax(1)[:, :1] * torch.arange(1, 5)
+        hit = torch.rand(requests, 4, generator=draw) < truth[0]
+        accepted = hit.int().cumprod(1).sum(1)
+        live = torch.rand(requests, generator=draw) < 0.8
+        expected = torch.where(live, score.exp().sum(1), float("nan"))
+        calibration.learn(temperature.expand(requests), expected, accepted, live)
+    return float(calibration.of(temperature.view(1)))
+
+
+@pytest.mark.parametrize("right", [0.7, 1.0, 2.2])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_scores_come_to_add_up_to_what_is_accepted(temperature, right):
+    calibration = DraftCalibration("cpu")
+    if temperature:  # a greedy target bounds the others, and here it is known to be sharp
+        serve(calibration, torch.tensor(0.0), 3.0)
+    found = serve(calibration, torch.tensor(temperature), right)
+    assert found == pytest.approx(right, rel=0.15)
+
+
+@pytest.mark.parametrize(("heat", "moves"), [(0.0, 0), (1.0, 1), (0.1, 0)])
+def test_greedy_and_sampling_requests_do_not_learn_from_each_other(heat, moves):
+    """At a temperature near 0 the greedy target's β is used."""
+    calibration = DraftCalibration("cpu")
+    before = calibration.log.clone()
+    heats, live = torch.full((3,), heat), torch.ones(3).bool()
+    calibration.learn(heats, torch.ones(3), torch.full((3,), 5), live)
+    assert calibration.log[moves] > before[moves] and calibration.trees[moves] == 3
+    assert calibration.log[1 - moves] == before[1 - moves] and calibration.trees[1 - moves] == 0
+
+
+def test_it_stays_within_its_range():
+    calibration = DraftCalibration("cpu")
+    all_live = torch.ones(64).bool()
+    for heat in (0.0, 1.0):
+        for accepted, bound in ((60, 4.0), (0, 0.25)):
+            for _ in range(400):
+                calibration.learn(
+                    torch.full((64,), heat), torch.ones(64), torch.full((64,), accepted), all_live
+                )
+            assert float(calibration.of(torch.tensor([heat]))) == pytest.approx(bound, rel=1e-4)
+
+
+def test_a_request_learns_a_factor_of_its_own():
+    """Two of them, of which one accepts everything and the other nothing."""
+    calibration, req_idx = DraftCalibration("cpu", num_slots=4), torch.tensor([2, 0])
+    heat, live = torch.zeros(2), torch.ones(2).bool()
+    for _ in range(30):
+        calibration.learn(heat, torch.ones(2), torch.tensor([4, 0]), live, req_idx)
+    usual = calibration.of(torch.zeros(1))
+    one, other = calibration.of(heat, req_idx)
+    assert one > 1.5 * usual and other < usual / 1.2
+    assert calibration.of(torch.zeros(1), torch.tensor([1])) == usual  # an unused slot
+
+    calibration.begin(2)
+    assert calibration.of(heat, req_idx).tolist() == pytest.approx([float(usual), float(other)])
+    calibration.forget()
+    assert calibration.of(heat, req_idx).tolist() == pytest.approx([GREEDY, GREEDY])
+
+
+def test_a_factor_stays_within_its_range_and_counts_live_trees():
+    calibration, req_idx = DraftCalibration("cpu", num_slots=2), torch.tensor([0, 1])
+    accepted, live = torch.tensor([60, 60]), torch.tensor([True, False])
+    for _ in range(400):
+        calibration.learn(torch.ones(2), torch.ones(2), accepted, live, req_idx)
+    assert calibration.own.exp().tolist() == pytest.approx([4.0, 1])
+    assert calibration.own_trees.tolist() == [RATES.own_memory, 0]
+
+
+def test_how_sure_a_tree_is_of_the_next_token():
+    token = torch.tensor([[5, 6, 7, 0], [3, 0, 0, 0], [0, 0, 0, 0]])
+    parent = torch.tensor([[0, 0, 1, -1], [0, -1, -1, -1], [-1, -1, -1, -1]], dtype=torch.int32)
+    share = torch.tensor([[0.5, 0.3, 0.25, 0], [0.9, 0, 0, 0], [0, 0, 0, 0]])
+    trees = DraftTree.from_nodes(
+        token, parent, share.log(), torch.tensor([3, 1, 0], dtype=torch.int32)
+    )
+    assert first_token(trees) == pytest.approx(torch.tensor([0.8, 0.9, 0.0]))
+
+
+def test_before_anything_was_seen_a_lookup_is_believed():
+    gate = DrafterGate()
+    assert gate.expects(np.array([0.0])) == 1
+    assert gate.expects(np.array([0.95])) < 0.1
+
+
+def taught(right_at, gain, steps=400, seed=0) -> DrafterGate:
+    """Lookups that say 0.9 and are right at another rate; a drafter gains where they are not."""
+    gate, draw = DrafterGate(), np.random.default_rng(seed)
+    for step in range(steps):
+        right, asked = draw.random() < right_at, step % 3 == 0
+        accepted = draw.integers(2, 6) if right else asked * draw.poisson(gain)
+        found = np.array([0.9]), np.array([asked]), np.array([right]), np.array([accepted])
+        gate.learn(*found)
+    return gate
+
+
+@pytest.mark.parametrize(("right_at", "gain"), [(0.4, 1.3), (0.95, 1.3), (0.5, 0.0)])
+def test_what_a_drafter_adds_is_learned(right_at, gain):
+    expected = (1 - right_at) * gain
+    found = taught(right_at, gain).expects(np.array([0.9, 0.9]))
+    assert found == pytest.approx(2 * expected, abs=0.25)
