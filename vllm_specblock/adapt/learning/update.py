@@ -123,11 +123,8 @@ def anchor(drafter: SpecBlockModel, origin: SpecBlockModel, train_batch: TrainBa
     row = torch.arange(batch.tokens.shape[1] - 1, device=batch.tokens.device)
     row = row.expand(len(batch.tokens), -1)
     live = batch.at(batch.loss_mask, row, row + 1, False).flatten()
-    if not live.any():
-        return torch.zeros((), device=live.device)
 
     def log_probs(model: SpecBlockModel) -> Tensor:
-        """[live rows, K, Vd] fp32."""
         hidden = model(
             model.condition(train_batch.target_outputs.hidden[:, :-1].flatten(0, 1)),
             train_batch.embed(batch.tokens[:, 1:].clamp(min=0).flatten()),
@@ -139,4 +136,4 @@ def anchor(drafter: SpecBlockModel, origin: SpecBlockModel, train_batch: TrainBa
     own = log_probs(drafter)
     with torch.no_grad():
         before = log_probs(origin)
-    return (own.exp() * (own - before)).sum(-1).mean()
+    return (own.exp() * (own - before)).sum() / max(own[..., 0].numel(), 1)
