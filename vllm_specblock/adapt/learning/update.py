@@ -72,7 +72,8 @@ class Updater:
         # In a new domain few rows reach later positions, and their mean is noisy.
         recipe = Recipe(num_blocks=config.num_blocks, rank_from=0, loss_floor=1.0)
         self.learner = SpecBlockLearner(drafter, recipe, rejected_only=rejected_only)
-        self.origin = copy.deepcopy(drafter).requires_grad_(False) if self.config.anchor else None
+        self.anchor = config.anchor
+        self.origin = copy.deepcopy(drafter).requires_grad_(False) if self.anchor else None
         self.steps = 0
         self.forget()
 
@@ -94,7 +95,7 @@ class Updater:
         rate = self.rate * (HEADS_RATE if action is Action.HEADS else 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        losses = [self._learn(train_batch, learning) for train_batch in train_batches]
+        losses = (self._learn(train_batch, learning) for train_batch in train_batches)
         learned = [loss for loss in losses if loss is not None]
         self.steps += len(learned)
         return learned
@@ -103,7 +104,7 @@ class Updater:
         """Return the batch's loss; None: skipped, since it or its gradient was not finite."""
         loss = self.learner(train_batch).loss
         if self.origin is not None:
-            loss = loss + self.config.anchor * anchor(self.drafter, self.origin, train_batch)
+            loss = loss + self.anchor * anchor(self.drafter, self.origin, train_batch)
         if not loss.requires_grad or not torch.isfinite(loss):
             return None
         loss.backward()
