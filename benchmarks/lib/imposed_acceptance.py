@@ -56,8 +56,8 @@ def imposed_draft(draft: Callable[..., DraftTree], tree: DraftTree, device: torc
     """Return a `draft` of the same cost whose trees keep their tokens and are `tree` otherwise."""
     fields = [getattr(tree, name).to(device) for name in DraftTree.TENSORS]
 
-    def imposed(requests: Tensor | None = None) -> DraftTree:
-        token = draft(requests).token
+    def imposed() -> DraftTree:
+        token = draft().token
         tree = DraftTree(*(x.expand(len(token), *x.shape[1:]) for x in fields))
         return replace(tree, token=token)
 
