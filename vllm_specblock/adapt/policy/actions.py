@@ -29,8 +29,7 @@ def parameters(drafter: SpecBlockModel, action: Action) -> dict[str, nn.Paramete
 def held(drafter: SpecBlockModel, action: Action, parent: Tensors | None = None) -> Tensors:
     """Return a version: copies of what the action changes; the rest is shared with the parent.
 
-    Args:
-        parent: the version that training started from; None: copy everything.
+    parent: the version that training started from; None: copy everything.
     """
     return {
         name: value.detach().clone() if parent is None or trains(action, name) else parent[name]
@@ -41,8 +40,7 @@ def held(drafter: SpecBlockModel, action: Action, parent: Tensors | None = None)
 def put(drafter: SpecBlockModel, tensors: Tensors, before: Tensors | None = None) -> None:
     """Copy a version into a drafter's parameters, in place.
 
-    Args:
-        before: the version that they hold; tensors shared with it are not copied.
+    before: the version that they hold; tensors shared with it are not copied.
     """
     for name, value in drafter.named_parameters():
         if before is None or tensors[name] is not before[name]:
