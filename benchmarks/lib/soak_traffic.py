@@ -85,6 +85,8 @@ EXTRAS: Weighted = {
     "n = 2": (2, {"n": 2}),
     "n = 3": (1, {"n": 3}),
     "several prompts": (1, {}),
+    "no drafts": (1, {"vllm_xargs": {"specblock_draft": 0}}),
+    "no later request's draft": (1, {"vllm_xargs": {"specblock_share": 0}}),
 }
 CLIENTS: Weighted = {
     "whole": (10, {}),
