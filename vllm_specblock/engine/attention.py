@@ -30,8 +30,6 @@ from vllm_specblock.verify.tree_mask import TreeMask
 if TYPE_CHECKING:
     from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
 
-CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
-
 
 @cache
 def flash_attention(head_size: int) -> partial[Any]:
@@ -43,13 +41,13 @@ def flash_attention(head_size: int) -> partial[Any]:
 
 def flash_takes(spec: AttentionSpec, device: torch.device) -> bool:
     """Whether FlashAttention supports layers of this kind."""
-    if device.type != "cuda" or spec.dtype not in (torch.float16, torch.bfloat16):
+    half = spec.dtype in (torch.float16, torch.bfloat16)
+    if device.type != "cuda" or not half or spec.head_size % 8:
         return False
-    try:
-        version = flash_attention(spec.head_size).keywords["fa_version"]
+    try:  # None: an unsupported GPU
+        return flash_attention(spec.head_size).keywords["fa_version"] is not None
     except (ImportError, AssertionError):  # not in this build, or not for this head size
         return False
-    return version is not None and spec.head_size % 8 == 0  # None: an unsupported GPU
 
 
 def after_trees(batch: CommonAttentionMetadata, num_trees: int) -> CommonAttentionMetadata | None:
@@ -151,7 +149,7 @@ class TreeAttentionBackend(AttentionBackend):
     """Tree attention, registered as vLLM's CUSTOM backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
     @staticmethod
     def get_name() -> str:

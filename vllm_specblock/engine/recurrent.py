@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -43,11 +43,9 @@ class TreeRows:
         others: rows of the requests without drafts.
     """
 
-    def __init__(self, batch: InputBatch, parent: torch.Tensor) -> None:
-        """On a CPU; parent: [slots, N] int32, of all requests' trees."""
-        drafts = batch.num_draft_tokens_per_req
-        assert drafts is not None
-        self.num_reqs = count = int(np.count_nonzero(drafts[: batch.num_reqs]))
+    def __init__(self, batch: InputBatch, count: int, parent: torch.Tensor) -> None:
+        """On a CPU; count: R; parent: [slots, N] int32, of all requests' trees."""
+        self.num_reqs = count
         starts = batch.query_start_loc[: batch.num_reqs + 1].numpy()  # a host tensor
         counts = np.diff(starts[: count + 1])
         self.num_rows = int(starts[count])  # a host array
@@ -57,11 +55,7 @@ class TreeRows:
         local = np.arange(self.num_rows) - starts[owner]
         self.place = torch.from_numpy(owner * self.shape[1] + local)
         self.base = torch.from_numpy(rows_without_drafts(batch)[:count].astype(np.int64))
-        self._parent = parent[batch.idx_mapping[:count].long()]
-
-    @cached_property
-    def paths(self) -> Paths:
-        return Paths(self.base, self._parent, self.shape[1])
+        self.paths = Paths(self.base, parent[batch.idx_mapping[:count].long()], self.shape[1])
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """[rows of the batch, …] → [R, L, …], 0 where a request has fewer rows."""

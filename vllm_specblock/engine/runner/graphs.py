@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -115,16 +115,10 @@ class ProposalGraphs(CudaGraphManager):
         brief: `step` drafts the first block only; `find` looks graphs up by it.
         """
 
-        def create_forward_fn(
-            desc: BatchExecutionDescriptor, warmup: bool
-        ) -> Callable[[CUDAGraphMode], None]:
+        def create_forward_fn(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[..., Any]:
             count = desc.num_reqs
             self.steps[brief, count] = rows = self._step(count, tokens[:count])
-
-            def forward(cg_mode: CUDAGraphMode) -> None:
-                step(rows.read())
-
-            return forward
+            return lambda cg_mode: step(rows.read())
 
         self.graphs = self.of_length[brief] = {}
         super().capture(create_forward_fn, "Capturing SpecBlock proposals")
@@ -197,7 +191,7 @@ class ProposalGraphs(CudaGraphManager):
         if batch.query_start_loc.data_ptr() != starts.data_ptr():  # the device allocated the drafts
             starts.copy_(batch.query_start_loc[: count + 1])
         # n-gram lookup reads none, though vLLM passes one.
-        wanted = list(zip(self.hidden_states, hidden_states or ()))
+        wanted = list(zip(self.hidden_states, hidden_states))
         if wanted:  # one launch for all
             torch._foreach_copy_(
                 [buffer[:num_rows] for buffer, _ in wanted],
