@@ -8,8 +8,8 @@ one small copy, when they change. Batches with prompt chunks run eagerly.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -62,19 +62,6 @@ _SLOT, _GOES_ON, _CHAIN = range(3)
 """Columns of the host values of a request."""
 
 
-@dataclass(eq=False, kw_only=True)
-class GraphStepBatch(StepBatch):
-    """StepBatch of R requests with N nodes each, in persistent buffers."""
-
-    known: torch.Tensor  # [R, 3] int64
-
-    def read(self) -> GraphStepBatch:
-        """Load the values of this step, inside the graph."""
-        self.goes_on, self.chain = self.known[:, _GOES_ON], self.known[:, _CHAIN]
-        self.read_accepted(self.known[:, _SLOT])
-        return self
-
-
 class ProposalGraphs(CudaGraphManager):
     """CudaGraphManager of the proposals; vLLM's memory profile finds it by its class.
 
@@ -104,7 +91,7 @@ class ProposalGraphs(CudaGraphManager):
         self.sent[:, _SLOT] = self.scratch_idx
         self.known = torch.tensor(self.sent, device=device)
         # Tensors that were captured must live as long as the graph.
-        self.steps: dict[tuple[bool, int], GraphStepBatch] = {}
+        self.steps: dict[tuple[bool, int], StepBatch] = {}
         self.of_length: dict[bool, dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]] = {}
 
     def capture(
@@ -115,15 +102,24 @@ class ProposalGraphs(CudaGraphManager):
         brief: `step` drafts the first block only; `find` looks graphs up by it.
         """
 
-        def create_forward_fn(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[..., Any]:
+        def create_forward_fn(
+            desc: BatchExecutionDescriptor, warmup: bool
+        ) -> Callable[[CUDAGraphMode], None]:
             count = desc.num_reqs
             self.steps[brief, count] = rows = self._step(count, tokens[:count])
-            return lambda cg_mode: step(rows.read())
+
+            def forward(cg_mode: CUDAGraphMode) -> None:
+                slot, rows.goes_on, rows.chain = self.known[:count].unbind(1)
+                rows.read_accepted(slot)
+                step(rows)
+
+            return forward
 
         self.graphs = self.of_length[brief] = {}
         super().capture(create_forward_fn, "Capturing SpecBlock proposals")
 
-    def _step(self, count: int, tokens: torch.Tensor) -> GraphStepBatch:
+    def _step(self, count: int, tokens: torch.Tensor) -> StepBatch:
+        """Return `count` requests with N nodes each, in persistent buffers."""
         num_nodes, group = self.tree_states.num_nodes, self.caches.group
         slots = self.block_tables.get_dummy_slot_mappings(self.most_rows + 1)
         batch = replace(
@@ -140,7 +136,7 @@ class ProposalGraphs(CudaGraphManager):
                 (count,), self.vllm_config.model_config.max_model_len, dtype=torch.int32
             ),
         )
-        return GraphStepBatch(
+        return StepBatch(
             batch=batch,
             tree_states=self.tree_states,
             slot_mapping=slots[group],
@@ -150,7 +146,6 @@ class ProposalGraphs(CudaGraphManager):
             block_size=self.block_tables.block_sizes[group],
             masks=self.masks[:, :count],
             tokens=tokens,
-            known=self.known[:count],
         )
 
     def find(self, batch: InputBatch, dummy: bool, brief: bool) -> BatchExecutionDescriptor | None:
