@@ -87,7 +87,7 @@ def tree_backend(plain: type[AttentionBackend]) -> type[AttentionBackend]:
             config = copy.copy(config)
             config.speculative_config = None
             super().__init__(spec, names, config, device)
-            self.supports_update_block_table = False
+            self.supports_update_block_table = False  # of a step without drafts alone
 
         def build(
             self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, **_: Any

@@ -89,7 +89,7 @@ class ProposalGraphs(CudaGraphManager):
         most = max((desc.num_reqs for desc in descs), default=0)
         self.sent = np.zeros((most, 3), dtype=np.int64)
         self.sent[:, _SLOT] = self.scratch_idx
-        self.known = torch.tensor(self.sent, device=device)
+        self.known = torch.tensor(self.sent, device=device)  # read inside the graphs
         # Tensors that were captured must live as long as the graph.
         self.steps: dict[tuple[bool, int], StepBatch] = {}
         self.of_length: dict[bool, dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]] = {}
