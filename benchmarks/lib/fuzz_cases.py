@@ -26,7 +26,7 @@ from vllm_specblock.commit import move_path
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.drafters.specblock.growth import expansion
-from vllm_specblock.engine.runner.tree_states import TreeStates
+from vllm_specblock.engine.runner.tree_states import TreeStates, store_trees
 from vllm_specblock.tree import MAX_NODES, DraftTree, climb
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
@@ -99,7 +99,7 @@ def verification(rng: random.Random, draw: torch.Generator) -> Case:
     def call() -> Tensors:
         states = TreeStates(num_slots, nodes, deepest, "cpu")
         mask = TreeMask(len(position) + 3, requests + 1, nodes, "cpu")
-        states.store(slot, replace(tree, origin=origin))
+        store_trees(slot, replace(tree, origin=origin), states.trees, None, None, None)
         slots, ends = slot.repeat_interleave(run + 1), before + lengths
         rows = BatchRows(position, query_start, ends, slot, first_row, row, slots, node.int())
         mask.fill(rows, states.depth, states.ancestors)
@@ -244,7 +244,7 @@ def routing(rng: random.Random, draw: torch.Generator) -> Case:
     def call() -> Tensors:
         tree, agreed = route(first, second, how)
         kept = TreeStates(requests, nodes, deepest, "cpu")
-        tokens = kept.store(torch.arange(requests), tree, chain)
+        tokens = store_trees(torch.arange(requests), tree, kept.trees, chain, None, None)
         found = kept.parent, kept.depth, kept.ancestors, kept.origin, kept.score
         return tokens, *found, agreed
 

@@ -34,7 +34,7 @@ def store_trees_triton(
     paused: torch.Tensor | None,
     tokens: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Launch the kernel; see `TreeStates.store`; `tree`: a `DraftTree`."""
+    """Launch the kernel; see `store_trees`; `tree`: a `DraftTree`."""
     new, origin = TreeTensors.of(tree), None if tree.origin is None else tree.origin.contiguous()
     requests, nodes, words = new.ancestors.shape
     tokens = torch.empty_like(new.token) if tokens is None else tokens

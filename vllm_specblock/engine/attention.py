@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +20,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from vllm_specblock.commit import store_kv
 from vllm_specblock.options import TargetError
@@ -29,55 +29,6 @@ from vllm_specblock.verify.tree_mask import TreeMask
 
 if TYPE_CHECKING:
     from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
-
-CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
-
-
-@dataclass(frozen=True)
-class CausalRequests:
-    """The last C requests of a batch, which have no trees: prompts, and requests without drafts.
-
-    vLLM's FlashAttention gives them the bits of vLLM's own backend. Eager batches only: in a graph
-    any row may be a tree's.
-    """
-
-    first_row: int  # of the first request; the rows before belong to trees
-    query_start: torch.Tensor  # [C+1] int32, starts at 0
-    seq_len: torch.Tensor  # [C] int32, entries up to and including the last row of a request
-    block_table: torch.Tensor  # [C, max blocks] int32
-    max_query_len: int
-    max_seq_len: int
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-        window: int | None = None,
-        soft_cap: float = 0.0,
-    ) -> None:
-        """Attend their rows in one layer; leave the rows before theirs unchanged.
-
-        Args as in `tree_attention`, of 16 bits; the rows are those of the whole batch.
-        """
-        # FlashAttention's views are [blocks, block size, kv heads, D].
-        key, value = kv_cache.transpose(1, 2).chunk(2, dim=-1)
-        flash_attention(query.shape[-1])(
-            query[self.first_row :],
-            canonicalize_singleton_dim_strides(key),
-            canonicalize_singleton_dim_strides(value),
-            out=out[self.first_row :],
-            max_seqlen_q=self.max_query_len,
-            cu_seqlens_q=self.query_start,
-            max_seqlen_k=self.max_seq_len,
-            seqused_k=self.seq_len,
-            softmax_scale=scale,
-            causal=True,
-            window_size=[-1, -1] if window is None else [window - 1, 0],
-            softcap=soft_cap,
-            block_table=self.block_table,
-        )
 
 
 @cache
@@ -90,28 +41,28 @@ def flash_attention(head_size: int) -> partial[Any]:
 
 def flash_takes(spec: AttentionSpec, device: torch.device) -> bool:
     """Whether FlashAttention supports layers of this kind."""
-    if device.type != "cuda" or spec.dtype not in (torch.float16, torch.bfloat16):
+    half = spec.dtype in (torch.float16, torch.bfloat16)
+    if device.type != "cuda" or not half or spec.head_size % 8:
         return False
-    try:
-        version = flash_attention(spec.head_size).keywords["fa_version"]
+    try:  # None: an unsupported GPU
+        return flash_attention(spec.head_size).keywords["fa_version"] is not None
     except (ImportError, AssertionError):  # not in this build, or not for this head size
         return False
-    return version is not None and spec.head_size % 8 == 0  # None: an unsupported GPU
 
 
-def after_trees(batch: CommonAttentionMetadata, num_trees: int) -> CausalRequests | None:
-    """Return the requests after the first `num_trees`; None: there are none."""
+def after_trees(batch: CommonAttentionMetadata, num_trees: int) -> CommonAttentionMetadata | None:
+    """Return the metadata of the requests after the first `num_trees`; None: there are none."""
     if num_trees >= batch.num_reqs:
         return None
-    starts = batch.query_start_loc_cpu[num_trees : batch.num_reqs + 1].tolist()  # a host tensor
-    rest = slice(num_trees, batch.num_reqs)
-    return CausalRequests(
-        starts[0],
-        batch.query_start_loc[num_trees : batch.num_reqs + 1] - starts[0],
-        batch.seq_lens[rest],
-        batch.block_table_tensor[rest],
-        max(end - start for start, end in itertools.pairwise(starts)),
-        int(batch.seq_lens_cpu_upper_bound[rest].max()),  # a host tensor
+    requests = slice(num_trees, batch.num_reqs)
+    rows = slice(
+        int(batch.query_start_loc_cpu[num_trees]), batch.num_actual_tokens
+    )  # a host tensor
+    (rest,) = split_attn_metadata([UBatchSlice(requests, rows)], batch)
+    prefilling = batch.is_prefilling
+    return rest.replace(
+        is_prefilling=None if prefilling is None else prefilling[requests],
+        max_seq_len=int(rest.seq_lens_cpu_upper_bound.max()),  # a host tensor
     )
 
 
@@ -122,7 +73,9 @@ class TreeAttentionMetadata:
     num_rows: int
     slot_mapping: torch.Tensor  # [T] int64
     queries: TreeAttentionBatch | None  # None: all requests are in `causal`
-    causal: CausalRequests | None = None  # after those of `queries`
+    # The last requests of a batch, which have no trees: prompts, and requests without drafts.
+    # Eager batches only: in a graph any row may be a tree's.
+    causal: CommonAttentionMetadata | None = None
 
 
 class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadata]):
@@ -196,7 +149,7 @@ class TreeAttentionBackend(AttentionBackend):
     """Tree attention, registered as vLLM's CUSTOM backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
     @staticmethod
     def get_name() -> str:
@@ -237,14 +190,9 @@ class TreeAttentionImpl(AttentionImpl):
         sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> None:
-        for refused, what in (
-            (alibi_slopes is not None, "ALiBi"),
-            (attn_type != AttentionType.DECODER, f"attention of type {attn_type}"),
-            (kv_cache_dtype not in CACHE_DTYPES, f"a KV cache of type {kv_cache_dtype}"),
-            (others, f"attention with {', '.join(others)}"),
-        ):
-            if refused:
-                raise TargetError(what)
+        # vLLM refuses other types of layers and caches by the backend.
+        if alibi_slopes is not None or others:
+            raise TargetError(f"attention with {', '.join(others)}" if others else "ALiBi")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads
         self.window, self.soft_cap = sliding_window, logits_soft_cap or 0.0
@@ -306,10 +254,36 @@ class TreeAttentionImpl(AttentionImpl):
         if slots is not None:
             store_kv(kv_cache, slots, key, value, **scales)
         queries, causal = metadata.queries, metadata.causal
-        given: dict[str, Any] = {"window": self.window, "soft_cap": self.soft_cap}
         if causal is not None:
-            causal.attend(query, kv_cache, self.scale, out, **given)
-            query, out = query[: causal.first_row], out[: causal.first_row]
+            trees = metadata.num_rows - causal.num_actual_tokens
+            self.attend_causal(query[trees:], kv_cache, causal, out[trees:])
+            query, out = query[:trees], out[:trees]
         if queries is not None:
-            given |= {"sinks": self.sinks, **scales}
-            queries.attend(query, kv_cache, self.scale, out, **given)
+            scales |= {"window": self.window, "soft_cap": self.soft_cap, "sinks": self.sinks}
+            queries.attend(query, kv_cache, self.scale, out, **scales)
+
+    def attend_causal(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        requests: CommonAttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend the rows of these requests by FlashAttention: the bits of vLLM's own backend."""
+        # FlashAttention's views are [blocks, block size, kv heads, D].
+        key, value = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+        flash_attention(self.head_size)(
+            query,
+            canonicalize_singleton_dim_strides(key),
+            canonicalize_singleton_dim_strides(value),
+            out=out,
+            max_seqlen_q=requests.max_query_len,
+            cu_seqlens_q=requests.query_start_loc,
+            max_seqlen_k=requests.max_seq_len,
+            seqused_k=requests.seq_lens,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=[-1, -1] if self.window is None else [self.window - 1, 0],
+            softcap=self.soft_cap,
+            block_table=requests.block_table_tensor,
+        )

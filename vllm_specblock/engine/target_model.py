@@ -217,16 +217,12 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
 def _copy_input(layer: nn.Module, buffer: torch.Tensor) -> Any:
     # Compiled code cannot inspect signatures.
     names = list(inspect.signature(layer.forward).parameters)
-    hidden_at = names.index("hidden_states") if "hidden_states" in names else 0
+    hidden_name = "hidden_states" if "hidden_states" in names else names[0]
     adds = type(layer).__name__ in _ADDS_RESIDUAL or "residual" not in names
-    residual_at = None if adds else names.index("residual")
-
-    def given(at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[at] if at < len(args) else kwargs.get(names[at])
 
     def copy_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = given(hidden_at, args, kwargs)
-        residual = None if residual_at is None else given(residual_at, args, kwargs)
+        given = dict(zip(names, args)) | kwargs
+        hidden, residual = given[hidden_name], None if adds else given.get("residual")
         state = hidden if residual is None else hidden + residual
         state = state.flatten(0, -2)  # [1, T, H] of the Transformers backend
         buffer[: state.shape[0]].copy_(state)

@@ -10,6 +10,7 @@ from support.engines import EAGLE3, make_engine, note_calls
 from support.matrix import PROMPTS, Checker, crowded_engine, every_case, params, to_the_limit
 from vllm.platforms import current_platform
 
+from vllm_specblock.engine.runner import speculator
 from vllm_specblock.feedback.controller import Controller
 
 on_the_host = pytest.mark.skipif(
@@ -41,7 +42,7 @@ def note_proposals(engine, monkeypatch):
     def note(_, slots, *__):
         return slots.tolist(), (states.parent[slots] >= 0).sum(1).tolist()
 
-    return note_calls(monkeypatch, states, "store", note)
+    return note_calls(monkeypatch, speculator, "store_trees", note)
 
 
 def charge(engine, monkeypatch, of_rows, drafting=0.0):
@@ -99,7 +100,7 @@ def test_one_block_or_both(engine, monkeypatch):
     def note(_, slots, tree, *__):
         depths[policy.drafters[0].brief].append(int(tree.depth.max()))
 
-    note_calls(monkeypatch, engine.speculator.tree_states, "store", note)
+    note_calls(monkeypatch, speculator, "store_trees", note)
     later = note_calls(
         monkeypatch, manager.controller, "budget", lambda *given: bool(given[-1].any())
     )

@@ -11,6 +11,8 @@ from support.attention import Chunk, check, make_batch
 
 pytest.importorskip("vllm")
 
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
 from vllm_specblock.engine import attention
 from vllm_specblock.engine.attention import TreeAttentionImpl, TreeAttentionMetadata
 
@@ -77,18 +79,26 @@ def test_requests_without_trees_by_flash_attention(window, soft_cap, monkeypatch
     """The rows before theirs stay as they are."""
     monkeypatch.setattr(attention, "flash_attention", lambda head_size: stand_in_flash)
     batch = make_batch([Chunk(9, 3), Chunk(37, 12), Chunk(0, 5), Chunk(20, 1)], group=2)
-    metadata = SimpleNamespace(
+    metadata = CommonAttentionMetadata(
         num_reqs=4,
+        num_actual_tokens=21,
+        max_query_len=12,
+        max_seq_len=60,
+        slot_mapping=torch.arange(21),
         query_start_loc=batch.query_start,
         query_start_loc_cpu=batch.query_start,
         seq_lens=batch.seq_len,
         seq_lens_cpu_upper_bound=batch.seq_len + 2,
         block_table_tensor=batch.block_table,
+        is_prefilling=torch.tensor([False, False, True, True]),
     )
     out = torch.full_like(batch.query, 7.0)
     rest = attention.after_trees(metadata, 1)
-    assert (rest.first_row, rest.max_query_len, rest.max_seq_len) == (3, 12, 51)
-    rest.attend(batch.query, batch.kv_cache, 32**-0.5, out, window, soft_cap)
+    assert (rest.num_actual_tokens, rest.max_query_len, rest.max_seq_len) == (18, 12, 51)
+    assert rest.is_prefilling.tolist() == [False, True, True]
+    options = {"sliding_window": window, "logits_soft_cap": soft_cap}
+    impl = TreeAttentionImpl(HEADS, SIZE, 32**-0.5, KV_HEADS, **options)
+    impl.attend_causal(batch.query[3:], batch.kv_cache, rest, out[3:])
     assert (out[:3] == 7).all()
     out[:3] = batch.oracle(window=window, soft_cap=soft_cap)[:3]
     check(out, batch, window=window, soft_cap=soft_cap)

@@ -10,7 +10,7 @@ from support.tensors import assert_equal, column, on, wide
 from support.trees import to_tree
 
 from vllm_specblock.combine import merge
-from vllm_specblock.engine.runner.tree_states import TreeStates
+from vllm_specblock.engine.runner.tree_states import TreeStates, store_trees
 from vllm_specblock.tree import DraftTree
 
 from ..random_trees import random_trees
@@ -65,9 +65,12 @@ def assert_same(kernels, tree: DraftTree, chain=None, paused=None, given=None) -
         launch = kernels.load("store_tree").store_trees_triton
         return launch(column(slots.to(kernels.device)), tree, states.trees, chain, paused, tokens)
 
+    def by_torch(states, slots, tree, *rest):
+        return store_trees(slots, tree, states.trees, *rest)
+
     found = []
     for store, device, of in (
-        (TreeStates.store, "cpu", tree),
+        (by_torch, "cpu", tree),
         (by_kernel, kernels.device, given or tree),
     ):
         states = TreeStates(count + 3, nodes, 5, device)

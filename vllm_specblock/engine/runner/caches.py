@@ -34,7 +34,7 @@ class EngineCaches:
     """Caches of target and drafters, under one block table.
 
     target_layers: names of the target's layers; drafter_layers: names of each drafter's layers;
-    target: the target's caches by cache group; group: the drafters' cache group.
+    target: the target's caches by cache group and geometry; group: the drafters' cache group.
     """
 
     def __init__(
@@ -87,7 +87,15 @@ class EngineCaches:
 
     def bind(self) -> None:
         """Bind the allocated caches to the commit and the drafters."""
-        self.target = caches_of(self.context, self.target_layers, self.group_of)
+        alike: dict[tuple[Any, ...], dict[int, torch.Tensor]] = {}  # a shared cache comes once
+        for name in self.target_layers:
+            cache, impl = self.context[name].kv_cache, self.context[name].impl
+            form = cache.shape, cache.stride(), cache.dtype, impl.packing(cache)
+            alike.setdefault((self.group_of[name], *form), {})[cache.data_ptr()] = cache
+        self.target = [
+            (group, KVCacheSet([*caches.values()], packing))
+            for (group, *_, packing), caches in alike.items()
+        ]
         for drafter, names in zip(self.drafters, self.drafter_layers):
             drafter.bind([self.context[name].kv_cache for name in names])
 
@@ -135,21 +143,6 @@ class EngineCaches:
         return slot_mappings[self.layer_of[self.group if group is None else group]]
 
 
-def caches_of(
-    context: dict[str, Any], names: list[str], group_of: dict[str, int]
-) -> list[tuple[int, KVCacheSet]]:
-    """Group the layers' caches by cache group and geometry; list a shared cache once."""
-    alike: dict[tuple[Any, ...], dict[int, Any]] = {}
-    for layer, group in ((context[name], group_of[name]) for name in names):
-        cache = layer.kv_cache
-        form = group, cache.shape, cache.stride(), cache.dtype, layer.impl.packing(cache)
-        alike.setdefault(form, {})[cache.data_ptr()] = cache
-    return [
-        (group, KVCacheSet([*caches.values()], packing))
-        for (group, *_, packing), caches in alike.items()
-    ]
-
-
 class DraftAttentionLayer(nn.Module, AttentionLayerBase):
     """One drafter layer for vLLM's cache manager, under the target's block table.
 
@@ -159,7 +152,6 @@ class DraftAttentionLayer(nn.Module, AttentionLayerBase):
     def __init__(self, vllm_config: VllmConfig, number: int, layer: CacheLayer) -> None:
         super().__init__()
         self.name, self.layer = f"specblock.layers.{number}.attn", layer
-        self.dtype = vllm_config.model_config.dtype
         self.kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[self.name] = self
 
@@ -171,7 +163,7 @@ class DraftAttentionLayer(nn.Module, AttentionLayerBase):
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.layer.num_kv_heads,
             head_size=self.layer.head_dim,
-            dtype=self.dtype,
+            dtype=vllm_config.model_config.dtype,
             tokens_per_state=Fraction(1, self.layer.entries_per_token),
         )
 

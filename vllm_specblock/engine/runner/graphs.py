@@ -8,7 +8,7 @@ one small copy, when they change. Batches with prompt chunks run eagerly.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,19 +62,6 @@ _SLOT, _GOES_ON, _CHAIN = range(3)
 """Columns of the host values of a request."""
 
 
-@dataclass(eq=False, kw_only=True)
-class GraphStepBatch(StepBatch):
-    """StepBatch of R requests with N nodes each, in persistent buffers."""
-
-    known: torch.Tensor  # [R, 3] int64
-
-    def read(self) -> GraphStepBatch:
-        """Load the values of this step, inside the graph."""
-        self.goes_on, self.chain = self.known[:, _GOES_ON], self.known[:, _CHAIN]
-        self.read_accepted(self.known[:, _SLOT])
-        return self
-
-
 class ProposalGraphs(CudaGraphManager):
     """CudaGraphManager of the proposals; vLLM's memory profile finds it by its class.
 
@@ -102,9 +89,9 @@ class ProposalGraphs(CudaGraphManager):
         most = max((desc.num_reqs for desc in descs), default=0)
         self.sent = np.zeros((most, 3), dtype=np.int64)
         self.sent[:, _SLOT] = self.scratch_idx
-        self.known = torch.tensor(self.sent, device=device)
+        self.known = torch.tensor(self.sent, device=device)  # read inside the graphs
         # Tensors that were captured must live as long as the graph.
-        self.steps: dict[tuple[bool, int], GraphStepBatch] = {}
+        self.steps: dict[tuple[bool, int], StepBatch] = {}
         self.of_length: dict[bool, dict[BatchExecutionDescriptor, torch.cuda.CUDAGraph]] = {}
 
     def capture(
@@ -122,14 +109,17 @@ class ProposalGraphs(CudaGraphManager):
             self.steps[brief, count] = rows = self._step(count, tokens[:count])
 
             def forward(cg_mode: CUDAGraphMode) -> None:
-                step(rows.read())
+                slot, rows.goes_on, rows.chain = self.known[:count].unbind(1)
+                rows.read_accepted(slot)
+                step(rows)
 
             return forward
 
         self.graphs = self.of_length[brief] = {}
         super().capture(create_forward_fn, "Capturing SpecBlock proposals")
 
-    def _step(self, count: int, tokens: torch.Tensor) -> GraphStepBatch:
+    def _step(self, count: int, tokens: torch.Tensor) -> StepBatch:
+        """Return `count` requests with N nodes each, in persistent buffers."""
         num_nodes, group = self.tree_states.num_nodes, self.caches.group
         slots = self.block_tables.get_dummy_slot_mappings(self.most_rows + 1)
         batch = replace(
@@ -146,7 +136,7 @@ class ProposalGraphs(CudaGraphManager):
                 (count,), self.vllm_config.model_config.max_model_len, dtype=torch.int32
             ),
         )
-        return GraphStepBatch(
+        return StepBatch(
             batch=batch,
             tree_states=self.tree_states,
             slot_mapping=slots[group],
@@ -156,7 +146,6 @@ class ProposalGraphs(CudaGraphManager):
             block_size=self.block_tables.block_sizes[group],
             masks=self.masks[:, :count],
             tokens=tokens,
-            known=self.known[:count],
         )
 
     def find(self, batch: InputBatch, dummy: bool, brief: bool) -> BatchExecutionDescriptor | None:
@@ -197,7 +186,7 @@ class ProposalGraphs(CudaGraphManager):
         if batch.query_start_loc.data_ptr() != starts.data_ptr():  # the device allocated the drafts
             starts.copy_(batch.query_start_loc[: count + 1])
         # n-gram lookup reads none, though vLLM passes one.
-        wanted = list(zip(self.hidden_states, hidden_states or ()))
+        wanted = list(zip(self.hidden_states, hidden_states))
         if wanted:  # one launch for all
             torch._foreach_copy_(
                 [buffer[:num_rows] for buffer, _ in wanted],

@@ -86,16 +86,16 @@ class TreeModelState(DefaultModelState):
         # Full graphs serve decode steps only, and are captured with dummy batches without drafts.
         graph = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
         mask.num_trees = None if graph else 0
+        recurrent, trees = self.speculator.recurrent, None
         if batch.num_draft_tokens and not graph:
             drafts = batch.num_draft_tokens_per_req[: batch.num_reqs]
-            mask.num_trees = int(np.count_nonzero(drafts))  # a host array
+            mask.num_trees = count = int(np.count_nonzero(drafts))  # a host array
+            if recurrent:
+                from vllm_specblock.engine.recurrent import TreeRows
+
+                trees = TreeRows(batch, count, self.tree_states.parent)
         # A piecewise graph reads positions in the mask's buffer.
         self.plain = mask.num_trees == 0 and cudagraph_mode == CUDAGraphMode.NONE
-        recurrent, trees = self.speculator.recurrent, None
-        if recurrent and batch.num_draft_tokens:
-            from vllm_specblock.engine.recurrent import TreeRows
-
-            trees = TreeRows(batch, self.tree_states.parent)
         for groups in attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder(0)

@@ -83,7 +83,7 @@ class TreeSampler(RejectionSampler):
         output, num_sampled = self.accept(rows, pos)
         if wants_rows:
             # vLLM reports row cu[r] + j for the j-th token: move the path there.
-            order = self._path_order(cu_num_logits, idx_mapping, logits.shape[0])
+            order = self._path_order(rows)
             logits.copy_(logits[order])
             if processed is not None and processed is not logits:
                 processed = processed[order]
@@ -108,16 +108,14 @@ class TreeSampler(RejectionSampler):
         """Store the accepted paths; return the emitted tokens [R, D + 1] and their counts [R]."""
         return accept_path_rows(rows, self.tree_states.trees)
 
-    def _path_order(
-        self, cu_num_logits: torch.Tensor, idx_mapping: torch.Tensor, num_rows: int
-    ) -> torch.Tensor:
-        """Return the row to read for every row to write, [num_rows] int64: paths come first."""
-        first = cu_num_logits[:-1, None].long()  # [R, 1]
-        path, accepted = self.tree_states.path[idx_mapping], self.tree_states.accepted[idx_mapping]
+    def _path_order(self, rows: DrawnRows) -> torch.Tensor:
+        """Return the row to read for every row to write, [rows] int64: paths come first."""
+        first, slot = rows.first_row[:-1, None].long(), rows.req_idx  # [R, 1], [R]
+        path, accepted = self.tree_states.path[slot], self.tree_states.accepted[slot]
         place = torch.arange(path.shape[1], device=path.device)
         on_path = place <= accepted[:, None]
         # Positions beyond the path write the root to itself.
         to = first + torch.where(on_path, place, 0)
-        order = torch.arange(num_rows, device=path.device)
+        order = torch.arange(len(rows.drawn), device=path.device)
         order[to] = first + torch.where(on_path, path, 0)
         return order

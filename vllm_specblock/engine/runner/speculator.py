@@ -37,7 +37,7 @@ from vllm_specblock.engine.runner.draft_policy import DraftPolicy, SkippingMerge
 from vllm_specblock.engine.runner.model_state import TreeModelState
 from vllm_specblock.engine.runner.skipped_steps import SkippedSteps, States
 from vllm_specblock.engine.runner.step_batch import StepBatch, missed_rows
-from vllm_specblock.engine.runner.tree_states import TreeStates
+from vllm_specblock.engine.runner.tree_states import TreeStates, store_trees
 from vllm_specblock.engine.scheduler import FORGET
 from vllm_specblock.engine.step_observer import StepObserver, adaptation
 from vllm_specblock.engine.target_model import check_target_model
@@ -277,7 +277,8 @@ class TreeSpeculator(DraftModelSpeculator):
             self.counters.clock.end()
         self.counters.count(verified, drafted)  # `store` overwrites the verified trees
         empty = None if self.adaptive is None else self.undrafted_there
-        tokens = self.tree_states.store(req_idx, tree, rows.chain, empty, rows.tokens)
+        kept = self.tree_states.trees
+        tokens = store_trees(req_idx, tree, kept, rows.chain, empty, rows.tokens)
         if (adaptive := self.adaptive) is not None:
             heat, found = committed.temperature, (adaptive.confidence, adaptive.later)
             adaptive.acceptance.write_survival(self.tree_states.score, heat, req_idx, *found)

@@ -48,24 +48,6 @@ class TreeStates:
         self.origin[req_idx] = 0
         self.score[req_idx] = float("-inf")
 
-    def store(
-        self,
-        req_idx: torch.Tensor,
-        tree: DraftTree,
-        chain: torch.Tensor | None = None,
-        empty: torch.Tensor | None = None,
-        tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Store the trees that will be verified, with no node accepted; return their tokens.
-
-        Args:
-            req_idx: [R] integers.
-            chain: [R] bool or integers, requests of which only the best path is verified.
-            empty: [S] bool, slots whose trees become empty.
-            tokens: [R, N] int64, destination of the tokens; None: a new tensor.
-        """
-        return store_trees(req_idx, tree, self.trees, chain, empty, tokens)
-
 
 @op(store_trees_triton)
 def store_trees(
@@ -76,7 +58,14 @@ def store_trees(
     paused: torch.Tensor | None,
     tokens: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `TreeStates.store`."""
+    """Store the trees that will be verified, with no node accepted; return their tokens.
+
+    Args:
+        req_idx: [R] integers.
+        chain: [R] bool or integers, requests of which only the best path is verified.
+        paused: [S] bool, slots whose trees become empty.
+        tokens: [R, N] int64, destination of the tokens; None: a new tensor.
+    """
     if chain is not None:
         tree = tree.chains_where(chain)
     if paused is not None and (empty := paused[req_idx]).any():  # a host tensor
