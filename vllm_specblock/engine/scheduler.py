@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -133,9 +132,3 @@ class TreeScheduling(Scheduler):
             frontier = request.num_tokens - 1 + request.num_output_placeholders
             request.num_computed_tokens = min(request.num_computed_tokens, frontier)
         return super()._handle_stopped_request(request)
-
-
-@cache
-def tree_scheduler(base: type[Scheduler]) -> type[Scheduler]:
-    """Return `TreeScheduling` mixed into `base`, vLLM's scheduler or the user's."""
-    return type(f"Tree{base.__name__}", (TreeScheduling, base), {})
