@@ -14,12 +14,11 @@ from vllm_specblock.engine.ranks import Ranks
 number, store = int(sys.argv[1]), distributed.FileStore(sys.argv[2], 2)
 distributed.init_process_group("gloo", store=store, rank=number, world_size=2)
 ranks, large = Ranks(distributed.group.WORLD), 2**62 - 1
-alike = [ranks.alike(each) for each in (7, number, large, -large, large * (1 - 2 * number))]
-print(json.dumps([ranks.first, alike, ranks.from_first([large - number, 3 + number])]))
+print(json.dumps([ranks.first, [ranks.gather(each) for each in (7, number, large - number)]]))
 """
 
 
-def test_ranks_agree_and_the_first_decides(tmp_path):
+def test_ranks_see_the_numbers_of_all_in_their_order(tmp_path):
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(number), str(tmp_path / "store")],
@@ -29,5 +28,5 @@ def test_ranks_agree_and_the_first_decides(tmp_path):
         for number in range(2)
     ]
     said = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
-    rest = [[True, False, True, True, False], [2**62 - 1, 3]]
-    assert said == [[True, *rest], [False, *rest]]
+    gathered = [[7, 7], [0, 1], [2**62 - 1, 2**62 - 2]]
+    assert said == [[True, gathered], [False, gathered]]

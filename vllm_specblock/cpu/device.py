@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_specblock.cpu.gumbel import gumbel_sample, sample_by_depth
 from vllm_specblock.cpu.top_k_top_p import apply_top_k_top_p
-from vllm_specblock.engine.device import Clock, Device, ThreadClock
+from vllm_specblock.engine.device import Device
 from vllm_specblock.engine.patches import Function, patch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_specblock.engine.runner.sampler import TreeSampler
-
 
 class CpuDevice(Device):
     on_host = True
+    sampler = "vllm_specblock.cpu.sampler:PathSampler"
+    install_budgets = "vllm_specblock.cpu.host_budget:install"
 
     def prepare(self, config: VllmConfig) -> None:
         # Compile or load what draws a token (processed logits are fp32).
@@ -35,18 +36,14 @@ class CpuDevice(Device):
         if config.lora_config is not None:
             skip_tokens_without_adapter()
 
-    def clock(self) -> Clock:
-        return ThreadClock()
+    def mark(self) -> float:
+        return time.thread_time()  # other work on the machine hardly moves it
 
-    def install_budgets(self) -> None:
-        from vllm_specblock.cpu import host_budget
+    def passed(self, mark: float) -> bool:
+        return True
 
-        host_budget.install()
-
-    def sampler_class(self) -> type[TreeSampler]:
-        from vllm_specblock.cpu.sampler import PathSampler
-
-        return PathSampler
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
 
 
 def skip_tokens_without_adapter() -> None:

@@ -73,7 +73,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self._timed: deque[tuple[Step, Any, Any, tuple[Any, Any] | None, bool]] = deque()
         speculator: TreeSpeculator = getattr(req_states, OURS)
         parts, skipped = speculator.parts, speculator.skipped
-        self.on_host, self.clock = parts.on_host, parts.clock()
+        self.on_host, self.clock = parts.on_host, parts
         self.all_paused = False
         self.controller, states = speculator.controller, speculator.tree_states
         # [requests, N] fp32, in batch order.

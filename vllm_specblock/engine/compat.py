@@ -208,7 +208,7 @@ def reallocated(cu_num_logits: torch.Tensor, query_start: torch.Tensor, budget: 
     """Return what the runner unpacks of `reallocate_drafts`.
 
     From 0.33 on a fourth value has the admitted drafts on the host, for batch-sharded sampling.
-    `validate.py` refuses that, and None is what vLLM itself returns without it.
+    `vllm_args.py` refuses that, and None is what vLLM itself returns without it.
     """
     # Not above: a process that builds no model would load it, too.
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,14 +9,22 @@ import torch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_specblock.engine.runner.sampler import TreeSampler
 
+class Device:
+    """A GPU, which times steps by events; other devices register in `DEVICES`."""
 
-class Clock:
-    """Clock of steps: a GPU's events, which the host never waits for."""
+    # Tensors are in host memory: the rows of a step are not padded, drafters can read missed rows
+    # later, and costs are measured from step to step.
+    on_host = False
+    # "module:name", imported where a model runs.
+    sampler = "vllm_specblock.engine.runner.sampler:TreeSampler"
+    install_budgets = "vllm_specblock.engine.adaptive:install"  # vLLM then builds our manager
+
+    def prepare(self, config: VllmConfig) -> None:
+        """Prepare for an engine of ours, before its drafters are loaded."""
 
     def mark(self) -> Any:
-        """Note this moment."""
+        """Note this moment; the host never waits for a mark."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -29,44 +36,6 @@ class Clock:
     def seconds(self, start: Any, end: Any) -> float:
         """Return the time between two marks that have passed."""
         return float(start.elapsed_time(end) / 1e3)
-
-
-class ThreadClock(Clock):
-    """Seconds that this thread computed: other work on the machine hardly moves them."""
-
-    def mark(self) -> Any:
-        return time.thread_time()
-
-    def passed(self, mark: Any) -> bool:
-        return True
-
-    def seconds(self, start: Any, end: Any) -> float:
-        return float(end - start)
-
-
-class Device:
-    """A GPU; other devices register in `DEVICES`."""
-
-    # Tensors are in host memory: the rows of a step are not padded, drafters can read missed rows
-    # later, and costs are measured from step to step.
-    on_host = False
-
-    def prepare(self, config: VllmConfig) -> None:
-        """Prepare for an engine of ours, before its drafters are loaded."""
-
-    def clock(self) -> Clock:
-        return Clock()
-
-    def install_budgets(self) -> None:
-        """Let vLLM build our budget manager for this device."""
-        from vllm_specblock.engine import adaptive
-
-        adaptive.install()
-
-    def sampler_class(self) -> type[TreeSampler]:
-        from vllm_specblock.engine.runner.sampler import TreeSampler
-
-        return TreeSampler
 
 
 DEVICES: dict[str, Device] = {"cuda": Device()}

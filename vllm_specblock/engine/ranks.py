@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import distributed
 from torch.distributed import ProcessGroup
 from vllm.distributed.parallel_state import get_tp_group
@@ -19,14 +17,8 @@ class Ranks:
         self.group = get_tp_group().cpu_group if group is None else group
         self.first = distributed.get_rank(self.group) == 0
 
-    def alike(self, number: int) -> bool:
-        """Return whether all ranks pass the same number."""
+    def gather(self, number: int) -> list[int]:
+        """Return the numbers of all ranks, in their order."""
         numbers = [0] * self.group.size()
         distributed.all_gather_object(numbers, number, self.group)
-        return len(set(numbers)) == 1
-
-    def from_first(self, numbers: Sequence[int]) -> list[int]:
-        """Return the first rank's numbers; all ranks pass equally many."""
-        said = list(numbers)
-        distributed.broadcast_object_list(said, group=self.group, group_src=0)
-        return said
+        return numbers

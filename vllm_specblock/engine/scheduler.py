@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,8 +42,8 @@ class TreeScheduling(Scheduler):
         super().__init__(*args, **kwargs)
         self._paused = False
         self._drafted: set[str] = set()  # requests with a tree
-        self._verified: dict[str, int] = {}  # request → drafts in this step
-        self._stats: SpecDecodingStats | None = None
+        # Of the request whose output is next: where its drafts count, and how many there are.
+        self._verified: tuple[SpecDecodingStats | None, int] = None, 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         for request in self.running:  # drafts, or placeholders if asynchronous
@@ -78,15 +77,13 @@ class TreeScheduling(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        step = scheduler_output
-        self._drafted -= {new.req_id for new in step.scheduled_new_reqs}
-        self._drafted -= step.scheduled_cached_reqs.resumed_req_ids
+        new = {each.req_id for each in scheduler_output.scheduled_new_reqs}
+        self._drafted -= new | scheduler_output.scheduled_cached_reqs.resumed_req_ids
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if step.num_scheduled_tokens:
+        if scheduled := scheduler_output.num_scheduled_tokens.keys():
             undrafted: frozenset[str] = getattr(model_runner_output, UNDRAFTED, frozenset())
-            self._paused = len(undrafted) == len(step.num_scheduled_tokens)
-            self._drafted |= step.num_scheduled_tokens.keys()
-            self._drafted = (self._drafted - undrafted) & self.requests.keys()
+            self._paused = len(undrafted) == len(scheduled)
+            self._drafted = ((self._drafted | scheduled) - undrafted) & self.requests.keys()
         return outputs
 
     def make_spec_decoding_stats(
@@ -101,25 +98,23 @@ class TreeScheduling(Scheduler):
         if request_id not in self._drafted:
             return spec_decoding_stats
         invalid = (num_invalid_spec_tokens or {}).get(request_id, 0)
-        self._verified[request_id] = num_draft_tokens - invalid
-        if not self.log_stats:
-            return None
-        self._stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
-        return self._stats
+        stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
+        self._verified = stats, num_draft_tokens - invalid
+        return stats
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
         first, update = not request.num_output_tokens, super()._update_request_with_output
         emitted, stopped = update(request, new_token_ids, *args, **kwargs)
-        drafts = self._verified.pop(request.request_id, None)
+        (stats, drafts), self._verified = self._verified, (None, 0)
         if not first:
             accepted = len(emitted) - 1
-            if drafts is not None and self._stats is not None:
-                self._stats.observe_draft(drafts, accepted)
+            if stats is not None:
+                stats.observe_draft(drafts, accepted)
             if (metrics := request.spec_decode_metrics) is not None:
                 detailed = self.spec_decode_metrics_level == "detailed"
-                RequestSpecDecodeMetrics.observe(metrics, drafts or 0, accepted, detailed)
+                RequestSpecDecodeMetrics.observe(metrics, drafts, accepted, detailed)
         return emitted, stopped
 
     def _preempt_request(
@@ -137,9 +132,3 @@ class TreeScheduling(Scheduler):
             frontier = request.num_tokens - 1 + request.num_output_placeholders
             request.num_computed_tokens = min(request.num_computed_tokens, frontier)
         return super()._handle_stopped_request(request)
-
-
-@cache
-def tree_scheduler(base: type[Scheduler]) -> type[Scheduler]:
-    """Return `TreeScheduling` mixed into `base`, vLLM's scheduler or the user's."""
-    return type(f"Tree{base.__name__}", (TreeScheduling, base), {})

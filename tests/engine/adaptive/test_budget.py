@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm_specblock.cpu.host_budget import HostBudgetManager, padded, sizes
 from vllm_specblock.engine import adaptive
 from vllm_specblock.engine.adaptive import TreeBudgetManager
-from vllm_specblock.engine.device import Clock
+from vllm_specblock.engine.device import Device
 from vllm_specblock.feedback.controller import Controller
 
 pytestmark = pytest.mark.skipif(
@@ -122,7 +122,7 @@ def test_first_costs_are_what_vllm_profiles(managers):
     assert ours._padded(np.array([1, tokens, 65])).tolist() == [NUM_NODES + 1, tokens, 65]
 
 
-class LateClock(Clock):
+class LateClock(Device):
     """Its marks pass when `lag` more were made, as a GPU's do when it lags behind the host."""
 
     def __init__(self, lag: int) -> None:

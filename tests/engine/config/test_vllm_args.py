@@ -15,8 +15,9 @@ from vllm.config import ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from vllm_specblock.adapt.options import check_adapt
 from vllm_specblock.config import OptionError
-from vllm_specblock.engine.config import resolved_config, validate
+from vllm_specblock.engine.config import resolved_config, vllm_args
 from vllm_specblock.engine.config.resolved_config import ResolvedConfig
 
 on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="of a CPU build")
@@ -38,7 +39,7 @@ def plan_of(speculative=None, **changes) -> ResolvedConfig:
 def put_on_a_gpu(monkeypatch) -> SimpleNamespace:
     """Let vLLM's platform be another one from now on."""
     gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
-    for module in (validate, resolved_config):
+    for module in (vllm_args, resolved_config):
         monkeypatch.setattr(module, "current_platform", gpu)
     return gpu
 
@@ -98,7 +99,7 @@ TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         ({"model": None}, ["'model' is missing"]),
         ({"enable_adaptive_verification": "yes"}, ["_verification' is 'yes'", "true or false"]),
         ({"model": "no/such"}, ["'model' is 'no/such'", "neither a folder"]),
-        ({"rejection_sample_method": "block"}, ["_method' is 'block'", "'standard' only"]),
+        ({"rejection_sample_method": "block"}, ["'block' rejection", "drop rejection_sample_"]),
         ({"draft_sample_method": "probabilistic"}, ["'draft_sample_method'", "not known"]),
         (
             {"num_speculative_tokens": 60, "num_blocks": 8, "num_starts": 32},
@@ -152,7 +153,7 @@ def test_wrong_options(speculative, parts):
             ["does not support pipeline parallelism", "drop pipeline_parallel_size"],
             marks=on_a_cpu,
         ),
-        ({"runner": "pooling"}, ["runner is 'pooling'", "drafts generated text only"]),
+        ({"runner": "pooling"}, ["runner 'pooling'", "drafts generated text only"]),
         ({"kv_offloading_size": 1.0}, ["KV connectors", "drop kv_transfer_config"]),
         (
             {"disable_hybrid_kv_cache_manager": False},
@@ -169,43 +170,46 @@ def test_wrong_surroundings(changes, parts):
     refused(*parts, **changes)
 
 
+FLAGS = (
+    "is_encoder_decoder use_mla is_hybrid is_attention_free supports_multimodal_inputs uses_alibi"
+)
+TARGET_KIND = dict.fromkeys(FLAGS.split(), False)
+TARGET_KIND |= {"runner_type": "generate", "attention_chunk_size": None}
+TARGET_KIND["get_head_size"] = lambda: 64
+
+
+def check_engine(parallel=None, kind=None, **given) -> None:
+    args, target = EngineArgs(model=str(TARGET), **given), TARGET_KIND | (kind or {})
+    parallel = parallel or ParallelConfig()
+    vllm_args.check_engine(args, {}, SimpleNamespace(**target), parallel)
+
+
 def test_a_head_size_that_a_cache_of_8_bits_cannot_have(monkeypatch):
-    args, target = EngineArgs(model=str(TARGET), kv_cache_dtype="fp8"), SimpleNamespace()
-    target.get_head_size = lambda: 40
-    monkeypatch.setattr(validate, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(vllm_args, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     with pytest.raises(OptionError, match=r"multiples of 32 \(here 40 and 32\): use 'auto'\.$"):
-        validate.check_cache(args, target)
+        check_engine(kv_cache_dtype="fp8", kind={"get_head_size": lambda: 40})
 
 
 def test_what_a_gpu_does_not_support(monkeypatch):
-    plan, gpu = plan_of({"quantization": "fp8"}), put_on_a_gpu(monkeypatch)
-    args = EngineArgs(model=str(TARGET), kv_cache_dtype="fp8", enable_lora=True)
+    target, gpu = configure().model_config, put_on_a_gpu(monkeypatch)
     with pytest.raises(OptionError, match=r"only on a CPU.*use 'auto'\.$"):
-        validate.check_cache(args, SimpleNamespace())
+        check_engine(kv_cache_dtype="fp8")
     with pytest.raises(OptionError, match=r"LoRA on a GPU, .*drop enable_lora\.$"):
-        validate.check_runner(args, ParallelConfig())
-    args.enable_lora = False
-    parallel = replace(ParallelConfig(), enable_dbo=True)
+        check_engine(enable_lora=True)
     with pytest.raises(OptionError, match=r"micro-batches.*drop enable_dbo and ubatch_size\.$"):
-        validate.check_runner(args, parallel)
+        check_engine(replace(ParallelConfig(), enable_dbo=True))
+    drafter = {"model": str(DRAFTER), "quantization": "fp8"}, target, "", {}, 24
     gpu.has_device_capability = lambda wanted: wanted <= 89
-    validate.check_combination(args, plan, {}, ParallelConfig())
+    resolved_config._resolve_drafter(*drafter)
     gpu.has_device_capability = lambda wanted: wanted <= 80
     with pytest.raises(OptionError, match=r"'fp8', but this GPU has no float8.*drop the key"):
-        validate.check_combination(args, plan, {}, ParallelConfig())
+        resolved_config._resolve_drafter(*drafter)
 
 
 def test_the_other_runner(monkeypatch):
     envs.disable_envs_cache()  # an engine of an earlier test switches it on
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    refused("Model Runner V2", "VLLM_USE_V2_MODEL_RUNNER=0 switches it off")
-
-
-FLAGS = (
-    "is_encoder_decoder use_mla is_hybrid is_attention_free supports_multimodal_inputs uses_alibi"
-)
-TARGET_KIND = dict.fromkeys(FLAGS.split(), False)
-TARGET_KIND |= {"runner_type": "generate", "model": "some/target", "attention_chunk_size": None}
+    refused("does not support Model Runner V1", "drop VLLM_USE_V2_MODEL_RUNNER=0")
 
 
 @pytest.mark.parametrize(
@@ -220,9 +224,9 @@ TARGET_KIND |= {"runner_type": "generate", "model": "some/target", "attention_ch
     ],
 )
 def test_targets_that_cannot_be_verified_as_trees(kind, says):
-    validate.check_target(SimpleNamespace(**TARGET_KIND))
-    with pytest.raises(OptionError, match=f"'some/target' has .*{says}.*cannot verify"):
-        validate.check_target(SimpleNamespace(**TARGET_KIND | kind))
+    check_engine()
+    with pytest.raises(OptionError, match=f"The target has .*{says}.*cannot verify"):
+        check_engine(kind=kind)
 
 
 def test_a_drafter_of_another_target(tmp_path):
@@ -273,30 +277,31 @@ def test_budgets_and_skipped_drafters_on_a_cpu_by_default(given, changes, adapti
 def test_budgets_follow_from_costs_on_a_gpu_with_full_graphs(monkeypatch, changes, adapts):
     put_on_a_gpu(monkeypatch)
     args = EngineArgs(model=str(TARGET), **changes)
-    parallel = SimpleNamespace(data_parallel_size=args.data_parallel_size)
-    assert resolved_config._can_adapt(args, parallel) == adapts
+    parallel = SimpleNamespace(
+        data_parallel_size=args.data_parallel_size, tensor_parallel_size=args.tensor_parallel_size
+    )
+    assert resolved_config._is_adaptive({}, args, parallel) == adapts
 
 
 def test_adaptation_of_one_drafter_among_ranks_and_of_a_target_elsewhere():
     watch, learns = plan_of(ADAPT), plan_of({"second_drafter": {"model": str(TABLES), **LEARNS}})
     assert (watch.adapting, learns.adapting) == (watch.drafters[0], learns.drafters[1])
-    rank = {"data_parallel_size_local": 1, "distributed_executor_backend": "mp", "nnodes": 1}
-    two = {"tensor_parallel_size": 2, "world_size": 2, **rank}
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "nnodes": 1}
     here, there = SimpleNamespace(model=str(TARGET)), SimpleNamespace(model="some/target")
-    validate.check_adapt(watch, SimpleNamespace(**two), there)
-    validate.check_adapt(learns, SimpleNamespace(**two), here)
+    check_adapt(watch, SimpleNamespace(**two), there, ())
+    check_adapt(learns, SimpleNamespace(**two), here, ())
     for apart in ({"nnodes": 2}, {"distributed_executor_backend": "ray"}):
         with pytest.raises(OptionError, match=r"size is 2.* one machine.*drop one of them\.$"):
-            validate.check_adapt(watch, SimpleNamespace(**two | apart), here)
+            check_adapt(watch, SimpleNamespace(**two | apart), here, ())
     with pytest.raises(OptionError, match=r"'some/target' is not a folder.*drop the key\.$"):
-        validate.check_adapt(learns, SimpleNamespace(**two), there)
+        check_adapt(learns, SimpleNamespace(**two), there, ())
 
 
 @pytest.mark.parametrize("activations", [None, {"num_bits": 8, "type": "int"}])
 def test_rounded_activations_are_warned_of(monkeypatch, activations):
     warnings = []
-    monkeypatch.setattr(validate.logger, "warning", warnings.append)
+    monkeypatch.setattr(vllm_args.logger, "warning", warnings.append)
     group = {"weights": {"type": "int", "num_bits": 8}, "input_activations": activations}
     said = {"config_groups": {"group_0": group}}
-    validate.warn_of_rounding(SimpleNamespace(hf_config=SimpleNamespace(quantization_config=said)))
+    vllm_args.warn_of_rounding(SimpleNamespace(hf_config=SimpleNamespace(quantization_config=said)))
     assert len(warnings) == (activations is not None)

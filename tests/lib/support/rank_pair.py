@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from hashlib import sha256
@@ -34,17 +34,11 @@ class TwoRanks:
         self.first = number == 0
         self._number, self._said, self._barrier = number, said, barrier
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def gather(self, number: int) -> list[int]:
         self._barrier.wait(60)
-        self._said[self._number] = value
+        self._said[self._number] = number
         self._barrier.wait(60)
         return list(self._said)
-
-    def alike(self, number: int) -> bool:
-        return len(set(self._exchange(number))) == 1
-
-    def from_first(self, numbers: Sequence[int]) -> list[int]:
-        return self._exchange(numbers)[0]
 
 
 def on_both_ranks(script: Callable[..., Any], *args: Any) -> list[Any]:

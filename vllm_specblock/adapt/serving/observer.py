@@ -96,7 +96,7 @@ def link_up(
     if folder is None:
         token = secrets.randbits(62)
         if ranks is not None:
-            (token,) = ranks.from_first([token])
+            token = ranks.gather(token)[0]
         folder = shared_folder(token)
         memory = WAITING * ROWS * (4 * model.get_hidden_size() * model.dtype.itemsize + 9)
         versions_in_memory = 0 if options.out else 2 * (paths[0] / WEIGHTS).stat().st_size

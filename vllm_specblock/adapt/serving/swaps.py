@@ -128,8 +128,8 @@ class Swaps:
         """Swap if all ranks hold the same version; return whether all hold the same, or none."""
         version, held = self._coming, self._held
         if version is None or held is None:
-            return ranks.alike(0)  # no version's key
-        alike = ranks.alike(version.key)
+            return len({*ranks.gather(0)}) == 1  # no version's key
+        alike = len({*ranks.gather(version.key)}) == 1
         if alike:
             self._swap(version, held)
         return alike

@@ -166,15 +166,15 @@ def check_sampling_params(
 
 
 def get_scheduler_cls(original: Function, self: SchedulerConfig) -> Any:
-    """Add `TreeScheduling` to the scheduler of our engines."""
+    """Add `TreeScheduling` to the scheduler of our engines, vLLM's or the user's."""
     base = original(self)
 
     def build(vllm_config: VllmConfig, **rest: Any) -> SchedulerInterface:
         kind = base
         if is_ours(vllm_config.speculative_config):
-            from vllm_specblock.engine.scheduler import tree_scheduler
+            from vllm_specblock.engine.scheduler import TreeScheduling
 
-            kind = tree_scheduler(base)
+            kind = type(f"Tree{base.__name__}", (TreeScheduling, base), {})
         return kind(vllm_config=vllm_config, **rest)
 
     return build

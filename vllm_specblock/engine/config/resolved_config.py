@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,12 @@ from vllm_specblock.drafters.common.hub import DRAFTER_FILES, snapshot
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.registry import DrafterOptions, drafter_kind
-from vllm_specblock.engine.config import validate
 from vllm_specblock.engine.step_observer import ADAPT, adaptation
 from vllm_specblock.options import Options
 from vllm_specblock.tree import MAX_NODES
+
+BY_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
+"""vLLM's key for a schedule of tree sizes."""
 
 
 @dataclass(frozen=True)
@@ -66,83 +68,155 @@ class ResolvedConfig:
         return tuple(sorted({layer for drafter in self.drafters for layer in drafter.layers}))
 
 
-def keys_of(args: EngineArgs) -> dict[str, Any]:
-    """Return the user's `speculative_config`, dashes in keys replaced."""
-    return {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
-
-
-def resolve(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -> ResolvedConfig:
+def resolve(
+    given: dict[str, Any], args: EngineArgs, target: ModelConfig, parallel: ParallelConfig
+) -> ResolvedConfig:
     """Return the options, checked against the target and the device.
+
+    Args:
+        given: the user's `speculative_config`, dashes in keys replaced.
 
     Raises:
         OptionError: a wrong key or value; a drafter of another target; drafters or options that do
             not go together.
         CheckpointError: a drafter's files do not match their config.
     """
-    given = keys_of(args)
     nodes = given.get("num_speculative_tokens", default_nodes(current_platform.is_cpu()))
-    num_speculative_tokens = check_num_nodes(nodes)
+    num_nodes = check_num_nodes(nodes)
     first, second, combining = split_keys(given)
-    combine = None if second is None else parse_combine(combining)
-    if combine is not None:
-        _check_policy(combine, num_speculative_tokens)
     hub = {"token": args.hf_token, "cache_dir": args.download_dir}
-    drafters = [
-        _resolve_drafter(drafter, target, where, hub, num_speculative_tokens)
+    drafters = tuple(
+        _resolve_drafter(drafter, target, where, hub, num_nodes)
         for drafter, where in ((first, ""), (second, "second_drafter."))
         if drafter is not None
-    ]
-    if second is not None and drafters[0].folder == drafters[1].folder:
-        what = drafters[0].folder or "the request's own text (n-gram)"
+    )
+    combine = None
+    if second is not None:
+        combine = _resolve_combination(combining, drafters, num_nodes, parallel)
+    resolved = ResolvedConfig(drafters, num_nodes, _is_adaptive(given, args, parallel), combine)
+    tokens = args.max_num_batched_tokens
+    if tokens is not None and tokens <= num_nodes:
         raise OptionError(
-            f"Both drafters use {what} and would draft the same tokens: change one of them, or "
-            "drop second_drafter."
+            f"max_num_batched_tokens is {tokens}, but one tree needs {num_nodes + 1} tokens "
+            f"({num_nodes} nodes and a root): raise it, or lower num_speculative_tokens."
         )
-    scheduled = given.get("num_speculative_tokens_per_batch_size") is not None
-    default = not scheduled and _can_adapt(args, parallel)
+    if resolved.adapting is not None:
+        if args.enable_lora:
+            raise OptionError(
+                "speculative_config key 'adapt' is given and enable_lora is set, but the trainer "
+                "loads the target without adapters: drop one of them."
+            )
+        count = parallel.world_size * parallel.data_parallel_size_local
+        gpus = range(0 if current_platform.is_cpu() else count)
+        adaptation("options").check_adapt(resolved, parallel, target, gpus)
+    return resolved
+
+
+def _is_adaptive(given: dict[str, Any], args: EngineArgs, parallel: ParallelConfig) -> bool:
+    """Return whether steps verify adaptively; by default where it can, on a GPU in full graphs."""
+    ranks, on_cpu, conflict = parallel.tensor_parallel_size, current_platform.is_cpu(), ""
+    if args.enable_lora:
+        conflict = "enable_lora is set, but vLLM maps tokens to adapters before budgets are known"
+    elif on_cpu and ranks > 1:  # and they might decide differently
+        conflict = f"tensor_parallel_size is {ranks}, but CPU ranks would measure their own costs"
+    mode, by_level = args.compilation_config.cudagraph_mode, OptimizationLevel.O2
+    full = args.optimization_level >= by_level if mode is None else mode.has_full_cudagraphs()
+    graphs = full and not args.enforce_eager and parallel.data_parallel_size == 1
+    default = (on_cpu or graphs) and not conflict and given.get(BY_BATCH_SIZE) is None
     adaptive = given.get("enable_adaptive_verification", default)
     if not isinstance(adaptive, bool):
         raise OptionError(
             f"speculative_config key 'enable_adaptive_verification' is {adaptive!r}, but must be "
             "true or false."
         )
-    resolved = ResolvedConfig(tuple(drafters), num_speculative_tokens, adaptive, combine)
-    validate.check_combination(args, resolved, given, parallel)
-    resolved = _with_skipping(resolved, parallel)
-    validate.check_adapt(resolved, parallel, target)
-    return resolved
+    if adaptive and conflict:
+        raise OptionError(
+            f"speculative_config key 'enable_adaptive_verification' is true and {conflict}: drop "
+            "one of them."
+        )
+    return adaptive
 
 
-def _can_adapt(args: EngineArgs, parallel: ParallelConfig) -> bool:
-    """Return whether adaptive verification can run; a GPU needs full CUDA graphs for decoding."""
-    if args.enable_lora:
-        return False
-    if current_platform.is_cpu():
-        return parallel.tensor_parallel_size == 1
-    mode, by_level = args.compilation_config.cudagraph_mode, OptimizationLevel.O2
-    full = args.optimization_level >= by_level if mode is None else mode.has_full_cudagraphs()
-    return full and not args.enforce_eager and parallel.data_parallel_size == 1
-
-
-def _with_skipping(resolved: ResolvedConfig, parallel: ParallelConfig) -> ResolvedConfig:
-    """Set the default of `skip_drafter`, or raise OptionError if it is true but not supported."""
-    combine = resolved.combine
-    if combine is None or combine.skip_drafter is False:
-        return resolved
-    without_weights = sum(drafter.folder is None for drafter in resolved.drafters)
-    can = (
-        current_platform.is_cpu()
-        and parallel.tensor_parallel_size == 1
-        and (combine.draft_policy, combine.budget) == ("merge", "joint")
-        and without_weights == 1
-    )
+def _resolve_combination(
+    given: dict[str, Any],
+    drafters: tuple[ResolvedDrafter, ...],
+    num_nodes: int,
+    parallel: ParallelConfig,
+) -> CombineConfig:
+    """Return how two drafters go together, with the default of `skip_drafter`."""
+    combine, folders = parse_combine(given), [drafter.folder for drafter in drafters]
+    if folders[0] == folders[1]:
+        what = folders[0] or "the request's own text (n-gram)"
+        raise OptionError(
+            f"Both drafters use {what} and would draft the same tokens: change one of them, or "
+            "drop second_drafter."
+        )
+    policy = combine.draft_policy
+    for key, other in (("confidence", "route"), ("merge", "merge"), ("budget", "merge")):
+        if key in combine.model_fields_set and other != policy:
+            raise OptionError(
+                f"speculative_config key '{key}' goes with draft_policy '{other}', but "
+                f"draft_policy is '{policy}': change the one or drop the other."
+            )
+    combine.shares(num_nodes)  # raises
+    alone = current_platform.is_cpu() and parallel.tensor_parallel_size == 1
+    joint = (policy, combine.budget) == ("merge", "joint")
+    can = alone and joint and None in folders
     if combine.skip_drafter and not can:
         raise OptionError(
             "speculative_config key 'skip_drafter' is true, but it needs a CPU, one process, and "
             "a merge ('draft_policy' 'merge', 'budget' 'joint') with an n-gram drafter: drop the "
             "key."
         )
-    return replace(resolved, combine=combine.model_copy(update={"skip_drafter": can}))
+    skips = can and combine.skip_drafter is not False
+    return combine.model_copy(update={"skip_drafter": skips})
+
+
+def _resolve_drafter(
+    given: dict[str, Any], target: ModelConfig, where: str, hub: dict[str, Any], num_nodes: int
+) -> ResolvedDrafter:
+    kind, folder = given.get("kind"), None
+    if kind is None or drafter_kind(kind).checkpoint is not None:
+        folder = _fetch(given.get("model"), where, revision=given.get("revision"), **hub)
+        found = kind_of(folder)
+        if kind not in (None, found):
+            raise OptionError(
+                f"speculative_config key '{where}kind' is {kind!r}, but {given['model']!r} holds a "
+                f"drafter of kind {found!r}: drop 'kind', or name another drafter."
+            )
+        kind = found
+    keys = {key: value for key, value in given.items() if key not in SOURCE_KEYS}
+    adapt = keys.pop(ADAPT, False)
+    adapt = None if adapt is False else adaptation("options").parse_adapt(adapt, kind, where)
+    options = parse_drafter(keys, kind, where, num_nodes)
+    if folder is None:
+        for key in ("model", "revision"):
+            if given.get(key) is not None:
+                raise OptionError(
+                    f"speculative_config key '{where}{key}' is {given[key]!r}, but a drafter "
+                    f"of kind {kind!r} has no weights: drop the one or the other."
+                )
+        return ResolvedDrafter(kind, options)
+    files = drafter_kind(kind).load_checkpoint_module()
+    config = files.read_config(folder)
+    layers = _check_match(config, target, where)
+    files.check_tensors(folder, config)
+    if isinstance(options, SpecBlockConfig):
+        positions = (options.num_blocks - 1) * options.num_starts * config.block_size
+        if positions > MAX_NODES:
+            raise OptionError(
+                f"{where}num_blocks {options.num_blocks} and {where}num_starts "
+                f"{options.num_starts} draft {positions} positions after block 1, but at most "
+                f"{MAX_NODES} are supported ((num_blocks − 1) × num_starts × {config.block_size}): "
+                "lower one of them."
+            )
+    old = current_platform.is_cuda() and not current_platform.has_device_capability(89)
+    if old and getattr(options, "quantization", None) == "fp8":
+        raise OptionError(
+            f"speculative_config key '{where}quantization' is 'fp8', but this GPU has no float8 "
+            "(compute capability 8.9 or later): drop the key."
+        )
+    return ResolvedDrafter(kind, options, str(folder), layers, adapt)
 
 
 def _fetch(model: Any, where: str, **hub: Any) -> Path:
@@ -161,65 +235,6 @@ def _fetch(model: Any, where: str, **hub: Any) -> Path:
         raise OptionError(
             f"speculative_config key '{where}model' is {model!r}, which is {error}"
         ) from None
-
-
-def _resolve_drafter(
-    given: dict[str, Any],
-    target: ModelConfig,
-    where: str,
-    hub: dict[str, Any],
-    num_speculative_tokens: int,
-) -> ResolvedDrafter:
-    kind, folder = given.get("kind"), None
-    if kind is None or drafter_kind(kind).checkpoint is not None:
-        folder = _fetch(given.get("model"), where, revision=given.get("revision"), **hub)
-        found = kind_of(folder)
-        if kind not in (None, found):
-            raise OptionError(
-                f"speculative_config key '{where}kind' is {kind!r}, but {given['model']!r} holds a "
-                f"drafter of kind {found!r}: drop 'kind', or name another drafter."
-            )
-        kind = found
-    keys = {key: value for key, value in given.items() if key not in SOURCE_KEYS}
-    adapt = keys.pop(ADAPT, False)
-    adapt = None if adapt is False else adaptation("options").parse_adapt(adapt, kind, where)
-    options = parse_drafter(keys, kind, where, num_speculative_tokens)
-    if folder is None:
-        for key in ("model", "revision"):
-            if given.get(key) is not None:
-                raise OptionError(
-                    f"speculative_config key '{where}{key}' is {given[key]!r}, but a drafter "
-                    f"of kind {kind!r} has no weights: drop the one or the other."
-                )
-        return ResolvedDrafter(kind, options)
-    files = drafter_kind(kind).load_checkpoint_module()
-    config = files.read_config(folder)
-    layers = _check_match(config, target, where)
-    files.check_tensors(folder, config)
-    if isinstance(options, SpecBlockConfig):
-        _check_window(options, config, where)
-    return ResolvedDrafter(kind, options, str(folder), layers, adapt)
-
-
-def _check_policy(combine: CombineConfig, num_speculative_tokens: int) -> None:
-    policy = combine.draft_policy
-    for key, other in (("confidence", "route"), ("merge", "merge"), ("budget", "merge")):
-        if key in combine.model_fields_set and other != policy:
-            raise OptionError(
-                f"speculative_config key '{key}' goes with draft_policy '{other}', but "
-                f"draft_policy is '{policy}': change the one or drop the other."
-            )
-    combine.shares(num_speculative_tokens)
-
-
-def _check_window(options: SpecBlockConfig, config: Any, where: str) -> None:
-    positions = (options.num_blocks - 1) * options.num_starts * config.block_size
-    if positions > MAX_NODES:
-        raise OptionError(
-            f"{where}num_blocks {options.num_blocks} and {where}num_starts {options.num_starts} "
-            f"draft {positions} positions after block 1, but at most {MAX_NODES} are supported "
-            f"((num_blocks − 1) × num_starts × {config.block_size}): lower one of them."
-        )
 
 
 def _check_match(config: Any, target: ModelConfig, where: str) -> tuple[int, ...]:

@@ -1,21 +1,27 @@
-"""Engine arguments: from the user's `speculative_config` to vLLM's, checked without weights.
+"""Engine arguments: checked, and from the user's `speculative_config` to vLLM's.
 
 Runs while the engine's config is built, so that errors come before anything is loaded.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any
 
+import torch
+from vllm import envs
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_specblock.config import METHOD, VLLM_KEYS
+from vllm_specblock.config import METHOD
 from vllm_specblock.drafters.registry import drafter_kind
-from vllm_specblock.engine.config import validate
-from vllm_specblock.engine.config.resolved_config import ResolvedConfig, keys_of, resolve
+from vllm_specblock.engine.config.resolved_config import BY_BATCH_SIZE, ResolvedConfig, resolve
+from vllm_specblock.options import OptionError, TargetError
+
+logger = logging.getLogger("vllm.specblock")
 
 PLACEHOLDER_DRAFT_CONFIG = Path(__file__).parent / "placeholder_draft_config"
 """The draft model config that vLLM requires; it cannot parse our drafters' own."""
@@ -34,26 +40,24 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
         OptionError: a target, runner or parallelism that cannot verify trees, and as `resolve`.
         CheckpointError: as `resolve`.
     """
-    validate.check_runner(args, parallel)
-    validate.check_target(target)
-    validate.warn_of_rounding(target)
-    validate.check_cache(args, target)
-    resolved = resolve(args, target, parallel)
+    given = {key.replace("-", "_"): value for key, value in args.speculative_config.items()}
+    check_engine(args, given, target, parallel)
+    warn_of_rounding(target)
+    resolved = resolve(given, args, target, parallel)
     num_speculative_tokens = resolved.num_speculative_tokens
+    on_cpu = current_platform.is_cpu()
     args.speculative_config = {
-        **{key: value for key, value in keys_of(args).items() if key in VLLM_KEYS},
         "method": "eagle3",
         "model": str(PLACEHOLDER_DRAFT_CONFIG),
         "num_speculative_tokens": num_speculative_tokens,
-        "enable_adaptive_verification": resolved.adaptive,
+        BY_BATCH_SIZE: given.get(BY_BATCH_SIZE),
+        # vLLM wants CUDA graphs with it; `host_budget.py` does without.
+        "enable_adaptive_verification": resolved.adaptive and not on_cpu,
         "disable_eagle_block_drop": not any(
             drafter_kind(drafter.kind).needs_block_drop for drafter in resolved.drafters
         ),
     }
-    on_cpu = current_platform.is_cpu()
-    if on_cpu:  # vLLM wants CUDA graphs with it; `host_budget.py` does without
-        del args.speculative_config["enable_adaptive_verification"]
-    else:
+    if not on_cpu:
         capture_trees(args, num_speculative_tokens)
     if args.enable_lora or not on_cpu:  # with LoRA, vLLM refuses smaller steps than all trees take
         make_room(args, num_speculative_tokens, parallel)
@@ -62,6 +66,81 @@ def translate(args: EngineArgs, target: ModelConfig, parallel: ParallelConfig) -
     # table of their own.
     args.disable_hybrid_kv_cache_manager = not target.is_hybrid
     return resolved
+
+
+def check_engine(
+    args: EngineArgs, given: dict[str, Any], target: ModelConfig, parallel: ParallelConfig
+) -> None:
+    """Refuse arguments and targets that cannot verify trees; `given`: `speculative_config`."""
+    on_cpu = current_platform.is_cpu()
+    backend = args.attention_backend or args.attention_config.backend
+    context = "context parallelism, since tree attention needs the whole cache"
+    lora = "LoRA on a GPU, where vLLM's kernels are untested with trees"
+    connectors = args.kv_transfer_config is not None or args.kv_offloading_size
+    sharded = parallel.enable_batch_sharded_sampling
+    method = given.get("rejection_sample_method", "standard")
+    for refused, what, options in (
+        (envs.VLLM_USE_V2_MODEL_RUNNER is False, "Model Runner V1", "VLLM_USE_V2_MODEL_RUNNER=0"),
+        (
+            target.runner_type != "generate",
+            f"runner {target.runner_type!r}, since it drafts generated text only",
+            "runner, or speculative_config",
+        ),
+        (method != "standard", f"{method!r} rejection, only 'standard'", "rejection_sample_method"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "pipeline_parallel_size"),
+        (parallel.decode_context_parallel_size > 1, context, "decode_context_parallel_size"),
+        (parallel.prefill_context_parallel_size > 1, context, "prefill_context_parallel_size"),
+        (
+            backend not in (None, AttentionBackendEnum.CUSTOM),
+            "attention backends besides its own, which draft trees need",
+            "attention_backend",
+        ),
+        (
+            args.disable_hybrid_kv_cache_manager is False,
+            "a block table per layer type, since drafters use the target's",
+            "disable_hybrid_kv_cache_manager",
+        ),
+        (args.enable_lora and not on_cpu, lora, "enable_lora"),
+        (parallel.use_ubatching, "micro-batches", "enable_dbo and ubatch_size"),
+        (connectors, "KV connectors", "kv_transfer_config and kv_offloading_size"),
+        (args.kv_sharing_fast_prefill, "fast prefill", "kv_sharing_fast_prefill"),
+        (sharded, "sharded samples", "enable_batch_sharded_sampling"),
+        (getattr(args, "watermark_config", None), "watermarking", "watermark_config"),
+    ):
+        if refused:
+            raise OptionError(f"SpecBlock does not support {what}: drop {options}.")
+    for refused, kind in (
+        (target.is_encoder_decoder, "an encoder-decoder"),
+        (target.use_mla, "multi-head latent attention (MLA)"),
+        (target.is_attention_free, "no attention layers"),
+        (target.is_hybrid and not on_cpu, "recurrent layers, on a GPU (docs/support.md)"),
+        # Drafters cannot embed their placeholder tokens.
+        (target.supports_multimodal_inputs, "multimodal inputs (see --language-model-only)"),
+        (target.attention_chunk_size is not None, "chunked attention"),
+        (target.uses_alibi, "ALiBi positions"),
+    ):
+        if refused:
+            raise TargetError(kind)
+    dtype, size, block = args.kv_cache_dtype, target.get_head_size(), args.block_size or 32
+    # On a GPU vLLM may quantise queries too.
+    packed = on_cpu and torch.cpu._is_avx512_supported() and not (size % 32 or block % 32)
+    if dtype != "auto" and not (packed and dtype in ("fp8", "fp8_e4m3")):
+        raise OptionError(
+            f"kv_cache_dtype is {dtype!r}, but SpecBlock supports 'auto' and, only on a CPU with "
+            "AVX-512, 'fp8' and 'fp8_e4m3' if head size and block_size are multiples of 32 (here "
+            f"{size} and {block}): use 'auto'."
+        )
+
+
+def warn_of_rounding(target: ModelConfig) -> None:
+    """Warn if the target quantises activations."""
+    said = getattr(target.hf_config, "quantization_config", None) or {}
+    groups = said.get("config_groups", {}).values()
+    if any(group.get("input_activations") for group in groups):
+        logger.warning(
+            "The target quantises activations, so a token may differ from plain decoding by a "
+            "rounding step."
+        )
 
 
 def make_room(args: EngineArgs, num_speculative_tokens: int, parallel: ParallelConfig) -> None:
@@ -79,9 +158,9 @@ def make_room(args: EngineArgs, num_speculative_tokens: int, parallel: ParallelC
 def capture_trees(args: EngineArgs, num_speculative_tokens: int) -> None:
     """Add decode steps of whole trees to the sizes that vLLM captures, unless any are set."""
     names = "cudagraph_capture_sizes", "max_cudagraph_capture_size"
-    given = [getattr(of, name) for of in (args, args.compilation_config) for name in names]
-    scheduled = args.speculative_config.get("num_speculative_tokens_per_batch_size")
-    if any(size is not None for size in given) or scheduled or args.enforce_eager:
+    sizes = [getattr(of, name) for of in (args, args.compilation_config) for name in names]
+    scheduled = args.speculative_config.get(BY_BATCH_SIZE)
+    if any(size is not None for size in sizes) or scheduled or args.enforce_eager:
         return
     grid = {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)}
     most = args.max_num_seqs or _GRAPH_REQUESTS[-1]

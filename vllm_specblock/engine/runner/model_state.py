@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specblock.engine.attention import TreeAttentionMetadataBuilder
-from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.step_observer import WARM_UP
 from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 from vllm_specblock.verify.tree_mask import TreeMask
@@ -144,6 +144,6 @@ class TreeModelState(DefaultModelState):
         if combine is not None and (combine.draft_policy, combine.merge) == ("merge", "disjoint"):
             # Nodes with equal text must draw the same token; FlashInfer draws per row.
             sampler.use_flashinfer = False
-        make, config = device_of(self.device).sampler_class(), self.vllm_config.speculative_config
+        make = resolve_name(self.speculator.parts.sampler)
         trees = self.tree_states, self.tree_mask, self.speculator.chains
-        return sampler, make(sampler, config, self.device, *trees)
+        return sampler, make(sampler, self.vllm_config.speculative_config, self.device, *trees)

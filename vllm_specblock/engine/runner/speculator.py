@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.skipped = SkippedSteps(config, follow, states, device)
         if resolved.adaptive:
             setattr(self.req_states, OURS, self)
-            self.parts.install_budgets()
+            resolve_name(self.parts.install_budgets)()
         self.recorder = StepObserver()
         if self.adapts:
             make = adaptation("serving.observer").make_observer
