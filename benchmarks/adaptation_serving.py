@@ -17,7 +17,7 @@ from lib.spec_configs import alone, specblock
 from tqdm import tqdm
 
 from vllm_specblock.bench.process import EngineProcess, end_all, job_of, shared_arguments
-from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
+from vllm_specblock.engine.metrics.acceptance import REQUESTS, STEPS, TOKENS, acceptance_length
 
 LEARNERS: dict[str, dict[str, Any] | None] = {
     "frozen": None,
@@ -141,7 +141,7 @@ def total(windows: Sequence[dict[str, Any]], name: str) -> int:
 
 def tau(windows: Sequence[dict[str, Any]]) -> float:
     """τ of a part of the stream."""
-    return acceptance_length_of(each["counters"] for each in windows)
+    return acceptance_length({name: total(windows, name) for name in (TOKENS, REQUESTS, STEPS)})
 
 
 def rate(windows: Sequence[dict[str, Any]]) -> float:

@@ -43,7 +43,7 @@ from vllm_specblock.bench.process import (
     shared_arguments,
 )
 from vllm_specblock.config import METHOD
-from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
+from vllm_specblock.engine.metrics.acceptance import acceptance_length
 
 PAIR, PLAIN = "pair", "vLLM"
 # In one process, a second thread of torch only spins beside vLLM's own.
@@ -159,7 +159,7 @@ def summary(answer: dict[str, Any], batch: int, expected: float | None) -> dict[
         "tokens_per_second": counters[TOKENS] / seconds,
         "step_ms": seconds / counters[STEPS] * 1e3,
         "drafting_ms": counters[DRAFTING] / counters[STEPS] * 1e-6,
-        "tau": acceptance_length_of([counters]),
+        "tau": acceptance_length(counters),
         "tau_imposed": expected,
         "tokens_per_step": counters[TOKENS] / counters[STEPS] / batch,
         "device_bytes": counters[DEVICE],

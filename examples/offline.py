@@ -23,7 +23,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import typer
 
-from vllm_specblock.engine.metrics.acceptance import acceptance_length_of
+from vllm_specblock.engine.metrics.acceptance import acceptance_length
 from vllm_specblock.engine.offline.answering import read_counters
 
 PAIR = Path(__file__).resolve().parent / "tiny_pair"
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def tau(self) -> float:
-        return acceptance_length_of([self.counters])
+        return acceptance_length(self.counters)
 
 
 def generate(

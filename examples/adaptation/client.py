@@ -113,9 +113,9 @@ class Counters:
 
 def line(name: str, requests: int, before: Counters, after: Counters, seconds: float) -> str:
     """Format one window; `requests` of the phase have been served so far."""
-    tokens, first, steps = (after[name] - before[name] for name in (TOKENS, REQUESTS, STEPS))
-    tau = f"{acceptance_length(tokens, first, steps):.2f}" if steps else "–"
-    speed = tokens / seconds
+    counts = {name: after[name] - before[name] for name in (TOKENS, REQUESTS, STEPS)}
+    tau = f"{acceptance_length(counts):.2f}" if counts[STEPS] else "–"
+    speed = counts[TOKENS] / seconds
     learned = ", ".join(f"{after[ADAPT + each]:.0f} {each.replace('_', ' ')}" for each in SHOWN)
     return f"{name:12} {requests:5} requests   τ {tau}   {speed:6.1f} tokens/s   {learned}"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_specblock.bench.config import BenchError
 from vllm_specblock.bench.store import Answer, Record
-from vllm_specblock.engine.metrics.acceptance import acceptance_length
+from vllm_specblock.engine.metrics.acceptance import REQUESTS, STEPS, TOKENS, acceptance_length
 from vllm_specblock.train.data.shards import write_text
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _figures(records: Sequence[Record], method: str, base: str, plain: str | Non
         speedup_rounds=[each for each in rounds if each is not None],
         speedup_cpu=_speedup(records, method, base, "cpu"),
         throughput=tokens / wall,
-        tau=acceptance_length(tokens, outputs, steps),
+        tau=acceptance_length({TOKENS: tokens, REQUESTS: outputs, STEPS: steps}),
         draft_ms=draft_ns / draft_steps * 1e-6 if draft_steps else None,
         tokens=tokens,
         outputs=outputs,

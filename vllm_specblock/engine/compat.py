@@ -13,7 +13,7 @@ import ast
 import importlib.util
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,27 +47,27 @@ class Hook(NamedTuple):
     need: str
     breaks: str
 
-    def trouble(self, sources: Sources) -> str | None:
-        """Return how `need` is not met, in a clause; None: it is met."""
-        if self.need.startswith("from "):
+    def trouble(self, root: Path, parts_of: Callable[[Path], Parts]) -> str | None:
+        """Return how `need` is not met in the folder `vllm` at `root`; None: it is met."""
+        if not self.file:
             _, module, _, name = self.need.split()
-            return sources.import_trouble(module, name)
+            return import_trouble(root, module, name)
+        if not (path := root / self.file).is_file():
+            return f"there is no {PACKAGE}/{self.file}"
         name, kind, rest = re.split(r" ?(\(|:|!?~) ?", self.need, maxsplit=1)
-        part = sources.find(self.file, name)
-        if isinstance(part, str):
-            return part
-        trouble = ""
+        if name not in (parts := parts_of(path)):
+            return f"{self.file} has no {name!r}"
+        trouble, (names, text) = "", parts[name]
         if kind == "(":
-            wanted, found = re.findall(r"\.\.\.|\w+", rest), part.parameters
+            wanted, found = re.findall(r"\.\.\.|\w+", rest), names
             if wanted[-1] == "...":
-                wanted, found = wanted[:-1], found[: len(wanted) - 1]
+                found = [*names[: len(wanted) - 1], "..."]
             if wanted != found:
-                trouble = f"takes ({', '.join(part.parameters)}), not ({rest}"
+                trouble = f"takes ({', '.join(names)}), not ({rest}"
         elif kind == ":":
-            members = part.members
-            if missing := [each for each in rest.split() if each not in members]:
+            if missing := [each for each in rest.split() if each not in names]:
                 trouble = f"has no {', '.join(missing)}"
-        elif any(_says(part.text, each) for each in rest.split(" || ")) == (kind == "!~"):
+        elif any(_says(text, each) for each in rest.split(" || ")) == (kind == "!~"):
             trouble = f"says {rest!r} now" if kind == "!~" else f"does not say {rest!r}"
         return f"{name or self.file} {trouble}" if trouble else None
 
@@ -78,93 +78,58 @@ def _says(text: str, pieces: str) -> bool:
     return re.search(".*".join(squeezed), "".join(text.split())) is not None
 
 
-class Part(NamedTuple):
-    """A class, a function or a whole module, and its source."""
-
-    node: Any
-    text: str
-
-    @property
-    def parameters(self) -> list[str]:
-        """Names of a function's parameters, in the order of its signature."""
-        given = getattr(self.node, "args", ast.Pass())
-        return [each.arg for each in ast.iter_child_nodes(given) if isinstance(each, ast.arg)]
-
-    @property
-    def members(self) -> list[str]:
-        """Parameters of a function; names that a class defines."""
-        if isinstance(self.node, ast.FunctionDef):
-            return self.parameters
-        return re.findall(r"(?m)(?:def |self\.|^\s+(?=\w+\s*[:=]))(\w+)", self.text)
+Parts = dict[str, tuple[list[str], str]]
+"""Name of a class or function, such as "Class.method", or "" for a whole file → the parameters or
+what the class defines, and the source."""
 
 
-class Sources:
-    """The folder `vllm` of an installation, or of a wheel that was unpacked."""
+def parts_of(path: Path) -> Parts:
+    """Return the parts of a file; of what is defined twice, as overloads are, the last counts."""
+    text = path.read_text(encoding="utf-8")
+    lines, found = text.splitlines(keepends=True), Parts({"": ([], text)})
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._modules: dict[str, Part] = {}
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef):
+                part = "".join(lines[child.lineno - 1 : child.end_lineno])
+                if isinstance(child, ast.ClassDef):
+                    names = re.findall(r"(?m)(?:def |self\.|^\s+(?=\w+\s*[:=]))(\w+)", part)
+                else:
+                    given = ast.iter_child_nodes(child.args)
+                    names = [each.arg for each in given if isinstance(each, ast.arg)]
+                found[prefix + child.name] = names, part
+                visit(child, f"{prefix}{child.name}.")
+            elif isinstance(child, ast.If | ast.Try | ast.ExceptHandler):
+                visit(child, prefix)
 
-    def find(self, file: str, name: str) -> Part | str:
-        """Return what `file` defines as `name`, such as "Class.method"; a clause if it does not.
-
-        Of what is defined twice, as overloads are, the last counts.
-        """
-        if not (self.root / file).is_file():
-            return f"there is no {PACKAGE}/{file}"
-        if file not in self._modules:
-            text = (self.root / file).read_text(encoding="utf-8")
-            self._modules[file] = Part(ast.parse(text), text)
-        part = module = self._modules[file]
-        for each in name.split(".") if name else ():
-            found = [node for node in _definitions(part.node) if node.name == each]
-            if not found:
-                return f"{file} has no {name!r}"
-            node = found[-1]
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            lines = module.text.splitlines(keepends=True)[first - 1 : node.end_lineno]
-            part = Part(node, "".join(lines))
-        return part
-
-    def import_trouble(self, module: str, name: str) -> str | None:
-        """Return why `name` cannot be imported from `module`, in a clause; None: it can."""
-        folder = self.root.joinpath(*module.split(".")[1:])
-        files = [*filter(Path.is_file, (folder.with_suffix(".py"), folder / "__init__.py"))]
-        if not files:
-            return f"there is no module {module}"
-        if (folder / name).is_dir() or (folder / f"{name}.py").is_file():
-            return None
-        # Names that a module imports, or loads when they are asked for, are in its text.
-        text = files[0].read_text(encoding="utf-8")
-        if "import *" in text:
-            text = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
-        return None if re.search(rf"\b{name}\b", text) else f"{module} has no {name!r}"
+    visit(ast.parse(text), "")
+    return found
 
 
-def _definitions(node: ast.AST) -> Iterator[Any]:
-    """Yield the classes and functions of a module or class, those under `if` and `try` included."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield child
-        elif isinstance(child, ast.If | ast.Try | ast.ExceptHandler):
-            yield from _definitions(child)
+def import_trouble(root: Path, module: str, name: str) -> str | None:
+    """Return why `name` cannot be imported from `module`, in a clause; None: it can."""
+    folder = root.joinpath(*module.split(".")[1:])
+    if (folder / name).is_dir() or (folder / f"{name}.py").is_file():
+        return None
+    # Names that a module imports, or loads when they are asked for, are in its text.
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    known = path.is_file() and re.search(rf"\b{name}\b", path.read_text(encoding="utf-8"))
+    return None if known else f"{module} has no {name!r}"
 
 
 def installed() -> Path | None:
     """Return the folder of the vLLM that Python would import; None: there is none."""
     spec = importlib.util.find_spec(PACKAGE)
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    return Path(folders[0]) if folders else None
+    return Path(spec.origin).parent if spec and spec.origin else None
 
 
 @cache
 def hooks() -> tuple[Hook, ...]:
     """Return all hooks: the table, and our imports."""
-    return (*table(), *our_imports())
+    return (*_table(), *_our_imports())
 
 
-def table() -> Iterator[Hook]:
-    """Yield the hooks of `vllm_hooks.txt`."""
+def _table() -> Iterator[Hook]:
     file = breaks = ""
     text = Path(__file__).with_name("vllm_hooks.txt").read_text(encoding="utf-8")
     for line in text.replace("\n        ", " ").splitlines():
@@ -174,24 +139,7 @@ def table() -> Iterator[Hook]:
             file, breaks = line.split(": ", 1)
 
 
-def broken(root: Path) -> Iterator[str]:
-    """Yield a line for every hook that does not hold in the folder `vllm` at `root`."""
-    sources = Sources(root)
-    for hook in hooks():
-        trouble = hook.trouble(sources)
-        if trouble is not None:
-            where = f" ({hook.file})" if hook.file else ""
-            yield f"{hook.breaks}: {trouble}{where}"
-
-
-@cache
-def warn_of_broken_hooks() -> None:
-    """Warn of hooks that do not hold in the installed vLLM, once per process."""
-    for line in broken(installed() or Path()):
-        logger.warning("This vLLM is not as SpecBlock needs it, which may break %s", line)
-
-
-def our_imports() -> Iterator[Hook]:
+def _our_imports() -> Iterator[Hook]:
     """Yield a hook on every name of vLLM's that we import, type checkers' imports included."""
     for path in sorted([*PLUGIN.glob("engine/**/*.py"), *PLUGIN.glob("cpu/*.py")]):
         user = path.relative_to(PLUGIN).as_posix()
@@ -199,6 +147,21 @@ def our_imports() -> Iterator[Hook]:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
                 for alias in node.names:
                     yield Hook("", f"from {node.module} import {alias.name}", user)
+
+
+def broken(root: Path) -> Iterator[str]:
+    """Yield a line for every hook that does not hold in the folder `vllm` at `root`."""
+    parts = cache(parts_of)
+    for hook in hooks():
+        if trouble := hook.trouble(root, parts):
+            yield f"{hook.breaks}: {trouble}" + (f" ({hook.file})" if hook.file else "")
+
+
+@cache
+def warn_of_broken_hooks() -> None:
+    """Warn of hooks that do not hold in the installed vLLM, once per process."""
+    for line in broken(installed() or Path()):
+        logger.warning("This vLLM is not as SpecBlock needs it, which may break %s", line)
 
 
 # ---- differences between releases ----

@@ -19,8 +19,6 @@ from vllm_specblock.versions import (
 )
 
 OURS = "vllm-specblock"
-COMPILERS = ("gcc", "clang", "cc")
-"""C compilers that Triton can use to build kernel launchers."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,7 @@ def kernels() -> Finding:
 
     if torch.cuda.is_available():
         name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-        compiler = os.environ.get("CC") or next(filter(shutil.which, COMPILERS), None)
-        if compiler is None:
+        if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))):
             advice = "Triton needs one to launch kernels: install gcc or clang, or name one in CC."
             return wrong("kernels", f"{name}, and no C compiler", advice)
         return Finding("kernels", f"Triton compiles them for sm_{major}{minor} ({name})")

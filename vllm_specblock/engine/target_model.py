@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.distributed.communication_op import tensor_model_parallel_all_gather
 from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase

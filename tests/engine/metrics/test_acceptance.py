@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from vllm_specblock.engine.metrics.acceptance import STEPS, TOKENS, acceptance_length_of
+from vllm_specblock.engine.metrics.acceptance import STEPS, TOKENS, acceptance_length
 from vllm_specblock.engine.offline.answering import Answering, read_counters
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
@@ -73,7 +73,7 @@ def params(count: int = len(PROMPTS), **more) -> list[SamplingParams]:
 
 def check(seen: Seen) -> None:
     """Compare every reported τ with the emitted tokens."""
-    assert acceptance_length_of([seen.counters]) == pytest.approx(seen.tau)
+    assert acceptance_length(seen.counters) == pytest.approx(seen.tau)
     for where, metrics in seen.metrics.items():
         steps = seen.given[where][1:]
         true = sum(steps) / len(steps) if steps else 1.0
@@ -144,7 +144,7 @@ def test_steps_of_an_offline_answer_add_up(engine, plain):
     steps, counters = sum(map(len, said)) - 2, found["counters"]
     assert counters[STEPS] == counters[DRAFTS] == steps
     assert counters[TOKENS] == 60 and counters[ACCEPTED] == 60 - 2 - steps
-    assert acceptance_length_of([counters]) == (60 - 2) / steps
+    assert acceptance_length(counters) == (60 - 2) / steps
     assert found["wall"] > 0 and found["cpu"] > 0
     for other in (engine, plain):
         answering.llm = other.llm

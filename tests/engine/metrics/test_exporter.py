@@ -21,12 +21,8 @@ from vllm.v1.metrics.reader import get_metrics_snapshot
 from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 
 from vllm_specblock.engine.metrics import acceptance, exporter
-from vllm_specblock.engine.metrics.counters import (
-    DRAFTING_NS,
-    DRAFTING_STEPS,
-    DrafterCounters,
-    Stopwatch,
-)
+from vllm_specblock.engine.metrics.counters import DRAFTING_NS, DRAFTING_STEPS, DrafterCounters
+from vllm_specblock.engine.offline.answering import stopwatch_of
 
 
 def sink_of(config, engine: int = 0):
@@ -106,12 +102,17 @@ def test_counters_reach_the_reader_with_every_name(config):
 
 def test_time_of_any_drafter_in_steps_without_prompts():
     speculator = SimpleNamespace(propose=lambda batch, after: time.sleep(0.01) or after)
-    watch = Stopwatch(speculator, "cpu")
+    runner = SimpleNamespace(speculator=speculator, device="cpu")
+    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+    core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
+    engine.vllm_config = SimpleNamespace(use_v2_model_runner=True)
+    watch = stopwatch_of(SimpleNamespace(llm_engine=engine))
     for has_prefill in (False, True, False):
         assert speculator.propose(SimpleNamespace(has_prefill=has_prefill), "drafts") == "drafts"
     nanoseconds, steps = watch.take()
     assert steps == 2 and 20e6 <= nanoseconds < 200e6
-    assert watch.take() == (0, 0)
+    assert watch.take() == [0, 0]
 
 
 def test_a_filtered_scrape_finds_them(config):

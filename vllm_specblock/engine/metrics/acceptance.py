@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_specblock.engine.patches import Function, replaces
@@ -14,7 +14,7 @@ STEPS = "vllm:inter_token_latency_seconds"
 """Histogram; its count is the number of decode steps."""
 
 
-def acceptance_length(tokens: float, requests: float, steps: float) -> float:
+def acceptance_length(counts: Mapping[str, float]) -> float:
     """Return τ, the tokens emitted per decode step; 1 without decode steps.
 
     A decode step is a target forward that emits tokens of a request, drafts or not; the forward
@@ -22,21 +22,11 @@ def acceptance_length(tokens: float, requests: float, steps: float) -> float:
     Tokens after max_tokens, EOS or a stop do not count. Each of n sequences is a request.
 
     Args:
-        tokens: emitted tokens, first tokens included.
-        requests: requests with a first token.
-        steps: decode steps of all requests.
+        counts: emitted tokens, first tokens included, and requests with a first token and decode
+            steps of all requests (default: 0), by vLLM's names.
     """
-    return (tokens - requests) / steps if steps else 1.0
-
-
-def acceptance_length_of(counts: Iterable[Mapping[str, int]]) -> float:
-    """Return τ of several counts together, keyed by vLLM's names.
-
-    Raises:
-        KeyError: a count has no tokens.
-    """
-    rows = [(each[TOKENS], each.get(REQUESTS, 0), each.get(STEPS, 0)) for each in counts]
-    return acceptance_length(*map(sum, zip(*rows)))
+    tokens, steps = counts[TOKENS] - counts.get(REQUESTS, 0), counts.get(STEPS, 0)
+    return tokens / steps if steps else 1.0
 
 
 def subtract_after_stops() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -33,8 +32,6 @@ class DraftClock:
         total: [3] int64, nanoseconds, steps, and when the open span began.
     """
 
-    SIZE = 3
-
     def __init__(self, total: torch.Tensor) -> None:
         self.total, self._began = total, 0
 
@@ -48,6 +45,12 @@ class DraftClock:
             return end_span_triton(self.total)
         self.total[0] += time.perf_counter_ns() - self._began
         self.total[1] += 1
+
+    def take(self) -> list[int]:
+        """Nanoseconds since the last call, and in how many steps; waits for the device."""
+        sums = self.total[:2].tolist()  # a host read, not for a step
+        self.total.zero_()
+        return sums
 
 
 class DrafterCounters:
@@ -74,9 +77,8 @@ class DrafterCounters:
         self.num_drafters, self.sink, self.source = num_drafters, sink, source
         # Nodes by origin, as (verified, accepted, first of a tree); then what was drafted.
         size = 3 * _KINDS + 3 * num_drafters + 4
-        self._all = torch.zeros(size + DraftClock.SIZE, dtype=torch.int64, device=device)
-        self.total, spans = self._all[:size], self._all[size:]
-        self.clock, self._host = DraftClock(spans), self._all
+        self._all = self._host = torch.zeros(size + 3, dtype=torch.int64, device=device)
+        self.total, self.clock = self._all[:size], DraftClock(self._all[size:])
         if self._all.is_cuda:
             self._host = torch.zeros(self._all.shape, dtype=torch.int64, pin_memory=True)
 
@@ -153,29 +155,3 @@ def tally(total: Sequence[int], num_drafters: int) -> Counts:
         counts["agreed", 0] = agreed
         counts["second_skipped", 0] = live - second
     return counts
-
-
-class Stopwatch(DraftClock):
-    """Time inside the `propose` of a speculator of Model Runner V2, in steps without prompts.
-
-    For vLLM's own: ours also commits there.
-    """
-
-    def __init__(self, speculator: Any, device: torch.device | str) -> None:
-        super().__init__(torch.zeros(self.SIZE, dtype=torch.int64, device=device))
-        propose = speculator.propose
-
-        def timed(batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            self.begin()
-            result = propose(batch, *args, **kwargs)
-            if not batch.has_prefill:
-                self.end()
-            return result
-
-        speculator.propose = timed
-
-    def take(self) -> tuple[int, int]:
-        """Nanoseconds since the last call, and in how many steps; waits for the device."""
-        nanoseconds, steps, _ = self.total.tolist()  # a host read, not for a step
-        self.total.zero_()
-        return nanoseconds, steps

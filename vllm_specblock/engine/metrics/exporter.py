@@ -16,7 +16,7 @@ import tempfile
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -75,23 +75,22 @@ HELP = LEARNING | {
 }
 
 _ATTRIBUTE = "specblock_metrics"
-_exposed: DrafterMetrics | None = None
 
 
-@dataclass(eq=False)
 class DrafterMetrics:
-    """A prometheus collector over the files of one deployment's engines."""
+    """A prometheus collector over the files of the newest deployment's engines."""
 
-    stem: str  # the files' path up to "-<engine>.db"
-
-    def files(self) -> list[str]:
-        return glob.glob(glob.escape(self.stem) + "-*.db")
+    pattern = ""  # matches the files
 
     def describe(self) -> list[Metric]:
         return [CounterMetricFamily(PREFIX + name, text) for name, text in HELP.items()]
 
     def collect(self) -> Iterable[Metric]:
-        return MultiProcessCollector.merge(self.files())
+        return MultiProcessCollector.merge(glob.glob(self.pattern))
+
+
+_shown = DrafterMetrics()
+REGISTRY.register(_shown)
 
 
 def announce(config: Any) -> None:
@@ -99,29 +98,20 @@ def announce(config: Any) -> None:
 
     They are removed with `config`, vLLM's SpeculativeConfig, which carries the path to the engines.
     """
-    global _exposed
     shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     folder = shared or tempfile.mkdtemp(prefix="specblock-metrics-")
-    collector = DrafterMetrics(os.path.join(folder, f"counter_specblock-{uuid.uuid4().hex}"))
-    if _exposed is not None:
-        REGISTRY.unregister(_exposed)
-    REGISTRY.register(collector)
-    _exposed = collector
-    setattr(config, _ATTRIBUTE, collector.stem)
-    weakref.finalize(config, _withdraw, collector, None if shared else folder, os.getpid())
+    stem = os.path.join(folder, f"counter_specblock-{uuid.uuid4().hex}")
+    setattr(config, _ATTRIBUTE, stem)
+    _shown.pattern = pattern = glob.escape(stem) + "-*.db"
+    weakref.finalize(config, _withdraw, pattern, None if shared else folder, os.getpid())
 
 
-def _withdraw(collector: DrafterMetrics, folder: str | None, owner: int) -> None:
-    global _exposed
+def _withdraw(pattern: str, folder: str | None, owner: int) -> None:
     if os.getpid() != owner:  # a fork's copy of the config
         return
-    if _exposed is collector:
-        REGISTRY.unregister(collector)
-        _exposed = None
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
-        return
-    for path in collector.files():
+    for path in glob.glob(pattern):
         os.unlink(path)
 
 
@@ -137,33 +127,20 @@ def make_sink(vllm_config: Any, rank: int) -> Callable[[Counts], None] | None:
         )
         return None
     engine = str(vllm_config.parallel_config.data_parallel_index)
-    labels = {"model_name": str(vllm_config.model_config.served_model_name), "engine": engine}
-    return Sink(f"{stem}-{engine}.db", labels)
+    shared = {"model_name": str(vllm_config.model_config.served_model_name), "engine": engine}
+    # Under its name only when it can be read: a reader may come at any time.
+    path = f"{stem}-{engine}.db"
+    file = MmapedDict(f"{path}.new")
+    os.replace(f"{path}.new", path)
 
+    @cache
+    def key(name: str, drafter: int) -> str:
+        labels = shared | ({"head": str(drafter)} if drafter else {})
+        names = PREFIX + name, f"{PREFIX}{name}_total", [*labels], [*labels.values()]
+        return mmap_key(*names, HELP[name])
 
-class Sink:
-    """Writes counts to the file `path`."""
+    def sink(counts: Counts) -> None:
+        for each, count in counts.items():
+            file.write_value(key(*each), count, 0.0)
 
-    def __init__(self, path: str, labels: dict[str, str]) -> None:
-        self.path, self.labels = path, labels
-        self.keys: dict[tuple[str, int], str] = {}
-        self.file: MmapedDict | None = None
-
-    def __call__(self, counts: Counts) -> None:
-        if self.file is None:
-            self.file = self._create(counts)
-        for key, count in counts.items():
-            self.file.write_value(self.keys[key], count, 0.0)
-
-    def _create(self, counts: Counts) -> MmapedDict:
-        for name, drafter in counts:
-            labels = self.labels | ({"head": str(drafter)} if drafter else {})
-            names = PREFIX + name, f"{PREFIX}{name}_total", [*labels], [*labels.values()]
-            self.keys[name, drafter] = mmap_key(*names, HELP[name])
-        # Under its name only when complete: a reader may come at any time.
-        making = f"{self.path}.new"
-        file = MmapedDict(making)
-        for key in self.keys.values():
-            file.write_value(key, 0, 0.0)
-        os.replace(making, self.path)
-        return file
+    return sink

@@ -44,22 +44,38 @@ def cpu_seconds() -> float:
     import psutil
 
     this = psutil.Process()
-    took = sum(this.cpu_times()[:4])  # user and system time, own and of ended children
-    for child in this.children(recursive=True):
+    took = 0.0
+    for each in (this, *this.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
-            took += sum(child.cpu_times()[:4])
+            took += sum(each.cpu_times()[:4])  # user and system time, own and of ended children
     return took
 
 
 def stopwatch_of(llm: Any) -> Any:
-    """Return the `Stopwatch` that times an engine's drafting; None: its drafter is out of reach."""
-    from vllm_specblock.engine.metrics.counters import Stopwatch
+    """Return a `DraftClock` of an engine's `propose`; None: its drafter is out of reach.
+
+    It times steps without prompts. For vLLM's own speculators: ours also commits there.
+    """
+    import torch
+
+    from vllm_specblock.engine.metrics.counters import DraftClock
 
     core = llm.llm_engine.engine_core
     if not llm.llm_engine.vllm_config.use_v2_model_runner or not hasattr(core, "engine_core"):
         return None
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
-    return Stopwatch(runner.speculator, runner.device)
+    clock = DraftClock(torch.zeros(3, dtype=torch.int64, device=runner.device))
+    propose = runner.speculator.propose
+
+    def timed(batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        clock.begin()
+        result = propose(batch, *args, **kwargs)
+        if not batch.has_prefill:
+            clock.end()
+        return result
+
+    runner.speculator.propose = timed
+    return clock
 
 
 class Answering:
@@ -69,17 +85,17 @@ class Answering:
         from vllm import LLM
 
         self.llm = LLM(**arguments)
-        self.config = self.llm.llm_engine.vllm_config
         speculative = arguments.get("speculative_config")
         others = speculative is not None and speculative["method"] != "specblock"
         self.stopwatch = stopwatch_of(self.llm) if others else None
 
     def facts(self) -> dict[str, Any]:
         """Return facts of this engine beyond its arguments."""
+        config = self.llm.llm_engine.vllm_config
         return {
-            "runner": "V2" if self.config.use_v2_model_runner else "V1",
-            "dtype": str(self.config.model_config.dtype).removeprefix("torch."),
-            "compiled": self.config.compilation_config.mode.name,
+            "runner": "V2" if config.use_v2_model_runner else "V1",
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "compiled": config.compilation_config.mode.name,
         }
 
     def answer(
@@ -95,41 +111,28 @@ class Answering:
             ids [n][tokens]; wall and cpu seconds; counters: growth of `read_counters`.
         """
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind as Kind
 
         given = {name: job[name] for name in ("temperature", "max_tokens", "ignore_eos")}
-        params = [SamplingParams(**given, seed=seed, detokenize=False) for seed in job["seeds"]]
-        prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+        given |= {"output_kind": Kind.DELTA if said else Kind.FINAL_ONLY, "detokenize": False}
+        params = [SamplingParams(**given, seed=seed) for seed in job["seeds"]]
         counted, used = read_counters(self.llm.get_metrics()), cpu_seconds()
         began = time.perf_counter()
-        if said is None:
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
-            ids = [list(output.outputs[0].token_ids) for output in outputs]
-        else:
-            ids = self._step_by_step(prompts, params, said)
+        engine, ids = self.llm.llm_engine, [list[int]() for _ in params]
+        for index, (prompt, each) in enumerate(zip(job["prompts"], params)):
+            engine.add_request(str(index), {"type": "token", "prompt_token_ids": prompt}, each)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                index, new = int(output.request_id), list(output.outputs[0].token_ids)
+                ids[index] += new
+                if said is not None:
+                    said(index, new)
         wall = time.perf_counter() - began
         cpu = cpu_seconds() - used
         counters = dict(read_counters(self.llm.get_metrics()) - counted)
         if self.stopwatch is not None:
             counters |= zip(DRAFTING, self.stopwatch.take())
         return {"ids": ids, "wall": wall, "cpu": cpu, "counters": counters}
-
-    def _step_by_step(
-        self, prompts: list[Any], params: list[Any], said: Callable[[int, list[int]], object]
-    ) -> list[list[int]]:
-        """`LLM.generate`, with the tokens of each step."""
-        from vllm.sampling_params import RequestOutputKind
-
-        engine = self.llm.llm_engine
-        for index, (prompt, each) in enumerate(zip(prompts, params)):
-            each.output_kind = RequestOutputKind.DELTA
-            engine.add_request(str(index), prompt, each)
-        ids: list[list[int]] = [[] for _ in prompts]
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                index, new = int(output.request_id), list(output.outputs[0].token_ids)
-                ids[index] += new
-                said(index, new)
-        return ids
 
 
 def serve(jobs: TextIO, answers: TextIO, make: type[Answering] = Answering) -> None:

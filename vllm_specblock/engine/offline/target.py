@@ -26,7 +26,6 @@ from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target.feature_store import Features
 
-CPU_CACHE_BYTES = 2 << 30
 _DONE: Any = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
 """Stands for the CUDA event of a finished copy."""
 
@@ -58,7 +57,7 @@ class VllmAnswerer:
         # which a CPU's generator cannot do.
         if current_platform.is_cpu() and envs.VLLM_USE_V2_MODEL_RUNNER is not True:
             settings["enable_chunked_prefill"] = False
-        self.llm = start(settings | dict(engine or {}))
+        self.llm = start(settings, engine)
 
     def generate(
         self,
@@ -87,13 +86,13 @@ class VllmAnswerer:
         self.llm.reset_prefix_cache()
 
 
-def start(settings: Mapping[str, Any]) -> LLM:
+def start(settings: dict[str, Any], engine: Mapping[str, Any] | None) -> LLM:
     """Start an engine; raises TrainError where vLLM does not take these arguments of `LLM`."""
     # An engine in a process of its own outlives a killed parent and keeps its memory, and requests
     # reach it at uneven times, so that no two runs compute the same batches.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:
-        return LLM(**settings)
+        return LLM(**settings | dict(engine or {}))
     except (TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise TrainError(f"vLLM cannot run the target {settings['model']}: {reason}") from error
@@ -129,7 +128,7 @@ class FeatureExtractor:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         # vLLM keeps one state per id. The last id is repeated to reserve a slot that
-        # `_append_last_output` fills with the LM head's input.
+        # `FeatureConnector` fills with the LM head's input.
         kept = [*layer_ids, layer_ids[-1]]
         hf_config = {"eagle_aux_hidden_state_layer_ids": kept, "specblock_features": True}
         settings: dict[str, Any] = {
@@ -153,8 +152,8 @@ class FeatureExtractor:
             },
         }
         if current_platform.is_cpu():  # vLLM's default there is nearly all of the memory
-            settings["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-        self.llm = start(settings | dict(engine or {}))
+            settings["kv_cache_memory_bytes"] = 2 << 30
+        self.llm = start(settings, engine)
         self.params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
     def __call__(self, sequences: Sequence[Tensor]) -> Iterator[Features]:
@@ -198,8 +197,17 @@ class FeatureConnector(ExampleHiddenStatesConnector):
     """vLLM's connector; the last of the states is the target's output. Works on a CPU, too."""
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """Also store the LM head's input as the last of the kept states, in every worker."""
+        from vllm.v1.worker.gpu.spec_decode import extract_hidden_states
+
         super().register_kv_caches(kv_caches)
-        _append_last_output()  # here, since this runs in every worker
+
+        @replaces(extract_hidden_states.ExtractHiddenStatesSpeculator, "propose")
+        def propose(original: Function, *args: Any, **kwargs: Any) -> Tensor:
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            if (states := given["aux_hidden_states"]) is not None:
+                given["aux_hidden_states"] = [*states, given["last_hidden_states"]]
+            return original(**given)
 
     def _submit_async_write(self, pending: PendingSave) -> None:
         if self._kv_cache.is_cuda:
@@ -212,16 +220,3 @@ class FeatureConnector(ExampleHiddenStatesConnector):
         lock = self._lock_fds.pop(pending.req_id, None)
         self._write_tensors(tensors, _DONE, pending.filename, lock)
         self._req_copy_events[pending.req_id] = _DONE
-
-
-def _append_last_output() -> None:
-    """Store the LM head's input as the last of the kept states."""
-    from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
-
-    @replaces(ExtractHiddenStatesSpeculator, "propose")
-    def propose(original: Function, *args: Any, **kwargs: Any) -> Tensor:
-        given = inspect.signature(original).bind(*args, **kwargs)  # by name in dummy runs
-        states, last = map(given.arguments.get, ("aux_hidden_states", "last_hidden_states"))
-        if states is not None:
-            given.arguments["aux_hidden_states"] = [*states, last]
-        return original(*given.args, **given.kwargs)
