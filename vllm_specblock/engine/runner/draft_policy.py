@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -66,11 +65,6 @@ class DraftPolicy:
         for calibration in self.calibrations:
             calibration.begin(req_idx)
 
-    def draft_briefly(self, brief: bool) -> None:
-        """Let drafters draft their first block only, or all blocks."""
-        for drafter in self.drafters:
-            drafter.brief = brief
-
     def advance(self, rows: CommittedTokens) -> None:
         rows = self.skipped.read(rows)
         for drafter in self.drafters:
@@ -82,22 +76,14 @@ class DraftPolicy:
 
     def combined(self, live: torch.Tensor, *trees: DraftTree) -> tuple[DraftTree, Drafted]:
         """Return one tree of the drafters' trees."""
-        how = self.options
-        if how is None:
-            (tree,) = trees
-            return tree, Drafted(live, None, None, tree.size, self.drafters[0].beta)
-        first, second = trees
+        if (how := self.options) is None:
+            return trees[0], Drafted(live, None, None, trees[0].size, self.drafters[0].beta)
+        (first, second), (one, two) = trees, self.drafters
         if how.draft_policy == "route":
             tree, agreed = route(first, second, how.confidence)
         else:
             tree, agreed = merge(first, second, how.merge, self.num_nodes, self.max_depth)
-        return tree, self.drafted(live, live, agreed, first.size, second.size)
-
-    def drafted(
-        self, live: torch.Tensor, second: torch.Tensor, agreed: torch.Tensor, *sizes: torch.Tensor
-    ) -> Drafted:
-        betas = (drafter.beta for drafter in self.drafters)
-        return Drafted(live, second, agreed, *chain.from_iterable(zip(sizes, betas)))
+        return tree, Drafted(live, live, agreed, first.size, one.beta, second.size, two.beta)
 
 
 class SkippingMergedDrafters(DraftPolicy):
@@ -107,13 +93,13 @@ class SkippingMergedDrafters(DraftPolicy):
     rows are kept until it drafts again. Only a CPU can decide this in every step.
     """
 
-    def __init__(self, controller: Controller, num_slots: int, *given: Any) -> None:
+    def __init__(self, controller: Controller, *given: Any) -> None:
         super().__init__(*given)
         (self.lookup,) = (at for at, it in enumerate(self.drafters) if not it.cache_layers())
-        self.gate, self.controller, self.scratch_idx = DrafterGate(), controller, num_slots - 1
+        self.gate, self.controller = DrafterGate(), controller
         # By request slot, for the tree under verification.
-        self.sure = torch.zeros(num_slots)
-        self.both = torch.zeros(num_slots, dtype=torch.bool)
+        self.both = torch.zeros_like(self.skipped.blind)
+        self.sure = torch.zeros(len(self.both))
 
     def forget(self) -> None:
         super().forget()
@@ -136,21 +122,22 @@ class SkippingMergedDrafters(DraftPolicy):
         expected = self.gate.expects(sure.numpy())  # a host tensor
         behind = self.skipped.behind(slots) + len(rows.token)
         # Dummy batches measure the cost of the drafter with weights.
-        dummy = slots[0] == self.scratch_idx
+        dummy = slots[0] == len(self.both) - 1  # the scratch slot
         self.asked = dummy or self.controller.asks(expected, len(slots), behind)
         self.sure[rows.req_idx], self.both[rows.req_idx] = sure, self.asked
         if self.asked:
             drafter.advance(self.skipped.read(rows))
         else:
-            self.skipped.skip(rows.kv_slot, partial(MissedRows.of, rows))
+            self.skipped.skip(rows.kv_slot, partial(MissedRows.of, rows), wanted=True)
             self.skipped.blind[rows.req_idx] = False
 
     def draft(self, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
-        found, order = self.found, 1 - 2 * self.lookup
+        found, (one, two) = self.found, self.drafters
         if self.asked:
-            trees = found, self.drafters[1 - self.lookup].draft()
-            return self.combined(live, *trees[::order])
-        never, sizes = torch.zeros_like(live), (found.size, torch.zeros_like(found.size))
-        second = live if self.lookup else never
-        found = replace(found, origin=(1 + self.lookup) * found.origins())
-        return found, self.drafted(live, second, never, *sizes[::order])
+            trees = (one.draft(), found) if self.lookup else (found, two.draft())
+            return self.combined(live, *trees)
+        never, none = torch.zeros_like(live), torch.zeros_like(found.size)
+        if not self.lookup:
+            return found, Drafted(live, never, never, found.size, one.beta, none, two.beta)
+        found = replace(found, origin=2 * found.origins())
+        return found, Drafted(live, live, never, none, one.beta, found.size, two.beta)

@@ -69,10 +69,7 @@ class SkippedSteps:
         return not fills and self.backlog.has_room(batch.num_tokens, states)
 
     def skip(
-        self,
-        kv_slot: torch.Tensor,
-        rows: Callable[[], MissedRows],
-        wanted: np.ndarray | bool = True,
+        self, kv_slot: torch.Tensor, rows: Callable[[], MissedRows], wanted: np.ndarray | bool
     ) -> None:
         """Note `rows` that no drafter reads now; kv_slot: [T] int64, their slots.
 

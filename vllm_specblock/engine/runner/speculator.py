@@ -111,7 +111,7 @@ class TreeSpeculator(DraftModelSpeculator):
         if combine is None or not combine.skip_drafter:
             self.draft_policy = DraftPolicy(*given)
         else:
-            self.draft_policy = SkippingMergedDrafters(self.controller, self.num_slots, *given)
+            self.draft_policy = SkippingMergedDrafters(self.controller, *given)
         if resolved.adaptive:
             setattr(self.req_states, OURS, self)
             self.parts.install_budgets()
@@ -155,7 +155,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self.forget_warm_up()
         self.caches.warm_up(self.block_tables)
         for brief in (False,) if self.adaptive is None else self.adaptive.lengths:
-            self.draft_policy.draft_briefly(brief)
+            for drafter in self.draft_policy.drafters:
+                drafter.brief = brief
             self.graphs.capture(self.step, self.draft_tokens, brief)
 
     def forget_warm_up(self) -> None:
@@ -172,8 +173,7 @@ class TreeSpeculator(DraftModelSpeculator):
         temperature = 0.0 if params is None else params.temperature
         self.temperature[req_idx].fill_(temperature)
         self.draft_policy.begin(req_idx)
-        undrafted = not wants_drafts(params)
-        self.undrafted[req_idx], self.samples[req_idx] = undrafted, temperature > 0
+        self.undrafted[req_idx], self.samples[req_idx] = not wants_drafts(params), temperature > 0
         self.skipped.begin(req_idx)
         self.chains[req_idx] = self.all_chains or looks_back(params)
         self.shares[req_idx] = params is not None and shares(params)
@@ -241,7 +241,8 @@ class TreeSpeculator(DraftModelSpeculator):
             self._counted |= draft
             began = None if adaptive is None else adaptive.clock.mark()
             brief = adaptive is not None and adaptive.brief
-            self.draft_policy.draft_briefly(brief)
+            for drafter in self.draft_policy.drafters:
+                drafter.brief = brief
             graph = self.graphs.find(batch, dummy_run, brief) if draft else None
             if graph is None:
                 tokens = self.step(self._eager(batch, slot_mappings, states), draft)
@@ -285,8 +286,8 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def settle(self, rows: StepBatch) -> tuple[VerifiedTrees, CommittedTokens]:
         """Commit the accepted paths, and learn from them; return the rows to advance on."""
-        paths, trees = rows.accepted_rows, self.tree_states
-        if rows.has_drafts:
+        paths, trees, has_drafts = rows.accepted_rows, self.tree_states, rows.batch.num_draft_tokens
+        if has_drafts:
             for (_, caches), slots in zip(self.caches.target, rows.target_slots):
                 move_path(caches, slots, paths, rows.batch.num_tokens)
             for layer in self.recurrent:
@@ -294,7 +295,7 @@ class TreeSpeculator(DraftModelSpeculator):
         verdict = rows.batch.idx_mapping, rows.drafts, paths.accepted, paths.path
         verified = VerifiedTrees(*verdict, trees.score, trees.origin, self.temperature)
         self.draft_policy.learn(verified)
-        if self.adaptive is not None and rows.has_drafts:
+        if self.adaptive is not None and has_drafts:
             self.adaptive.learn(verified)
         texts = self.req_states.all_token_ids.gpu
         return verified, rows.committed(self.num_layers, texts, self.temperature)

@@ -50,7 +50,6 @@ class StepBatch:
 
     def __post_init__(self) -> None:
         batch, num_reqs, device = self.batch, self.batch.num_reqs, self.block_table.device
-        self.has_drafts = batch.num_draft_tokens > 0
         base = rows_without_drafts(batch)
 
         def put(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
