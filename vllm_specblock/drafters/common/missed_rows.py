@@ -33,7 +33,8 @@ class MissedRows(NamedTuple):
     @classmethod
     def of(cls, rows: CommittedTokens) -> MissedRows:
         """Convert from the struct that drafters read."""
-        req_idx, last, position = (x.numpy() for x in (rows.req_idx, rows.last, rows.position))
+        numbers = rows.req_idx, rows.last, rows.position
+        req_idx, last, position = (x.numpy() for x in numbers)  # a host tensor each
         begin = np.array(rows.row_start_host[:-1])
         states = tuple(rows.states)
         return cls(req_idx, states, rows.source, begin, last + 1 - begin, position[begin])

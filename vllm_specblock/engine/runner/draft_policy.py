@@ -121,8 +121,8 @@ class SkippingMergedDrafters(DraftPolicy):
         sure = first_token(self.found)
         expected = self.gate.expects(sure.numpy())  # a host tensor
         behind = self.skipped.behind(slots) + len(rows.token)
-        # Dummy batches measure the cost of the drafter with weights.
-        dummy = slots[0] == len(self.both) - 1  # the scratch slot
+        # Dummy batches, in the last slot, measure the cost of the drafter with weights.
+        dummy = slots[0] == len(self.both) - 1
         self.asked = dummy or self.controller.asks(expected, len(slots), behind)
         self.sure[rows.req_idx], self.both[rows.req_idx] = sure, self.asked
         if self.asked:

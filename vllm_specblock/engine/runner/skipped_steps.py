@@ -26,7 +26,7 @@ class SkippedSteps:
         blocks_shared: later requests may reuse the blocks of a request without drafts.
         backlog: rows to read later, none on a GPU.
         holes: incomplete cache blocks; None: no drafter has a cache, or there is none yet.
-        masks: [2, requests] int64, see `CacheHoles.mask`; CUDA graphs read them.
+        masks: [2, ≥ R] int64, see `CacheHoles.mask`; CUDA graphs read them.
         blind: [S] bool by request slot, requests whose next trees are empty; see there, too.
     """
 
@@ -38,8 +38,7 @@ class SkippedSteps:
         self.has_caches = any(each.cache_layers() for each in drafters)
         self.blocks_shared = self.has_caches and config.cache_config.enable_prefix_caching
         self.backlog = Backlog(MOST_BYTES * (self.has_caches and device_of(device).on_host))
-        requests = config.scheduler_config.max_num_seqs
-        self.masks = torch.zeros(2, requests, dtype=torch.int64, device=device)
+        self.masks = torch.zeros(2, num_slots, dtype=torch.int64, device=device)
         self.blind = torch.zeros(num_slots, dtype=torch.bool, device=device)
 
     def track(self, num_blocks: int, block_size: int) -> None:
@@ -105,6 +104,7 @@ class SkippedSteps:
 
 def all_rows(batch: InputBatch, states: Sequence[torch.Tensor]) -> MissedRows:
     """Return all rows of a batch without drafts, on a CPU."""
-    begin = batch.query_start_loc_np[: batch.num_reqs]
-    length, position = batch.num_scheduled_tokens[: batch.num_reqs], batch.positions.numpy()[begin]
+    count = batch.num_reqs
+    begin, length = batch.query_start_loc_np[:count], batch.num_scheduled_tokens[:count]
+    position = batch.positions.numpy()[begin]  # a host tensor
     return MissedRows(batch.idx_mapping_np, tuple(states), None, begin, length, position)
