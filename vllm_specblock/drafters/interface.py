@@ -29,11 +29,10 @@ class CommittedTokens:
     token: torch.Tensor  # [T] int64, the token at position + 1, target vocabulary
     position: torch.Tensor  # [T] int64
     index: torch.Tensor  # [T] int64, place in `block_table`: less the tokens of masked blocks
-    kv_slot: torch.Tensor  # [T] int64, the target's cache slot; −1: padding, or before `start`
+    kv_slot: torch.Tensor  # [T] int64, the target's cache slot; −1: not stored (padding, holes)
     row_start: torch.Tensor  # [R+1] int32, first row of each request
     row_start_host: list[int]
     last: torch.Tensor  # [R] int64, the newest row of each request, from which it drafts
-    start: torch.Tensor  # [R] int64, the first position to store; 0 unless a block is incomplete
     block_table: torch.Tensor  # [R, max blocks] int32, without masked blocks (`CacheHoles`)
     block_size: int  # tokens in one block
     max_position: int  # host upper bound of `position`, for loop bounds only
@@ -44,7 +43,7 @@ class CommittedTokens:
     temperature: torch.Tensor  # [R] fp32; 0: greedy
 
     PER_ROW: ClassVar = ("source", "token", "position", "index", "kv_slot")
-    PER_REQUEST: ClassVar = ("start", "block_table", "req_idx", "temperature")
+    PER_REQUEST: ClassVar = ("block_table", "req_idx", "temperature")
 
     def request(self) -> torch.Tensor:
         """[T] int64, the request of each row."""

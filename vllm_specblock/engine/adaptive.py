@@ -51,7 +51,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         clock: times the steps; marks: begin and end of the last proposal.
         accepted: draft tokens accepted in the last step; None on a GPU.
         brief: drafters draft their first block only; lengths: possible values of `brief`.
-        by: LOOKUP, BRIEF or WHOLE, the last proposal; read: rows that its drafter had missed.
+        by: LOOKUP, BRIEF or WHOLE, the last proposal.
     """
 
     _counts: np.ndarray | None = None
@@ -66,19 +66,19 @@ class TreeBudgetManager(AdaptiveVerificationManager):
 
     marks: tuple[Any, Any] | None = None
     accepted: int | None = None
-    by, read, brief = WHOLE, 0, False
+    by, brief = WHOLE, False
 
     def __init__(self, req_states: RequestState, *args: Any, **kwargs: Any) -> None:
         super().__init__(req_states, *args, **kwargs)
         self._timed: deque[tuple[Step, Any, Any, tuple[Any, Any] | None, bool]] = deque()
         speculator: TreeSpeculator = getattr(req_states, OURS)
-        parts, skipped = speculator.parts, speculator.skipped
+        parts, self.skipped = speculator.parts, speculator.skipped
         self.on_host, self.clock = parts.on_host, parts
         self.all_paused = False
         self.controller, states = speculator.controller, speculator.tree_states
         # [requests, N] fp32, in batch order.
         self.confidence = speculator.draft_token_confidence_probs
-        self.backlog, self.resumes = skipped.backlog, skipped.resumes
+        self.resumes = self.on_host or not self.skipped.has_caches
         self.acceptance = AcceptanceEstimator(speculator.device)
         self.undrafted, self.samples = speculator.undrafted, speculator.samples
         # The controller decides whether drafters draft all of their blocks.
@@ -118,8 +118,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             nodes,
         )
         if decodes:
-            backlog = self.backlog
-            behind = 0 if backlog is None else sum(map(backlog.rows, slots.tolist()))
+            behind = self.skipped.behind(slots.tolist())  # a host array
             self.all_paused = not self.controller.drafts(len(requests), sampling, behind)
             drafts_now = not self.all_paused
             if drafts_now and self.later is not None:
@@ -158,7 +157,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         step = step._replace(
             tokens=None if accepted is None else len(requests) + accepted,
             by=self.by,
-            read=step.read + self.read if self.by != LOOKUP else 0,
+            read=step.read if self.by != LOOKUP else 0,
         )
         self._timed.append((step, start, now, self.marks, sampling))
         while self._timed and self.clock.passed(self._timed[0][2]):
@@ -224,16 +223,16 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         if self.on_host:
             self.accepted = int(verified.accepted.sum())  # a host tensor
 
-    def drafted(self, began: Any, asked: bool, read: int = 0, prompts: int = 0) -> None:
+    def drafted(self, began: Any, asked: bool, prompts: int = 0) -> None:
         """Note a proposal that ends now.
 
         Args:
             began: mark of `clock`.
-            asked: a drafter with weights took part; read: rows that it had missed before.
+            asked: a drafter with weights took part.
             prompts: requests of the batch if drafters have read prompts in it, else 0.
         """
         self.by = LOOKUP if not asked else BRIEF if self.brief else WHOLE
-        self.marks, self.read = (began, self.clock.mark()), read
+        self.marks = began, self.clock.mark()
         if prompts and self.on_host:
             cost = self.controller.cost
             usual = cost.draft(prompts, self.by) / cost.of(1.0)
@@ -280,7 +279,7 @@ def install(kind: type[TreeBudgetManager] = TreeBudgetManager) -> None:
         if speculator is None:
             return original(req_states, *args, **kwargs)
         manager = kind(req_states, *args, **kwargs)
-        speculator.adaptive = speculator.skipped.adaptive = manager
+        speculator.adaptive = manager
         return manager
 
     @replaces(model_runner.GPUModelRunner, "sample_tokens")

@@ -9,8 +9,6 @@ from support.lone_drafters import MAX_LEN, PAGE
 
 from vllm_specblock.drafters.common.missed_rows import Backlog, CacheHoles, MissedRows
 
-EVERYONE = np.ones(3, dtype=bool)
-
 
 class Course:
     """Three requests, step by step: a prompt each, then a few tokens in every step."""
@@ -30,8 +28,8 @@ class Course:
 
 def test_only_those_that_rested_catch_up():
     course, backlog = Course(8), Backlog()
-    kept = backlog.keep(MissedRows.of(course.step()), np.array([True, False, True]))
-    assert kept.tolist() == [True, False, True]
+    backlog.keep(MissedRows.of(course.step()), np.array([True, False, True]))
+    assert set(backlog.pieces) == {0, 2}
     rows = backlog.catch_up(course.step())
     assert rows.row_start_host == [0, 4, 5, 11]
     assert rows.row_start.tolist() == rows.row_start_host
@@ -44,16 +42,21 @@ def test_only_those_that_rested_catch_up():
         assert rows.kv_slot[row] == course.tables[r, place // PAGE] * PAGE + place % PAGE
 
 
+def rows_of_slot_7(*numbers: list[int]) -> MissedRows:
+    """begin, length and position of its rows."""
+    begin, length, position = map(np.array, numbers)
+    return MissedRows(np.full(len(begin), 7), (torch.zeros(6, 8),), None, begin, length, position)
+
+
 def test_dummy_batches_of_one_slot_do_not_add_up():
     """While an engine measures its steps all rows are in one slot, again and again from the start:
     together they would be more than a request may have."""
     backlog = Backlog()
     for _ in range(2 * MAX_LEN):
-        rows = MissedRows([7, 7], (torch.zeros(6, 8),), None, [0, 3], [3, 3], [0, 0])
-        assert backlog.keep(rows, EVERYONE[:2]).all()
+        backlog.keep(rows_of_slot_7([0, 3], [3, 3], [0, 0]))
         assert backlog.rows(7) == 3 and len(backlog.pieces[7]) == 1
     size = backlog.bytes
-    backlog.keep(MissedRows([7], (torch.zeros(2, 8),), None, [0], [2], [3]), EVERYONE[:1])
+    backlog.keep(rows_of_slot_7([0], [2], [3]))
     assert backlog.rows(7) == 5 and backlog.bytes == size // 3 * 5, "these go on"
     backlog.forget(7)
     assert backlog.bytes == 0
@@ -63,30 +66,31 @@ def test_what_finds_no_room_loses_its_request_all_it_had():
     course = Course(8)
     row = 64 + 3 * 8 * 4  # bytes: three layers of eight float32
     backlog = Backlog(most_bytes=8 * row)
-    assert backlog.keep(MissedRows.of(course.step()), EVERYONE).all()  # 6 rows
-    assert backlog.keep(MissedRows.of(course.step()), EVERYONE).tolist() == [True, False, False]
+    backlog.keep(MissedRows.of(course.step()))
+    assert backlog.bytes == 6 * row
+    backlog.keep(MissedRows.of(course.step()))
     assert backlog.bytes == 4 * row and set(backlog.pieces) == {0}
 
 
 # ---- Holes in the cache ----
 def holes_of(*skipped: int) -> CacheHoles:
     """Blocks of 8 tokens, of which the rows in slots `skipped` were not written."""
-    holes = CacheHoles(40, 8, torch.zeros(2, 3, dtype=torch.int64))
+    holes = CacheHoles(40, 8, torch.zeros(2, 3, dtype=torch.int64), torch.zeros(9, dtype=bool))
     if skipped:
         holes.skip(torch.tensor(skipped))
     return holes
 
 
 def mask(holes, table, first, last):
-    """The table, tokens hidden, first position stored, and the blind requests."""
-    table = torch.tensor(table, dtype=torch.int32)
-    blind = holes.mask(table, torch.tensor(first), torch.tensor(last))
+    """The table, tokens hidden, first position stored, and the blind requests; None: no hole."""
+    table, req_idx = torch.tensor(table, dtype=torch.int32), 8 - torch.arange(len(table))
+    found = holes.mask(table, torch.tensor(first), torch.tensor(last), req_idx)
     count = len(table)
     return (
         table.tolist(),
         holes.masks[0, :count].tolist(),
         holes.masks[1, :count].tolist(),
-        None if blind is None else blind.tolist(),
+        holes.blind[req_idx].tolist() if found else None,
     )
 
 

@@ -144,7 +144,7 @@ def test_preemption_while_drafting_is_paused(crowded, reference, monkeypatch, te
     """Drafters read the missed rows of a preempted request with its recomputed prompt."""
     manager, steps = crowded.runner.adaptive_verification, itertools.count()
     monkeypatch.setattr(manager.controller, "drafts", lambda *_: next(steps) % 16 < 2)
-    backlog, missed = crowded.speculator.adaptive.backlog, []
+    backlog, missed = crowded.speculator.skipped.backlog, []
     preempt = crowded.core.scheduler._preempt_request
 
     def noting(request, *args, **kwargs):

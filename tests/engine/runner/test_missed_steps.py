@@ -12,6 +12,7 @@ from support.engines import Engine, note_calls, record_drafts, shared_engine
 from support.matrix import Checker, every_case, params
 from vllm.platforms import current_platform
 
+from vllm_specblock.drafters.common.missed_rows import Backlog
 from vllm_specblock.engine.runner.draft_policy import SkippingMergedDrafters
 
 BLOCK, NEW = 32, 40
@@ -52,8 +53,7 @@ def engine(request, monkeypatch) -> tuple[Engine, SimpleNamespace]:
     engine = shared_engine(ADAPTIVE)
     speculator = engine.speculator
     if request.param != "backlog":
-        monkeypatch.setattr(speculator.skipped, "backlog", None)
-        monkeypatch.setattr(speculator.adaptive, "backlog", None)
+        monkeypatch.setattr(speculator.skipped, "backlog", Backlog(0))
     if request.param.startswith("padded"):
         monkeypatch.setattr(speculator, "pad_rows", True)
     fresh(engine, 0.0)
@@ -131,26 +131,23 @@ def test_a_request_that_lives_through_a_pause(engine, monkeypatch):
     engine, pause = engine
     speculator, missed = engine.speculator, range(45, 75)
     fresh(engine, 1e6)
-    sizes, propose, discard = [], speculator.propose, speculator.skipped.discard_blind
+    sizes, propose = [], speculator.propose
 
     def noting(batch, *args, **kwargs):
         position = int(batch.positions[0])
         pause.on = missed.start <= position < missed.stop
-        sizes.append([position, not pause.on])
-        return propose(batch, *args, **kwargs)
-
-    def dropped(req_idx):
-        blind = speculator.skipped.blind
-        sizes[-1][1] &= blind is None or not bool(blind.any())
-        discard(req_idx)
+        tokens = propose(batch, *args, **kwargs)
+        blind = bool(speculator.skipped.blind[batch.idx_mapping].any())
+        assert not blind or (speculator.tree_states.parent[batch.idx_mapping] < 0).all()
+        sizes.append((position, not pause.on and not blind))
+        return tokens
 
     with monkeypatch.context() as patching:
         patching.setattr(speculator, "propose", noting)
-        patching.setattr(speculator.skipped, "discard_blind", dropped)
         tokens, _ = answer(engine, PROMPT[:40], 100)
     undrafted = [position for position, drafted in sizes if not drafted]
     first = next(position for position, drafted in sizes if drafted and position > missed.stop - 1)
-    if speculator.skipped.backlog is None:
+    if not speculator.skipped.backlog.most_bytes:
         assert 3 * BLOCK <= first < 3 * BLOCK + 3
         complete = [BLOCK, min(undrafted) % BLOCK, 0, BLOCK]
         assert speculator.skipped.holes.missing[blocks(engine)[:4]].tolist() == complete
@@ -161,7 +158,7 @@ def test_a_request_that_lives_through_a_pause(engine, monkeypatch):
     assert cached == 3 * BLOCK
     fresh(engine, 0.0)
     assert answer(engine, PROMPT[:40], 100)[0] == tokens
-    if speculator.skipped.backlog is None:
+    if not speculator.skipped.backlog.most_bytes:
         speculator.skipped.holes.skip(blocks(engine)[1:3] * BLOCK)
     assert drafts_of(engine, monkeypatch, text) == ((hit, cached), drafts)
 
@@ -183,15 +180,15 @@ def asks(engine: Engine, monkeypatch, when) -> None:
 def test_a_drafter_skipped_beside_a_lookup(skipping, monkeypatch):
     """Its missed rows are kept for the request itself; other requests do not see them."""
     pause_by_hand(skipping, monkeypatch)
-    policy, asked, found = skipping.speculator.draft_policy, SimpleNamespace(on=False), []
+    skipped, asked, found = skipping.speculator.skipped, SimpleNamespace(on=False), []
     asks(skipping, monkeypatch, lambda: asked.on)
     text, alone = [*PROMPT, 5, 6, 7], []
     for garbage, asked.on in ((0.0, False), (1e6, False), (0.0, True)):
         fresh(skipping, garbage)
         alone.append(answer(skipping, PROMPT, 40)[0])
         if asked.on:
-            policy.holes.skip(blocks(skipping)[:4] * BLOCK)
-        assert policy.holes.any
+            skipped.holes.skip(blocks(skipping)[:4] * BLOCK)
+        assert skipped.holes.any
         asked.on = True
         found.append(drafts_of(skipping, monkeypatch, text))
     assert found[0] == found[1] == found[2] and alone[0] == alone[2]
@@ -200,7 +197,7 @@ def test_a_drafter_skipped_beside_a_lookup(skipping, monkeypatch):
     steps = iter(range(10**6))
     asks(skipping, monkeypatch, lambda: next(steps) > 3)
     answer(skipping, PROMPT, 60)
-    assert not policy.holes.any and policy.behind.bytes == 0
+    assert not skipped.holes.any and skipped.backlog.bytes == 0
     asks(skipping, monkeypatch, lambda: True)
     (hit, cached), drafts = drafts_of(skipping, monkeypatch, text)
     fresh(skipping, 0.0)

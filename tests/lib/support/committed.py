@@ -45,7 +45,6 @@ def rows_of(
         row_start=torch.tensor(start, dtype=torch.int32),
         row_start_host=start,
         last=torch.tensor(last),
-        start=torch.zeros(len(requests), dtype=torch.int64),
         block_table=tables.int(),
         block_size=page,
         max_position=int(position.max()),

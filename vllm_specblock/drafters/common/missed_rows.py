@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,25 +23,21 @@ _ROW = 64  # bytes of a row besides its states
 class MissedRows(NamedTuple):
     """The committed rows of a step with R requests, on the host."""
 
-    req_idx: list[int]  # R request slots
+    req_idx: np.ndarray  # R request slots
     states: tuple[Tensor, ...]  # L × [n, Ht]
     source: Tensor | None  # [T] int64, row of `states` of each committed row; None: the same
-    begin: list[int]  # R, a request's first row among those T
-    length: list[int]  # R, how many they are
-    position: list[int]  # R, of the first
+    begin: np.ndarray  # R, a request's first row among those T
+    length: np.ndarray  # R, how many they are
+    position: np.ndarray  # R, of the first
 
     @classmethod
     def of(cls, rows: CommittedTokens) -> MissedRows:
         """Convert from the struct that drafters read."""
-        begin = rows.row_start_host[:-1]
-        return cls(
-            rows.req_idx.tolist(),  # a host tensor
-            tuple(rows.states),
-            rows.source,
-            begin,
-            [last + 1 - first for first, last in zip(begin, rows.last.tolist())],  # a host tensor
-            rows.position[begin].tolist(),  # a host tensor
-        )
+        numbers = rows.req_idx, rows.last, rows.position
+        req_idx, last, position = (x.numpy() for x in numbers)  # a host tensor each
+        begin = np.array(rows.row_start_host[:-1])
+        states = tuple(rows.states)
+        return cls(req_idx, states, rows.source, begin, last + 1 - begin, position[begin])
 
 
 class _Piece(NamedTuple):
@@ -72,16 +69,17 @@ class Backlog:
         """Whether there is memory for `rows` more rows of `states`."""
         return self.bytes + rows * _row_bytes(states) <= self.most_bytes
 
-    def keep(self, rows: MissedRows, wanted: np.ndarray) -> np.ndarray:
-        """Keep a step's rows of the requests `wanted` [R] bool.
+    def keep(self, rows: MissedRows, wanted: np.ndarray | bool = True) -> None:
+        """Keep a step's rows of the requests `wanted` [R] bool, as long as there is memory.
 
-        Returns:
-            [R] bool, requests whose rows were kept; the others have lost their earlier rows, too.
+        The others lose their earlier rows, too.
         """
         # Only what is kept is gathered: a piece holds its whole step's states.
-        size, kept = _row_bytes(rows.states), wanted.copy()
+        size, kept = _row_bytes(rows.states), np.full(len(rows.req_idx), wanted)
         chosen: list[int] = []
-        for r, (req_idx, begin, count) in enumerate(zip(rows.req_idx, rows.begin, rows.length)):
+        numbers = rows.req_idx, rows.begin, rows.length, rows.position
+        requests = [*zip(*(x.tolist() for x in numbers))]  # host arrays
+        for r, (req_idx, begin, count, _) in enumerate(requests):
             kept[r] &= self.bytes + count * size <= self.most_bytes
             if kept[r]:
                 self.bytes += count * size
@@ -92,18 +90,19 @@ class Backlog:
         source = index if rows.source is None else rows.source[index]
         states = tuple(state[source] for state in rows.states)
         first = 0
-        for r in kept.nonzero()[0].tolist():  # a host array
-            count, req_idx, begin = rows.length[r], rows.req_idx[r], rows.position[r]
+        for req_idx, _, count, begin in compress(requests, kept):
             before = self.pieces.get(req_idx)
             if before and before[-1].end != begin:
                 self.forget(req_idx)  # dummy batches share a slot
             own = [state[first : first + count] for state in states]
             self.pieces.setdefault(req_idx, []).append(_Piece(own, begin, begin + count))
             first += count
-        return kept
 
     def catch_up(self, rows: CommittedTokens) -> CommittedTokens:
-        """Return a step's rows behind the kept rows of their requests, which are dropped here."""
+        """Return a step's rows behind the kept rows of their requests, which are dropped here.
+
+        No block of the step's tables is masked.
+        """
         if not self.pieces:
             return rows
         slots = rows.req_idx.tolist()  # a host tensor
@@ -120,17 +119,14 @@ class Backlog:
             return rows
         request = torch.from_numpy(np.arange(len(slots)).repeat(counts))
         position = torch.cat([torch.arange(piece.begin, piece.end) for piece in kept])
-        newest = torch.tensor(rows.row_start_host)[request]
-        index = position - (rows.position[newest] - rows.index[newest])
-        block = rows.block_table[request, index.clamp(min=0) // rows.block_size].long()
-        kv_slot = block * rows.block_size + position % rows.block_size
+        block = rows.block_table[request, position // rows.block_size].long()
         there = len(rows.states[0]) if rows.states else 0  # kept states go behind the batch's own
         missed = {
             "source": torch.arange(there, there + len(position)),
             "token": rows.text[rows.req_idx[request], position + 1].long(),
             "position": position,
-            "index": index,
-            "kv_slot": torch.where(position < rows.start[request], -1, kv_slot),
+            "index": position,
+            "kv_slot": block * rows.block_size + position % rows.block_size,
         }
         order = torch.cat([request, rows.request()]).argsort(stable=True)
         fields: dict[str, Any] = {
@@ -163,11 +159,11 @@ class CacheHoles:
 
     Args:
         num_blocks: cache blocks of the engine.
-        masks: [2, requests] int64, by batch row; see `mask`.
+        masks: [2, requests] int64, by batch row; blind: [S] bool, by request slot; see `mask`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, masks: Tensor) -> None:
-        self.block_size, self.masks = block_size, masks
+    def __init__(self, num_blocks: int, block_size: int, masks: Tensor, blind: Tensor) -> None:
+        self.block_size, self.masks, self.blind = block_size, masks, blind
         # The last entry is for rows without a slot.
         self.missing = torch.full((num_blocks + 1,), block_size, device=masks.device)
         self.skips = 0
@@ -176,7 +172,9 @@ class CacheHoles:
 
     @property
     def any(self) -> bool:
-        """Whether a block may be incomplete, as far as the host knows."""
+        """Whether a block may be incomplete, as far as the host knows; not for a graph."""
+        if self.masks.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
         return self.skips > 0 and int(self.seen) != 2 * self.skips  # a host tensor
 
     def skip(self, kv_slot: Tensor) -> None:
@@ -185,35 +183,37 @@ class CacheHoles:
         self.missing.scatter_reduce_(0, block, kv_slot % self.block_size, "amin")
         self.skips += 1
 
-    def mask(self, table: Tensor, first: Tensor, last: Tensor) -> Tensor | None:
+    def mask(self, table: Tensor, first: Tensor, last: Tensor, req_idx: Tensor) -> bool:
         """Remove incomplete blocks from the tables of requests whose next rows will be written.
 
         Writes `masks` of each request: the tokens in removed blocks, and the first position to
-        store, behind incomplete blocks.
+        store, behind incomplete blocks; and whether it is `blind`, which means that it cannot
+        draft: all its rows lie in an incomplete block, which stays in the table.
 
         Args:
             table: [R, blocks] int32, changed in place.
             first, last: [R] int64, positions of the first and the last row that will be written.
+            req_idx: [R] int64.
 
         Returns:
-            [R] bool, requests that cannot draft: all their rows lie in an incomplete block, which
-            stays in the table. None: no request has an incomplete block (CPU only).
+            whether a request may have an incomplete block; always on a GPU.
         """
         self.masks.zero_()
-        blind = None
-        if table.is_cuda or bool((self.missing[table.long()] < self.block_size).any()):
-            hidden, start = self.masks[:, : len(table)]
-            blind = mask_holes(self.missing, table, first, last, self.block_size, hidden, start)
+        found = table.is_cuda or bool((self.missing[table.long()] < self.block_size).any())
+        if found:
+            rows = first, last, self.block_size, *self.masks[:, : len(table)]
+            self.blind[req_idx] = mask_holes(self.missing, table, *rows)
         incomplete = (self.missing[:-1] < self.block_size).any() + 2 * self.skips
         self.seen.copy_(incomplete, non_blocking=True)
-        return blind
+        return found
 
-    def masked(self, rows: CommittedTokens) -> tuple[CommittedTokens, Tensor | None]:
-        """Return rows whose tables were not masked with masked ones, and the blind requests."""
-        table, first = rows.block_table.clone(), rows.position[rows.row_start_host[:-1]]
-        blind = self.mask(table, first, rows.position[rows.last])
+    def masked(self, rows: CommittedTokens) -> CommittedTokens:
+        """Return rows whose tables were not masked with masked ones."""
+        table, first = rows.block_table.clone(), rows.position[rows.row_start[:-1].long()]
+        if not self.mask(table, first, rows.position[rows.last], rows.req_idx):
+            return rows
         hidden, start = self.masks[:, : len(table)]
         request = rows.request()
         index = rows.position - hidden[request]
         kv_slot = rows.kv_slot.masked_fill(rows.position < start[request], -1)
-        return replace(rows, index=index, kv_slot=kv_slot, start=start, block_table=table), blind
+        return replace(rows, index=index, kv_slot=kv_slot, block_table=table)

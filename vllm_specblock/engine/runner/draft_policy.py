@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_specblock.combine import merge, route
 from vllm_specblock.config import CombineConfig
-from vllm_specblock.drafters.common.missed_rows import Backlog, CacheHoles, MissedRows
+from vllm_specblock.drafters.common.missed_rows import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.engine.runner.skipped_steps import SkippedSteps
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.skip_gate import DrafterGate, first_token
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
@@ -28,28 +28,25 @@ class DraftPolicy:
 
     Args:
         options: how two drafters are combined; None: there is one.
-        num_nodes: N, nodes of a combined tree.
+        num_nodes: N, nodes of a combined tree; max_depth: tokens on its longest path.
 
     Attributes:
-        holes: set if the policy masks cache blocks itself; None: block tables are masked already.
-        asked: a drafter with weights took part in the last proposal; read: rows that it had missed.
-        max_depth: tokens on the longest path of any tree.
+        asked: a drafter with weights took part in the last proposal.
     """
 
-    holes: CacheHoles | None = None
-    asked, read = True, 0
+    asked = True
 
     def __init__(
         self,
         drafters: list[Drafter],
         options: CombineConfig | None,
+        skipped: SkippedSteps,
         num_nodes: int,
-        device: torch.device,
+        max_depth: int,
     ) -> None:
-        self.drafters, self.options, self.num_nodes = drafters, options, num_nodes
-        self.max_depth = max(drafter.max_depth for drafter in drafters)
+        self.drafters, self.options, self.skipped = drafters, options, skipped
+        self.num_nodes, self.max_depth = num_nodes, max_depth
         self.calibrations = [each.calibration for each in drafters if each.calibration is not None]
-        self.always = torch.ones(1, dtype=torch.bool, device=device)
 
     def learn(self, verified: VerifiedTrees) -> None:
         for index, drafter in enumerate(self.drafters):
@@ -60,10 +57,6 @@ class DraftPolicy:
         """Reset everything learned."""
         for calibration in self.calibrations:
             calibration.forget()
-        self.forget_texts()
-
-    def forget_texts(self) -> None:
-        """Forget all finished requests."""
         for drafter in self.drafters:
             drafter.forget()
 
@@ -72,41 +65,25 @@ class DraftPolicy:
         for calibration in self.calibrations:
             calibration.begin(req_idx)
 
-    def draft_briefly(self, brief: bool) -> None:
-        """Let drafters draft their first block only, or all blocks."""
-        for drafter in self.drafters:
-            drafter.brief = brief
-
     def advance(self, rows: CommittedTokens) -> None:
+        rows = self.skipped.read(rows)
         for drafter in self.drafters:
             drafter.advance(rows)
 
-    def combine(self, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
+    def draft(self, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
         """Return one tree per request, after `advance`, and counts of the `live` [R] requests."""
-        trees = [drafter.draft() for drafter in self.drafters]
-        if len(trees) == 2:
-            return self.of_both(live, *trees)
-        (tree,) = trees
-        return tree, Drafted(live, None, None, tree.size, self.drafters[0].beta)
+        return self.combined(live, *(drafter.draft() for drafter in self.drafters))
 
-    def of_both(
-        self, live: torch.Tensor, first: DraftTree, second: DraftTree
-    ) -> tuple[DraftTree, Drafted]:
+    def combined(self, live: torch.Tensor, *trees: DraftTree) -> tuple[DraftTree, Drafted]:
         """Return one tree of the drafters' trees."""
-        how = self.options
-        assert how is not None
+        if (how := self.options) is None:
+            return trees[0], Drafted(live, None, None, trees[0].size, self.drafters[0].beta)
+        (first, second), (one, two) = trees, self.drafters
         if how.draft_policy == "route":
             tree, agreed = route(first, second, how.confidence)
         else:
             tree, agreed = merge(first, second, how.merge, self.num_nodes, self.max_depth)
-        both = self.always.expand(len(first.size))
-        return tree, self.drafted(live, both, agreed, first.size, second.size)
-
-    def drafted(
-        self, live: torch.Tensor, second: torch.Tensor, agreed: torch.Tensor, *sizes: torch.Tensor
-    ) -> Drafted:
-        betas = (drafter.beta for drafter in self.drafters)
-        return Drafted(live, second, agreed, *chain.from_iterable(zip(sizes, betas)))
+        return tree, Drafted(live, live, agreed, first.size, one.beta, second.size, two.beta)
 
 
 class SkippingMergedDrafters(DraftPolicy):
@@ -116,18 +93,13 @@ class SkippingMergedDrafters(DraftPolicy):
     rows are kept until it drafts again. Only a CPU can decide this in every step.
     """
 
-    def __init__(self, controller: Controller, num_slots: int, *given: Any) -> None:
+    def __init__(self, controller: Controller, *given: Any) -> None:
         super().__init__(*given)
         (self.lookup,) = (at for at, it in enumerate(self.drafters) if not it.cache_layers())
-        self.gate, self.behind, self.controller = DrafterGate(), Backlog(), controller
-        self.scratch_idx = num_slots - 1
+        self.gate, self.controller = DrafterGate(), controller
         # By request slot, for the tree under verification.
-        self.sure = torch.zeros(num_slots)
-        self.both = torch.zeros(num_slots, dtype=torch.bool)
-
-    def begin(self, req_idx: int) -> None:
-        super().begin(req_idx)
-        self.behind.forget(req_idx)
+        self.both = torch.zeros_like(self.skipped.blind)
+        self.sure = torch.zeros(len(self.both))
 
     def forget(self) -> None:
         super().forget()
@@ -145,38 +117,27 @@ class SkippingMergedDrafters(DraftPolicy):
     def advance(self, rows: CommittedTokens) -> None:
         lookup, drafter = self.drafters[self.lookup], self.drafters[1 - self.lookup]
         lookup.advance(rows)
-        self.found = lookup.draft()
+        self.found, slots = lookup.draft(), rows.req_idx.tolist()  # a host tensor
         sure = first_token(self.found)
-        slots = rows.req_idx.numpy()  # a host tensor
-        self.read = sum(map(self.behind.rows, slots.tolist()))  # a host array
         expected = self.gate.expects(sure.numpy())  # a host tensor
-        behind = self.read + len(rows.token)
-        # Dummy batches measure the cost of the drafter with weights.
-        dummy = bool(slots[0] == self.scratch_idx)  # a host array
+        behind = self.skipped.behind(slots) + len(rows.token)
+        # Dummy batches, in the last slot, measure the cost of the drafter with weights.
+        dummy = slots[0] == len(self.both) - 1
         self.asked = dummy or self.controller.asks(expected, len(slots), behind)
         self.sure[rows.req_idx], self.both[rows.req_idx] = sure, self.asked
-        self.blind = None
         if self.asked:
-            rows = self.behind.catch_up(rows)
-            if self.holes is not None and self.holes.any:
-                rows, self.blind = self.holes.masked(rows)
-            drafter.advance(rows)
+            drafter.advance(self.skipped.read(rows))
         else:
-            self.behind.keep(MissedRows.of(rows), np.ones(len(slots), dtype=bool))
-            if self.holes is not None:
-                self.holes.skip(rows.kv_slot)
+            self.skipped.skip(rows.kv_slot, partial(MissedRows.of, rows), wanted=True)
+            self.skipped.blind[rows.req_idx] = False
 
-    def combine(self, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
-        found, drafter = self.found, self.drafters[1 - self.lookup]
+    def draft(self, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
+        found, (one, two) = self.found, self.drafters
         if self.asked:
-            tree = drafter.draft()
-            if self.blind is not None:
-                nothing = DraftTree.empty(len(self.blind), tree.token.shape[1], tree.token.device)
-                tree = tree.where(self.blind, nothing)
-            trees = (tree, found) if self.lookup else (found, tree)
-            return self.of_both(live, *trees)
-        none, never = torch.zeros_like(found.size), torch.zeros_like(found.size, dtype=torch.bool)
+            trees = (one.draft(), found) if self.lookup else (found, two.draft())
+            return self.combined(live, *trees)
+        never, none = torch.zeros_like(live), torch.zeros_like(found.size)
         if not self.lookup:
-            return found, self.drafted(live, never, never, found.size, none)
+            return found, Drafted(live, never, never, found.size, one.beta, none, two.beta)
         found = replace(found, origin=2 * found.origins())
-        return found, self.drafted(live, ~never, never, none, found.size)
+        return found, Drafted(live, live, never, none, one.beta, found.size, two.beta)

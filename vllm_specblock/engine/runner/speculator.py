@@ -36,8 +36,8 @@ from vllm_specblock.engine.runner import graphs
 from vllm_specblock.engine.runner.caches import EngineCaches, Slots
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy, SkippingMergedDrafters
 from vllm_specblock.engine.runner.model_state import TreeModelState
-from vllm_specblock.engine.runner.skipped_steps import SkippedSteps, States
-from vllm_specblock.engine.runner.step_batch import StepBatch, missed_rows
+from vllm_specblock.engine.runner.skipped_steps import SkippedSteps, all_rows
+from vllm_specblock.engine.runner.step_batch import StepBatch
 from vllm_specblock.engine.runner.tree_states import TreeStates, store_trees
 from vllm_specblock.engine.scheduler import FORGET
 from vllm_specblock.engine.step_observer import StepObserver, adaptation
@@ -89,7 +89,6 @@ class TreeSpeculator(DraftModelSpeculator):
         # answer may serve others.
         flags = np.zeros((4, self.num_slots), dtype=bool)
         self.chains, self.undrafted, self.samples, self.shares = flags
-        self.undrafted_there = torch.zeros(self.num_slots, dtype=torch.bool, device=device)
         self.all_chains = False  # a custom logits processor may read the output
 
     def load_draft_model(
@@ -104,15 +103,16 @@ class TreeSpeculator(DraftModelSpeculator):
             target_layers, self.recurrent = take_recurrent(layers, target_layers)
         drafters = load_drafters(config, resolved, target_model, device)
         combine, num_nodes = resolved.combine, self.num_speculative_tokens
-        self.controller, given = Controller(num_nodes), (drafters, combine, num_nodes, device)
+        depth = max(drafter.max_depth for drafter in drafters)
+        self.tree_states = states = TreeStates(self.num_slots, num_nodes, depth, device)
+        self.caches = EngineCaches(config, target_layers, drafters, device)
+        self.skipped = SkippedSteps(config, drafters, self.num_slots, device)
+        self.controller = Controller(num_nodes)
+        given = drafters, combine, self.skipped, num_nodes, depth
         if combine is None or not combine.skip_drafter:
             self.draft_policy = DraftPolicy(*given)
         else:
-            self.draft_policy = SkippingMergedDrafters(self.controller, self.num_slots, *given)
-        depth, follow = self.draft_policy.max_depth, any(each.cache_layers() for each in drafters)
-        self.tree_states = states = TreeStates(self.num_slots, num_nodes, depth, device)
-        self.caches = EngineCaches(config, target_layers, drafters, device)
-        self.skipped = SkippedSteps(config, follow, states, device)
+            self.draft_policy = SkippingMergedDrafters(self.controller, *given)
         if resolved.adaptive:
             setattr(self.req_states, OURS, self)
             resolve_name(self.parts.install_budgets)()
@@ -144,7 +144,7 @@ class TreeSpeculator(DraftModelSpeculator):
     def bind_caches(self) -> None:
         self.caches.bind()
         blocks = self.kv_cache_config.num_blocks, self.block_tables.block_sizes[self.caches.group]
-        self.skipped.track(*blocks, self.draft_policy)
+        self.skipped.track(*blocks)
         # Otherwise `capture` compiles them.
         if not self.pad_rows or self.vllm_config.model_config.enforce_eager:
             self.caches.warm_up(self.block_tables)
@@ -156,7 +156,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self.forget_warm_up()
         self.caches.warm_up(self.block_tables)
         for brief in (False,) if self.adaptive is None else self.adaptive.lengths:
-            self.draft_policy.draft_briefly(brief)
+            for drafter in self.draft_policy.drafters:
+                drafter.brief = brief
             self.graphs.capture(self.step, self.draft_tokens, brief)
 
     def forget_warm_up(self) -> None:
@@ -173,11 +174,8 @@ class TreeSpeculator(DraftModelSpeculator):
         temperature = 0.0 if params is None else params.temperature
         self.temperature[req_idx].fill_(temperature)
         self.draft_policy.begin(req_idx)
-        undrafted = not wants_drafts(params)
-        self.undrafted[req_idx], self.samples[req_idx] = undrafted, temperature > 0
-        self.undrafted_there[req_idx].fill_(undrafted)
-        if self.skipped.backlog is not None:
-            self.skipped.backlog.forget(req_idx)
+        self.undrafted[req_idx], self.samples[req_idx] = not wants_drafts(params), temperature > 0
+        self.skipped.begin(req_idx)
         self.chains[req_idx] = self.all_chains or looks_back(params)
         self.shares[req_idx] = params is not None and shares(params)
 
@@ -185,7 +183,8 @@ class TreeSpeculator(DraftModelSpeculator):
         """Show the drafters the answer of a request that ended, unless it declines that."""
         states = self.req_states
         if req_id == FORGET:
-            self.draft_policy.forget_texts()
+            for drafter in self.draft_policy.drafters:
+                drafter.forget()
         req_idx = states.req_id_to_index.get(req_id)
         if req_idx is not None and self.shares[req_idx]:
             texts, length = states.all_token_ids.gpu, states.total_len.gpu[req_idx]
@@ -201,7 +200,7 @@ class TreeSpeculator(DraftModelSpeculator):
         attn_metadata: dict[str, Any],
         slot_mappings: Slots,
         last_hidden_states: torch.Tensor,
-        aux_hidden_states: States | None,
+        aux_hidden_states: list[torch.Tensor] | None,
         *_: Any,
         dummy_run: bool = False,
         skip_attn_for_dummy_run: bool = False,
@@ -217,40 +216,46 @@ class TreeSpeculator(DraftModelSpeculator):
         if skip_attn_for_dummy_run:
             self.caches.bind_null()
             return self.step(graphs.null_batch(batch, self.tree_states, states, self.vllm_config))
-        self.skipped.blind = None
-        undrafted = self.undrafted[batch.idx_mapping_np]
-        paused = not dummy_run and self.adaptive is not None and self.adaptive.is_paused(batch)
+        adaptive, skipped, slots = self.adaptive, self.skipped, batch.idx_mapping_np
+        declined = self.undrafted[slots]
+        undrafted = bool(declined.all())  # a host array
+        paused = not dummy_run and adaptive is not None and adaptive.is_paused(batch)
         # 0 comes from vLLM's schedule by batch size; in 0.33 also in prompt chunks and last steps.
-        draft = num_speculative_tokens != 0
-        may_skip = not draft and not self.adapts
+        draft = num_speculative_tokens != 0 and not undrafted
+        may_skip = undrafted or not (draft or self.adapts)
         counted, self._counted = self._counted, batch.num_draft_tokens > 0
-        read, skipped = states[: self.num_layers], self.skipped
-        if undrafted.all():  # a host array
-            if skipped.must_read(batch, read, partial(self.caches.slots, slot_mappings)):
-                self.step(self._eager(batch, slot_mappings, states), draft=False)
-            tokens = self._no_trees(batch.num_reqs)
-        elif paused or (may_skip and skipped.can_keep(batch, read)):
-            self._skip(batch, slot_mappings, states, paused)
-            tokens = self._no_trees(batch.num_reqs)
+        if undrafted and not skipped.blocks_shared:
+            tokens = self._no_trees(batch.idx_mapping)  # no drafter needs these rows
+        elif paused or (may_skip and skipped.can_skip(batch, states[: self.num_layers], undrafted)):
+            self.recorder.pause(slots)
+            kv_slot = self.caches.slots(slot_mappings)[: batch.num_tokens]
+            missed = partial(all_rows, batch, states[: self.num_layers])
+            if batch.num_draft_tokens:  # drafted before the pause
+                verified, committed = self.settle(self._eager(batch, slot_mappings, states))
+                self.counters.count(verified)
+                missed, kv_slot = partial(MissedRows.of, committed), committed.kv_slot
+            skipped.skip(kv_slot, missed, ~(declined & paused))
+            if adaptive is not None and not (paused or undrafted):
+                adaptive.drafted(adaptive.clock.mark(), asked=False)
+            tokens = self._no_trees(batch.idx_mapping, confidence=float(not paused))
         else:
-            self._counted = True
-            began, brief = None, False
-            if self.adaptive is not None:
-                began, brief = self.adaptive.clock.mark(), self.adaptive.brief
-            self.draft_policy.draft_briefly(brief)
+            self._counted |= draft
+            began = None if adaptive is None else adaptive.clock.mark()
+            brief = adaptive is not None and adaptive.brief
+            for drafter in self.draft_policy.drafters:
+                drafter.brief = brief
             graph = self.graphs.find(batch, dummy_run, brief) if draft else None
-            if graph is not None:
-                self.graphs.fill(graph, batch, states, self.chains[batch.idx_mapping_np])
-                self._mask(batch)
+            if graph is None:
+                tokens = self.step(self._eager(batch, slot_mappings, states), draft)
+            else:
+                self.graphs.fill(graph, batch, states, self.chains[slots])
+                table = self.block_tables.input_block_tables[self.caches.group]
+                skipped.mask(batch, table, self.tree_states)
                 self.graphs.run_fullgraph(graph)
                 tokens = self.draft_tokens[: batch.num_reqs]
-            else:
-                tokens = self.step(self._eager(batch, slot_mappings, states), draft)
-            self.skipped.discard_blind(batch.idx_mapping)
-            if self.adaptive is not None:
+            if adaptive is not None and not undrafted:
                 prompts = batch.num_reqs if batch.has_prefill and not dummy_run else 0
-                policy = self.draft_policy
-                self.adaptive.drafted(began, policy.asked, policy.read, prompts)
+                adaptive.drafted(began, self.draft_policy.asked, prompts)
         # A GPU's counts reach the host one step later.
         if not dummy_run and (counted or self._counted or self.adapts):
             self.counters.publish()
@@ -264,21 +269,17 @@ class TreeSpeculator(DraftModelSpeculator):
         verified, committed = self.settle(rows)
         req_idx = rows.batch.idx_mapping
         self.recorder.record(rows, committed, verified)
-        if self.skipped.backlog is not None:
-            committed = self.skipped.backlog.catch_up(committed)
         self.counters.clock.begin()
         self.draft_policy.advance(committed)
         if not draft:
             self.counters.count(verified)
-            self.skipped.nothing_drafted(req_idx)
-            return self._no_trees(len(req_idx))
-        tree, drafted = self.draft_policy.combine(rows.goes_on)
+            return self._no_trees(req_idx)
+        tree, drafted = self.draft_policy.draft(rows.goes_on)
         # With a prompt, most of the time is spent reading it.
         if not rows.batch.has_prefill:
             self.counters.clock.end()
         self.counters.count(verified, drafted)  # `store` overwrites the verified trees
-        empty = None if self.adaptive is None else self.undrafted_there
-        kept = self.tree_states.trees
+        kept, empty = self.tree_states.trees, self.skipped.blind
         tokens = store_trees(req_idx, tree, kept, rows.chain, empty, rows.tokens)
         if (adaptive := self.adaptive) is not None:
             heat, found = committed.temperature, (adaptive.confidence, adaptive.later)
@@ -287,20 +288,23 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def settle(self, rows: StepBatch) -> tuple[VerifiedTrees, CommittedTokens]:
         """Commit the accepted paths, and learn from them; return the rows to advance on."""
-        if rows.has_drafts:
+        paths, trees, has_drafts = rows.accepted_rows, self.tree_states, rows.batch.num_draft_tokens
+        if has_drafts:
             for (_, caches), slots in zip(self.caches.target, rows.target_slots):
-                move_path(caches, slots, rows.accepted_rows, rows.batch.num_tokens)
+                move_path(caches, slots, paths, rows.batch.num_tokens)
             for layer in self.recurrent:
-                layer.commit(rows.accepted_rows.path, rows.accepted_rows.accepted)
-        verified = rows.verified(self.temperature)
+                layer.commit(paths.path, paths.accepted)
+        verdict = rows.batch.idx_mapping, rows.drafts, paths.accepted, paths.path
+        verified = VerifiedTrees(*verdict, trees.score, trees.origin, self.temperature)
         self.draft_policy.learn(verified)
-        if self.adaptive is not None and rows.has_drafts:
+        if self.adaptive is not None and has_drafts:
             self.adaptive.learn(verified)
         texts = self.req_states.all_token_ids.gpu
         return verified, rows.committed(self.num_layers, texts, self.temperature)
 
-    def _eager(self, batch: InputBatch, slot_mappings: Slots, states: States) -> StepBatch:
-        self._mask(batch)
+    def _eager(
+        self, batch: InputBatch, slot_mappings: Slots, states: list[torch.Tensor]
+    ) -> StepBatch:
         chains, group = self.chains[batch.idx_mapping_np], self.caches.group
         return StepBatch(
             batch=batch,
@@ -310,26 +314,17 @@ class TreeSpeculator(DraftModelSpeculator):
             hidden_states=states,
             block_table=self.block_tables.input_block_tables[group][: batch.num_reqs],
             block_size=self.block_tables.block_sizes[group],
-            masks=self.skipped.masks[:, : batch.num_reqs],
+            masks=torch.zeros(2, batch.num_reqs, dtype=torch.int64, device=self.device),
             chain=async_tensor_h2d(chains, device=self.device) if chains.any() else None,
             pad=self.pad_rows,
         )
 
-    def _mask(self, batch: InputBatch) -> None:
-        self.skipped.mask(batch, self.block_tables.input_block_tables[self.caches.group])
+    def _no_trees(self, req_idx: torch.Tensor, confidence: float = 1.0) -> torch.Tensor:
+        """Return valid placeholder tokens, [R, N] int64; vLLM overwrites some with −1.
 
-    def _skip(self, batch: InputBatch, slot_mappings: Slots, states: States, paused: bool) -> None:
-        """Skip the drafters in this step."""
-        if self.adapts:
-            self.recorder.pause(batch.idx_mapping_np)
-        missed = partial(missed_rows, batch, states[: self.num_layers])
-        kv_slot = self.caches.slots(slot_mappings)[: batch.num_tokens]
-        if batch.num_draft_tokens:  # drafted before the pause
-            verified, committed = self.settle(self._eager(batch, slot_mappings, states))
-            self.counters.count(verified)
-            missed, kv_slot = partial(MissedRows.of, committed), committed.kv_slot
-        self.skipped.skip(batch, missed, kv_slot, paused)
-
-    def _no_trees(self, num_reqs: int) -> torch.Tensor:
-        """Return valid placeholder tokens, [R, N] int64; vLLM overwrites some with −1."""
-        return self.draft_tokens[:num_reqs].clone()
+        The budget manager ignores a confidence of 1.
+        """
+        self.tree_states.accepted.index_fill_(0, req_idx, 0)
+        if self.adaptive is not None:
+            self.adaptive.confidence[: len(req_idx)] = confidence
+        return self.draft_tokens[: len(req_idx)].clone()

@@ -10,39 +10,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_specblock.commit import committed_tokens
-from vllm_specblock.drafters.common.missed_rows import MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.engine.runner.tree_states import TreeStates
-from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 from vllm_specblock.triton_kernels.kv_cache.committed_tokens import StepRows
-
-_FEW, _ROUND = 16, 8
-
-
-def rounding(rows: int, room: np.ndarray) -> np.ndarray:
-    """Return the number of rows to add to each request, at most `room` [R] integers.
-
-    The batch then has a multiple of 8 rows, if it has more than 16: a CPU prepares its matrix
-    products again for every new number of rows.
-    """
-    wanted = -rows % _ROUND if rows > _FEW else 0
-    before = np.cumsum(room) - room
-    return np.clip(wanted - before, 0, room)
-
-
-def missed_rows(batch: InputBatch, hidden_states: list[torch.Tensor]) -> MissedRows:
-    """Return the committed rows of a step without drafts on a CPU: all rows, in order."""
-    base = rows_without_drafts(batch)
-    begin = base.cumsum() - base
-    return MissedRows(
-        batch.idx_mapping_np[: batch.num_reqs].tolist(),  # a host array
-        tuple(hidden_states),
-        None,
-        begin.tolist(),  # a host array
-        base.tolist(),  # a host array
-        batch.positions.numpy()[begin].tolist(),  # a host tensor
-    )
 
 
 def rows_without_drafts(batch: InputBatch) -> np.ndarray:
@@ -74,12 +45,11 @@ class StepBatch:
     chain: torch.Tensor | None = None  # [R] nonzero: verify a chain; None: all verify trees
     tokens: torch.Tensor | None = None  # [R, N] int64, to write the trees' tokens to
     # A request with drafts gets D rows for its path, so that shapes follow from the schedule.
-    # False, on the host: it gets as many as it needs, plus those of `rounding`.
+    # False, on the host: it gets as many as it needs, or a few more.
     pad: bool = True
 
     def __post_init__(self) -> None:
         batch, num_reqs, device = self.batch, self.batch.num_reqs, self.block_table.device
-        self.has_drafts = batch.num_draft_tokens > 0
         base = rows_without_drafts(batch)
 
         def put(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
@@ -89,12 +59,15 @@ class StepBatch:
         prompt_done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:num_reqs]
         self.goes_on = put(prompt_done >= batch.prefill_len_np, bool)  # [R], has a root
         self.read_accepted(batch.idx_mapping)
-        drafts = batch.num_draft_tokens_per_req
-        has_drafts = np.zeros(num_reqs, dtype=bool) if drafts is None else drafts > 0
-        path = room = np.where(has_drafts, self.tree_states.max_depth, 0)
+        has_drafts = base < batch.num_scheduled_tokens[:num_reqs]
+        path = most = has_drafts * self.tree_states.max_depth
         if not self.pad:
-            path = np.where(has_drafts, self.accepted_rows.accepted.numpy(), 0)  # a host tensor
-            path += rounding(int((base + path).sum()), room - path)  # a host array
+            path = has_drafts * self.accepted_rows.accepted.numpy()  # a host tensor
+            # A CPU prepares its matrix products again for every new number of rows: from 16 on,
+            # only multiples of 8 occur, if there is room for padding.
+            rows, room = int((base + path).sum()), most - path  # a host array
+            missing = -rows % 8 if rows > 16 else 0
+            path = path + np.clip(missing - (np.cumsum(room) - room), 0, room)
         counts = base + path
         self.row_start_host = [0, *np.cumsum(counts).tolist()]  # a host array
         request = np.repeat(np.arange(num_reqs), counts)
@@ -110,12 +83,6 @@ class StepBatch:
         path, accepted = self.tree_states.path[slot], self.tree_states.accepted[slot]
         self.accepted_rows = AcceptedRows(start, self.base, path, accepted)
 
-    def verified(self, temperature: torch.Tensor) -> VerifiedTrees:
-        """Return the verified trees; `temperature` [slots] fp32."""
-        paths, trees = self.accepted_rows, self.tree_states
-        verdict = self.batch.idx_mapping, self.drafts, paths.accepted, paths.path
-        return VerifiedTrees(*verdict, trees.score, trees.origin, temperature)
-
     def committed(
         self, num_layers: int, text: torch.Tensor, temperature: torch.Tensor
     ) -> CommittedTokens:
@@ -127,23 +94,17 @@ class StepBatch:
         own = self.request, self.local, self.row_start
         of_batch = batch.positions, self.slot_mapping, batch.idx_mapping
         step = StepRows(*self.accepted_rows, *own, *of_batch, text, temperature, *self.masks)
-        rows = committed_tokens(step, batch.num_tokens)
+        rows = committed_tokens(step, batch.num_tokens)._asdict()
         bound = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
         return CommittedTokens(
+            index=rows.pop("place"),
+            **rows,
             states=self.hidden_states[:num_layers],
-            source=rows.source,
-            token=rows.token,
-            position=rows.position,
-            index=rows.place,
-            kv_slot=rows.kv_slot,
             row_start=self.row_start,
             row_start_host=self.row_start_host,
-            last=rows.last,
-            start=self.masks[1],
             block_table=self.block_table,
             block_size=self.block_size,
             max_position=int(bound.max()) - 1,  # a host tensor
             text=text,
             req_idx=batch.idx_mapping.long(),
-            temperature=rows.temperature,
         )

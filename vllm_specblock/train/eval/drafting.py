@@ -106,7 +106,6 @@ class ServedDraft:
             row_start=torch.tensor([0, count], dtype=torch.int32, device=rows.device),
             row_start_host=[0, count],
             last=self.request + count - 1,
-            start=self.request,
             block_table=self.table,
             block_size=PAGE,
             max_position=root - 1,
