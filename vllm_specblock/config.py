@@ -64,7 +64,7 @@ class CombineConfig(Options):
 
     skip_drafter: bool | None = None
     """Skip the drafter with weights in steps where n-gram lookup is confident enough. Default: true
-    where it is possible: a merge with a joint budget, on a CPU, in one process."""
+    where possible: a merge with a joint budget, on a CPU, in one process."""
 
     def shares(self, num_nodes: int) -> tuple[int, int]:
         """Return the nodes that each drafter drafts, for a verified tree of `num_nodes`.

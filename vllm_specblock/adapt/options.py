@@ -36,7 +36,7 @@ class AdaptConfig(Options):
     Decoding does. `watch`: only record."""
 
     rule: Literal["gain", "paper"] = "gain"
-    """Of the bandit: judged gains against measured seconds, or the paper's Algorithm 1."""
+    """When the bandit updates: if judged gains outweigh their seconds, or by the paper's rule."""
 
     trainer: str = "cpu"
     """Where to train: `cpu`, `cuda:N`, or a folder of requests for `specblock adapt run`."""
@@ -51,7 +51,7 @@ class AdaptConfig(Options):
     """Finished requests per update."""
 
     requests: Requests = "all"
-    """Record all requests but those with `specblock_adapt: 0`, or only those with 1."""
+    """Record all requests except those with `specblock_adapt: 0`, or only those with 1."""
 
     memory: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 512
     """MiB of recorded rows to keep."""
