@@ -128,8 +128,8 @@ def split_keys(
         )
     if combine and second is None:
         raise OptionError(
-            f"speculative_config key '{next(iter(combine))}' says how two drafters go together, "
-            "but there is one: name the other under 'second_drafter', or drop the key."
+            f"speculative_config key '{next(iter(combine))}' combines two drafters, but there is "
+            "one: add 'second_drafter', or drop the key."
         )
     if second is not None:
         second = {key.replace("-", "_"): value for key, value in second.items()}
