@@ -114,7 +114,7 @@ def _verdict(entry: dict[str, Any]) -> str:
     if reason is None:
         return verdict
     named = re.search("has (.+), which SpecBlock cannot verify", reason)
-    shown = re.split(r" \((?:docs/|model\.)", named[1])[0] if named else reason
+    shown = re.sub(r"model\.\S+, ", "", named[1]) if named else reason
     return f"{verdict}: {shown}"
 
 
@@ -162,7 +162,7 @@ def _sampling() -> Iterator[str]:
     for name, given in dictionary_of(CASES, "CASES").items():
         keys = {each.value for each in given.keys} if isinstance(given, ast.Dict) else set()
         (chain if looks_back & keys else whole).append(name)
-    keys = ", ".join(f"`{each}`" for each in sorted(looks_back))
+    keys = ", ".join(f"`{each}`" for each in sorted(looks_back)) + "; custom logits processors"
     yield f"| the whole tree | {'; '.join(whole)} |"
     yield f"| its best path, as a chain | {'; '.join(chain)}; any of {keys} |"
 

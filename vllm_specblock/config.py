@@ -64,7 +64,7 @@ class CombineConfig(Options):
 
     skip_drafter: bool | None = None
     """Skip the drafter with weights in steps where n-gram lookup is confident enough. Default: true
-    where it is possible: a merge with a joint budget, on a CPU, in one process."""
+    where possible: a merge with a joint budget, on a CPU, in one process."""
 
     def shares(self, num_nodes: int) -> tuple[int, int]:
         """Return the nodes that each drafter drafts, for a verified tree of `num_nodes`.
@@ -128,8 +128,8 @@ def split_keys(
         )
     if combine and second is None:
         raise OptionError(
-            f"speculative_config key '{next(iter(combine))}' says how two drafters go together, "
-            "but there is one: name the other under 'second_drafter', or drop the key."
+            f"speculative_config key '{next(iter(combine))}' combines two drafters, but there is "
+            "one: add 'second_drafter', or drop the key."
         )
     if second is not None:
         second = {key.replace("-", "_"): value for key, value in second.items()}

@@ -32,7 +32,6 @@ def supported_releases() -> str:
 def supported_sentence(release: str) -> str:
     """Return the error message for an unsupported vLLM release."""
     return (
-        f"vllm_specblock supports vLLM {supported_releases()}, and this is {release}: install a "
-        "version of either that goes with the other, or drop method 'specblock' from "
-        "speculative_config."
+        f"vllm_specblock supports vLLM {supported_releases()}, but {release} is installed: install "
+        "versions that work together, or drop method 'specblock' from speculative_config."
     )

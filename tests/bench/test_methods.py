@@ -70,7 +70,7 @@ def test_a_method_of_ones_own_changes_a_built_in_one(make_config):
         ({"method": ("plain", "eagle3")}, "The method eagle3 needs --drafter eagle3=FOLDER"),
         (
             {"method": ("plain", "eagle3"), "drafter": {"eagle3": "nowhere"}},
-            "The drafter eagle3=nowhere is no folder",
+            "The drafter eagle3=nowhere is not a folder",
         ),
         (
             {"method": ("plain", "a"), "define": {"a": {"base": "b"}, "b": {}}},
@@ -123,12 +123,12 @@ def test_a_folder_is_every_file_in_it(make_config, questions):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (b'{"id": 1, "turns": ["\xff"]}', "Line 2 of .* is no question"),
-        (b"{", "Line 2 of .* is no question"),
-        (b'{"id": 1}', "Line 2 of .* is no question"),
-        (b'{"id": 1, "turns": []}', "Line 2 of .* is no question"),
-        (b'{"id": 1, "turns": [2]}', "Line 2 of .* is no question"),
-        (b'{"id": "a", "turns": ["x"]}', "Two questions of .* have one id"),
+        (b'{"id": 1, "turns": ["\xff"]}', "Line 2 of .* is not a question"),
+        (b"{", "Line 2 of .* is not a question"),
+        (b'{"id": 1}', "Line 2 of .* is not a question"),
+        (b'{"id": 1, "turns": []}', "Line 2 of .* is not a question"),
+        (b'{"id": 1, "turns": [2]}', "Line 2 of .* is not a question"),
+        (b'{"id": "a", "turns": ["x"]}', "Two questions of .* have the same id"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, line, says):
@@ -152,7 +152,7 @@ def test_a_set_that_is_not_there(make_config, tmp_path, questions):
     for given, says in (
         ("x=nowhere.jsonl", f"The set x=nowhere.jsonl {neither}"),
         (str(tmp_path / "empty"), neither),
-        (f"x={tmp_path / 'none.jsonl'}", "There is no question in"),
+        (f"x={tmp_path / 'none.jsonl'}", "has no questions"),
     ):
         with pytest.raises(BenchError, match=says):
             read_sets(make_config(set=(given,)))

@@ -38,7 +38,7 @@ def test_ctrl_c_ends_the_engines_and_the_same_command_goes_on(tmp_path):
     call.send_signal(signal.SIGTERM)
     _, said = call.communicate(timeout=180)
     assert call.returncode == 130, said
-    assert said.strip().splitlines()[-1].endswith("the same command goes on.")
+    assert said.strip().splitlines()[-1].endswith("the same command resumes.")
     pids = {json.loads(line)["pid"] for line in journal.read_text().splitlines()}
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
     done = len(store.read_text().splitlines())

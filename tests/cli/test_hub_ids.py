@@ -62,8 +62,8 @@ COMMANDS = {
     "adapt run": "adapt run queue --drafter org/drafter --target org/target --once",
 }
 END_LATER = {
-    "data": "which max_length = 99,999 goes beyond",
-    "features": "needs a position more",
+    "data": "but max_length is 99,999",
+    "features": "needs one more than --length",
     "bench": "nowhere",
 }
 """Commands that end with an error which they only find when they have read config.json: what else

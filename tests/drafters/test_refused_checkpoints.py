@@ -264,7 +264,7 @@ MAPPINGS: dict[str, tuple[Any, str]] = {
     "ids": (GOOD | {"d2t": D2T + torch.arange(96)}, "d2t holds offsets, not ids"),
     "beyond the vocabulary": (GOOD | {"d2t": D2T + 160}, "target ids below 160"),
     "before the vocabulary": (GOOD | {"d2t": D2T - 160}, "target ids below 160"),
-    "fractions": (GOOD | {"d2t": D2T + 0.5}, "must be different target ids"),
+    "fractions": (GOOD | {"d2t": D2T + 0.5}, "must be distinct target ids"),
 }
 
 
@@ -312,7 +312,7 @@ BROKEN: dict[str, Callable[[bytes], bytes]] = {
 def test_weights_that_are_not_whole(published, how):
     path = published / "model.safetensors"
     path.write_bytes(BROKEN[how](path.read_bytes()))
-    assert "is not a whole safetensors file" in refused(published)
+    assert "is not a complete safetensors file" in refused(published)
 
 
 def test_pickled_weights_that_are_none(write):
@@ -327,8 +327,8 @@ def test_pickled_weights_that_are_none(write):
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        ({"weight_map": {"fc": "model-2.safetensors"}}, "names model-2.safetensors, which is no"),
-        ({"weight_map": {"fc": "../model.safetensors"}}, "names ../model.safetensors, which is no"),
+        ({"weight_map": {"fc": "model-2.safetensors"}}, "names model-2.safetensors, which"),
+        ({"weight_map": {"fc": "../model.safetensors"}}, "names ../model.safetensors, which"),
         ({}, "has no weight_map"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_process_that_ran_the_other_runner_is_told_what_to_do(monkeypatch):
     envs.disable_envs_cache()
     monkeypatch.setattr(triton_utils, "HAS_TRITON", False)
     monkeypatch.setitem(sys.modules, runner._RUNNER, sys)
-    with pytest.raises(OptionError, match="make the one with 'specblock' first"):
+    with pytest.raises(OptionError, match="create the one with 'specblock' first"):
         runner.prepare()
 
 

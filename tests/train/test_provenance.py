@@ -162,7 +162,7 @@ def test_it_says_what_was_run_and_what_came_of_it(options):
         assert said["target"] == "maker/some: target"
         assert said["data"] == f"d.safetensors, fingerprint `{facts['data']}`"
         assert said["updates"] == f"{step} of 4 windows × 24 tokens"
-        assert said["τ"] == f"{judged[step]:.2f} tokens a step, replayed along 3 held-out texts"
+        assert said["τ"] == f"{judged[step]:.2f} tokens per step, replayed along 3 held-out texts"
 
 
 def test_its_head_is_yaml_and_its_command_is_json(options):

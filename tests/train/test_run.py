@@ -92,16 +92,16 @@ class TestResume:
         save_tokens(tmp_path / "other.safetensors", [torch.arange(24)])
         with pytest.raises(TrainError, match="was trained with different data"):
             train(options(steps=2, data=tmp_path / "other.safetensors"), progress=False)
-        with pytest.raises(TrainError, match="holds a drafter that has learned"):
+        with pytest.raises(TrainError, match="holds a trained drafter"):
             train(options(steps=2), dry_run=True, progress=False)
         assert torch.load(path, weights_only=True)["step"] == 2
         train(options(steps=3), resume=False, progress=False)
         assert torch.load(path, weights_only=True)["step"] == 3
         torch.save({"options": "{}", "students": {}}, path)
-        with pytest.raises(TrainError, match="is no training state of this version"):
+        with pytest.raises(TrainError, match="is not a training state of this version"):
             train(options(steps=3), progress=False)
         path.write_bytes(b"half")
-        with pytest.raises(TrainError, match=r"state\.pt is no training state"):
+        with pytest.raises(TrainError, match=r"state\.pt is not a training state"):
             train(options(steps=3), progress=False)
 
     def test_a_new_start_deletes_the_old_run_at_once(self, options, monkeypatch):
@@ -257,7 +257,7 @@ class TestHeldOut:
         texts = [*shards.read_shard(folder / "d.safetensors")]
         short = [Text(text.tokens[:9], text.loss_mask[:9]) for text in texts[:2]]
         shards.write_shard(tmp_path / "short.safetensors", [*texts, *short])
-        with pytest.raises(TrainError, match="None of the 2 held-out texts goes on for 10 tokens"):
+        with pytest.raises(TrainError, match="None of the 2 held-out texts has 10 tokens"):
             train(options(data=tmp_path / "short.safetensors", hold_out=2), progress=False)
 
 
@@ -276,7 +276,7 @@ def test_a_dry_run_writes_a_drafter_and_no_state(options):
         ({"device": "gpu"}, "The device gpu cannot be used"),
         ({"target": "nothing"}, "nothing"),
         ({"data": "text"}, "no data.json"),
-        ({"out": "text/a.txt"}, "is a file, but the drafter goes to a folder"),
+        ({"out": "text/a.txt"}, "is a file, but must be a folder"),
     ],
 )
 def test_a_run_that_cannot_start_is_one_sentence(options, tmp_path, monkeypatch, changes, says):

@@ -36,7 +36,7 @@ class AdaptConfig(Options):
     Decoding does. `watch`: only record."""
 
     rule: Literal["gain", "paper"] = "gain"
-    """Of the bandit: judged gains against measured seconds, or the paper's Algorithm 1."""
+    """When the bandit updates: if judged gains outweigh their seconds, or by the paper's rule."""
 
     trainer: str = "cpu"
     """Where to train: `cpu`, `cuda:N`, or a folder of requests for `specblock adapt run`."""
@@ -51,7 +51,7 @@ class AdaptConfig(Options):
     """Finished requests per update."""
 
     requests: Requests = "all"
-    """Record all requests but those with `specblock_adapt: 0`, or only those with 1."""
+    """Record all requests except those with `specblock_adapt: 0`, or only those with 1."""
 
     memory: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 512
     """MiB of recorded rows to keep."""
@@ -64,7 +64,7 @@ class AdaptConfig(Options):
     def _known(cls, trainer: str) -> str:
         if trainer.startswith("cuda") and not _DEVICE.fullmatch(trainer):
             raise ValueError(
-                f"trainer is {trainer!r}, but a GPU is named by its number, such as 'cuda:1'"
+                f"trainer is {trainer!r}, but must have a GPU's number, such as 'cuda:1'"
             )
         if not trainer:
             raise ValueError("trainer is empty, but must be cpu, cuda:N or a folder")
@@ -74,8 +74,8 @@ class AdaptConfig(Options):
     def _fits(self) -> AdaptConfig:
         if self.rule == "paper" and self.policy != "bandit":
             raise ValueError(
-                f"rule 'paper' goes with policy 'bandit', but policy is {self.policy!r}: change "
-                "the one or drop the other"
+                f"rule 'paper' needs policy 'bandit', but policy is {self.policy!r}: change or "
+                "drop one of them"
             )
         if self.policy == "watch" and self.out is not None:
             raise ValueError("policy 'watch' makes no versions, but out is given: drop one of them")

@@ -227,7 +227,7 @@ class VersionFolder:
         with suppress(OSError):
             checksum = _digest(folder / WEIGHTS)
         if checksum is None or checksum != facts.get("checksum"):
-            raise TrainError(f"The weights in {folder} are not those that were written there.")
+            raise TrainError(f"The weights in {folder} do not match their checksum.")
         return folder
 
 
@@ -260,7 +260,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
             return facts
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise TrainError(f"The version {folder} is not whole: its {provenance.FILE} cannot be read.")
+    raise TrainError(f"The version {folder} is incomplete: its {provenance.FILE} cannot be read.")
 
 
 def fingerprint(drafter: Path) -> str:

@@ -40,13 +40,13 @@ class BenchConfig(BaseModel):
     target: Path = Field(description="Folder or hub id of the target model.")
     set: tuple[str, ...] = Field(
         min_length=1,
-        description="Questions, NAME=FILE: a .jsonl of lines with id and turns. Or a folder of "
-        "such files. Repeatable.",
+        description="Questions, NAME=FILE: a .jsonl of lines with turns or a prompt. Or a folder "
+        "of such files. Repeatable.",
     )
     method: tuple[str, ...] = Field(
         default=("plain", "plain-v2", "ngram"),
         min_length=1,
-        description="Methods, the table's rows: built-in ones or those of --define. Repeatable.",
+        description="Methods: built-in (adaptive: as served) or those of --define. Repeatable.",
     )
     drafter: dict[str, Path] = Field(
         default={}, description="Drafters, NAME=FOLDER, such as specblock=DIR. Repeatable."
@@ -64,12 +64,12 @@ class BenchConfig(BaseModel):
         default=(0.0, 1.0), min_length=1, description="0 is greedy. Repeatable."
     )
     max_new_tokens: int = Field(default=128, ge=1, description="Maximum tokens of one answer.")
-    ignore_eos: bool = Field(default=False, description="Every answer has --max-new-tokens tokens.")
+    ignore_eos: bool = Field(default=False, description="Answers have all --max-new-tokens.")
     questions: int | None = Field(
         default=None, ge=1, description="Questions per set, evenly spread over it. Default: all."
     )
     rounds: int = Field(default=3, ge=1, description="Passes over all questions.")
-    batch: int = Field(default=1, ge=1, description="Questions per request batch.")
+    batch: int = Field(default=1, ge=1, description="Requests at a time.")
     raw: bool = Field(default=False, description="Continue questions as text, not as a chat.")
     template_options: dict[str, Any] = Field(
         default={}, description="Variables of the chat template, as JSON."

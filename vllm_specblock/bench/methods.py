@@ -106,7 +106,7 @@ def _put_folders(text: str, name: str, drafters: dict[str, Path]) -> str:
         if folder is None:
             raise BenchError(f"The method {name} needs --drafter {found[1]}=FOLDER.")
         if not folder.is_dir():
-            raise BenchError(f"The drafter {found[1]}={folder} is no folder.")
+            raise BenchError(f"The drafter {found[1]}={folder} is not a folder.")
         return json.dumps(str(folder))
 
     return _FOLDER.sub(folder_of, text)

@@ -57,14 +57,14 @@ def read_questions(path: Path) -> list[Question]:
         turns = raw.get("turns", [raw.get("prompt")])
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
             raise BenchError(
-                f'Line {number} of {path} is no question: it must be like {{"id": "a", "turns": '
+                f'Line {number} of {path} is not a question: it must be like {{"id": "a", "turns": '
                 '["How are you?"]}.'
             )
         found.append(Question(str(raw.get("id", number)), tuple(turns)))
     if not found:
-        raise BenchError(f"There is no question in {path}.")
+        raise BenchError(f"{path} has no questions.")
     if len({question.id for question in found}) < len(found):
-        raise BenchError(f"Two questions of {path} have one id.")
+        raise BenchError(f"Two questions of {path} have the same id.")
     return found
 
 

@@ -20,16 +20,16 @@ Out = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder 
 @adapt.command()
 def run(
     folder: Annotated[Path, typer.Argument(help="Folder that engines name as `trainer`.")],
-    drafter: Annotated[Path, typer.Option(help="Drafter, as the engine loads it.")],
+    drafter: Annotated[Path, typer.Option(help="Drafter that the engine loads.")],
     target: TargetDir = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for versions. Default: FOLDER/versions.")
     ] = None,
     policy: Annotated[str, typer.Option(help="gain, paper or always (OSD).")] = "gain",
-    actions: Annotated[str, typer.Option(help="The largest update: heads or all.")] = "heads",
+    actions: Annotated[str, typer.Option(help="Largest update: heads or all.")] = "heads",
     lr: UpdateRate = None,
     num_blocks: Annotated[
-        int, typer.Option(min=1, max=8, help="M that the engine drafts with; 1 below 16 nodes.")
+        int, typer.Option(min=1, max=8, help="M of the engine; 1 below 16 nodes.")
     ] = 2,
     every: Annotated[int, typer.Option(min=1, help="Requests per update.")] = 8,
     memory: Annotated[float, typer.Option(help="MiB for recorded rows.")] = 512,

@@ -34,7 +34,7 @@ def bench(config: BenchConfig) -> None:
     try:
         measure(prepared)
     except KeyboardInterrupt:
-        typer.echo(f"Stopped. The answers are in {config.out}; the same command goes on.", err=True)
+        typer.echo(f"Stopped. The answers are in {config.out}; the same command resumes.", err=True)
         raise typer.Exit(130) from None
     table, files = write_results(prepared)
     typer.echo(f"{table}\nWritten: {', '.join(map(str, files))}.")

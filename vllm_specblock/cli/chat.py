@@ -11,22 +11,22 @@ from vllm_specblock.cli.doctor import SpeculativeConfig, chosen_drafter
 
 def chat(
     target: Annotated[
-        str, typer.Argument(help="A folder or a hub id, or a server's address: http://HOST:PORT.")
+        str, typer.Argument(help="Target, a folder or a hub id, or a server: http://HOST:PORT.")
     ],
     model: Annotated[
         str | None, typer.Option(help="Drafter, a folder or a hub id. Default: n-gram lookup.")
     ] = None,
     speculative_config: SpeculativeConfig = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     dtype: Annotated[str, typer.Option(help="Dtype of the target, as in vLLM.")] = "auto",
     eager: Annotated[bool, typer.Option("--eager", help="Compile neither engine.")] = False,
 ) -> None:
     """Chat with vLLM and with vLLM with draft trees, side by side.
 
-    Accepted draft tokens are tinted; tokens/s and τ are below. A server answers twice, without
-    and with drafts; it reports τ with --per-request-spec-decode-metrics summary. Prompts may also
-    come from a pipe, one a line.
+    Accepted draft tokens are tinted. Below the answers are tokens/s and τ, the tokens per decode
+    step. A server answers twice, without and with drafts, and reports τ only with
+    --per-request-spec-decode-metrics summary. A pipe may give the prompts, one per line.
     """
     given = chosen_drafter(model, speculative_config)
     import httpx

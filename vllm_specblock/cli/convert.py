@@ -11,10 +11,10 @@ from vllm_specblock.cli.options import DrafterDir, OutDir, RequiredTarget
 
 
 def init(target: RequiredTarget, out: OutDir) -> None:
-    """Make an untrained drafter, shaped after a Llama- or Qwen3-like target.
+    """Make an untrained drafter, shaped after a Llama or Qwen3 target.
 
-    It drafts from the first 32,000 token ids. `specblock train` makes its own, of any size, which
-    drafts from the most frequent ids of its data.
+    Its draft vocabulary is the first 32,000 token ids. `specblock train` needs no such drafter: it
+    makes its own, whose draft vocabulary is the most frequent ids of the data.
     """
     from vllm_specblock.drafters.common.hub import target_folder
     from vllm_specblock.drafters.specblock import checkpoint
@@ -32,7 +32,7 @@ def convert(
     to: Annotated[Literal["ours", "published"], typer.Option(help="Layout to write.")] = "ours",
     target: Annotated[
         Path | None,
-        typer.Option(help="Folder or hub id of the target; its name and layers are written down."),
+        typer.Option(help="Folder or hub id of the target; its name and layers are added."),
     ] = None,
 ) -> None:
     """Rewrite a drafter directory in the other layout; the weights keep their bits."""

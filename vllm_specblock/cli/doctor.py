@@ -11,7 +11,7 @@ from vllm_specblock.cli.options import json_option
 
 SpeculativeConfig = Annotated[
     dict[str, Any] | None,
-    json_option("In place of --model, the JSON for `vllm serve`: two drafters, n-grams, options."),
+    json_option("Instead of --model, the JSON for `vllm serve`: two drafters, n-grams, options."),
 ]
 
 MARKS = {"right": ("✓", "green"), "note": ("!", "yellow"), "wrong": ("✗", "red")}
@@ -31,10 +31,10 @@ def doctor(
     ] = None,
     speculative_config: SpeculativeConfig = None,
 ) -> None:
-    """Check versions, vLLM's hooks and kernels; with --target and --model these, too.
+    """Check versions, vLLM's hooks, kernels and, if given, a target and a drafter.
 
-    Prints what an engine would refuse and what to do. Exit status 1 if anything is wrong. The
-    target's weights are not loaded.
+    Prints what an engine would refuse and what to do. Exit status 1 if anything is wrong. No
+    weights are loaded.
     """
     given = chosen_drafter(model, speculative_config)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported

@@ -27,10 +27,10 @@ def evaluate(
         ),
     ],
     target: TargetDir = None,
-    prompts: Annotated[int, typer.Option(min=1, help="How many prompts, from the first on.")] = 64,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts, from the first.")] = 64,
     prompt_tokens: PromptTokens = 64,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Put each prompt through the target's chat template.")
+        bool, typer.Option("--chat", help="Apply the target's chat template to each `prompt`.")
     ] = False,
     new_tokens: NewTokens = 160,
     temperature: Annotated[
@@ -49,18 +49,18 @@ def evaluate(
     calibrate_drafts: Annotated[
         bool, typer.Option(help="Calibrate scores by accepted tokens, as in serving.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of the sampled texts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Sampling seed of the texts.")] = 0,
     device: Device = "cpu",
     precision: Precision = "fp32",
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, help="File for all figures.")
     ] = None,
 ) -> None:
-    """Draft along the target's own texts, and print τ and α.
+    """Draft along texts that the target generates, and print τ and α.
 
-    τ is the mean of tokens committed per step, α the share of right first choices given that all
-    before were right, β the factor on the drafter's logits. Drafting is that of serving, one text
-    at a time.
+    τ is the mean number of tokens per step; α the share of correct first choices after correct
+    ones; β the factor on the drafter's logits. Drafting is as in serving, one text at a time. On a
+    GPU, add --device cuda --precision bf16.
     """
     import torch
     from tqdm import tqdm

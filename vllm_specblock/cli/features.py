@@ -16,7 +16,7 @@ def features(
     data: Annotated[Path, typer.Option(help="Training data, as `specblock train` takes it.")],
     out: Annotated[Path, typer.Option(help="Folder to write the features to.")],
     length: Annotated[
-        int, typer.Option(min=1, help="Tokens of the longest piece: --length of the training.")
+        int, typer.Option(min=1, help="Tokens of the longest piece, as --length in training.")
     ],
     layer_ids: Annotated[  # typer would take a tuple for three arguments
         Any,
@@ -32,11 +32,11 @@ def features(
         typer.Option(help="Dtype of the target and of the features."),
     ] = "auto",
     shard_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of one file: what a killed run can lose.")
+        int, typer.Option(min=1, help="Tokens per file; a killed run loses at most one file.")
     ] = 32768,
     engine: Annotated[
         dict[str, Any] | None,
-        json_option("""More of vLLM's LLM arguments, such as '{"tensor_parallel_size": 2}'."""),
+        json_option("""Further arguments of vLLM's LLM, such as '{"tensor_parallel_size": 2}'."""),
     ] = None,
 ) -> None:
     """Run the target over training data once, and store the features that drafters train on.
@@ -57,8 +57,8 @@ def features(
     longest = raw.get("max_position_embeddings")
     if longest is not None and length >= longest:
         raise TrainError(
-            f"--length is {length}, but vLLM needs a position more than that and the target has "
-            f"{longest}: give a --length of {longest - 1} at the most."
+            f"--length is {length}, but the target has {longest} positions and vLLM needs one more "
+            f"than --length: give --length {longest - 1} or less."
         )
     texts = load_texts(data, raw["vocab_size"])
     sequences = [text.tokens for text in texts]
@@ -75,7 +75,7 @@ def features(
         shard_tokens=shard_tokens,
     )
     if feature_store.begin(out, origin):
-        typer.echo(f"The features in {out} are whole already.")
+        typer.echo(f"The features in {out} are already complete.")
         return
     # vLLM reads both when it is imported. Its other runner has no hook for our connector.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"

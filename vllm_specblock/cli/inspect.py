@@ -13,12 +13,12 @@ from vllm_specblock.cli.options import Chat, Device, DrafterDir, Precision, Targ
 def inspect(
     directory: DrafterDir,
     prompt: Annotated[
-        str | None, typer.Option(help="Show the draft tree after this prompt instead.")
+        str | None, typer.Option(help="Show the draft tree after this prompt instead of the files.")
     ] = None,
     target: TargetDir = None,
     chat: Chat = None,
     nodes: TreeNodes = None,
-    svg: Annotated[Path | None, typer.Option(dir_okay=False, help="SVG of the tree.")] = None,
+    svg: Annotated[Path | None, typer.Option(dir_okay=False, help="SVG file of the tree.")] = None,
     device: Device = "cpu",
     precision: Precision = "fp32",
 ) -> None:

@@ -54,7 +54,7 @@ class OneSentenceErrors(TyperGroup):
 
 app = typer.Typer(
     cls=OneSentenceErrors,
-    help="Make, train, measure and inspect drafters for draft trees in vLLM.",
+    help="Train, measure and inspect drafters for draft trees in vLLM.",
     no_args_is_help=True,
     add_completion=False,
 )

@@ -45,8 +45,8 @@ Chat = Annotated[
     bool | None,
     typer.Option(
         "--chat/--raw",
-        help="Put prompts through the target's chat template, or not. Default: --chat where there "
-        "is a template.",
+        help="Apply the target's chat template to prompts, or not. Default: --chat if there is a "
+        "template.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
@@ -56,13 +56,11 @@ NewTokens = Annotated[
 ]
 OutDir = Annotated[Path, typer.Option(help="Directory to write the drafter to.")]
 Precision = Annotated[Literal["fp32", "bf16"], typer.Option(help="Dtype of target and drafter.")]
-PromptTokens = Annotated[
-    int, typer.Option(min=1, help="Length of the prompt that is cut from a text without one.")
-]
+PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of a `text` that are its prompt.")]
 RequiredTarget = Annotated[Path, typer.Option(help="Folder or hub id of the target model.")]
 TargetDir = Annotated[
     Path | None,
-    typer.Option(help="Folder or hub id of the target. Default: as the drafter names it."),
+    typer.Option(help="Folder or hub id of the target. Default: as named in the drafter."),
 ]
 TreeNodes = Annotated[
     int | None, typer.Option(min=1, max=256, help="Nodes of a tree. Default: as in serving.")

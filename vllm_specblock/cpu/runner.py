@@ -77,7 +77,7 @@ def prepare() -> None:
     if not triton_utils.HAS_TRITON:
         if _RUNNER in sys.modules:
             raise OptionError(
-                "An engine of this process has loaded vLLM's runner without Triton: make the one "
+                "An engine of this process has loaded vLLM's runner without Triton: create the one "
                 "with 'specblock' first, or set VLLM_USE_V2_MODEL_RUNNER=1 before Python starts."
             )
         _find_triton()

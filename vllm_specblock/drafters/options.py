@@ -31,7 +31,7 @@ class SpecBlockConfig(WeightedOptions):
     branching: Annotated[
         list[Annotated[int, Field(ge=0, le=32)]], Field(min_length=4, max_length=4)
     ] = [4, 8, 16, 16]  # noqa: RUF012 (pydantic copies it)
-    """Children per rank bucket (rank 1, 2–4, 5–10, beyond). 0: no child but the chain's own, and
+    """Children per rank bucket (rank 1, 2–4, 5–10, beyond). 0: only the chain's own child, and
     no start of a block. The paper uses [2, 4, 6, 4]."""
 
     @classmethod
@@ -88,7 +88,7 @@ class NGramConfig(DrafterOptions):
     """How texts are looked up."""
 
     min_match: Annotated[int, Field(ge=1, le=32)] = 1
-    """Tokens at the end of the text that must have occurred before."""
+    """Shortest match: tokens at the end of the text that occur earlier."""
 
     max_match: Annotated[int, Field(ge=1, le=32)] = 8
     """Matches longer than this rank no higher."""
@@ -101,8 +101,8 @@ class NGramConfig(DrafterOptions):
     must be below 2,048."""
 
     earlier_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 1 << 14
-    """Tokens of earlier requests' answers to keep and look up as well; 0: only the request's own
-    text. One request's drafts may then show, by their speed, what another was answered."""
+    """Tokens of other requests' answers to search as well; 0: only the request's own text. Speed
+    can then reveal another request's answer."""
 
     @model_validator(mode="after")
     def _check(self) -> NGramConfig:

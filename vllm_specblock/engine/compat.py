@@ -161,7 +161,7 @@ def broken(root: Path) -> Iterator[str]:
 def warn_of_broken_hooks() -> None:
     """Warn of hooks that do not hold in the installed vLLM, once per process."""
     for line in broken(installed() or Path()):
-        logger.warning("This vLLM is not as SpecBlock needs it, which may break %s", line)
+        logger.warning("vLLM differs from what SpecBlock needs, which may break %s", line)
 
 
 # ---- differences between releases ----

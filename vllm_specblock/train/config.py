@@ -23,11 +23,11 @@ class RunConfig(BaseModel):
     data: Path = Field(
         description="What `specblock data` wrote, or a .safetensors with tokens and lengths."
     )
-    out: Path = Field(description="Where the drafter goes; training state lies in OUT/training.")
+    out: Path = Field(description="Folder for the drafter; training state is in OUT/training.")
     features: Path | None = Field(
         None, description="What `specblock features` wrote; default: run the target on each batch."
     )
-    target_name: str | None = Field(None, description="Folder or hub id for vLLM; default: target.")
+    target_name: str | None = Field(None, description="Target to name for vLLM; default: target.")
     layer_ids: tuple[int, int, int] | None = Field(
         None,
         description="Target layers whose states the drafter reads; i is the state after i layers; "
@@ -36,12 +36,12 @@ class RunConfig(BaseModel):
     draft_vocab_size: int = Field(32000, ge=10, description="Size of the draft vocabulary.")
 
     epochs: float = Field(20.0, gt=0, description="Passes over the data.")
-    steps: int | None = Field(None, ge=1, description="Updates in all; default: those of epochs.")
-    batch: int = Field(96, ge=1, description="Windows of one update, over all devices.")
+    steps: int | None = Field(None, ge=1, description="Number of updates; default: by epochs.")
+    batch: int = Field(96, ge=1, description="Windows per update, over all devices.")
     micro_batch: int | None = Field(
-        None, ge=1, description="Windows that a device takes at once; default: its share of batch."
+        None, ge=1, description="Windows per forward of a device; default: its share of batch."
     )
-    length: int = Field(2048, ge=8, description="Columns of a window, tokens.")
+    length: int = Field(2048, ge=8, description="Tokens per window.")
     pack: bool = Field(True, description="Put several short documents into one window.")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="muon: for matrices between hidden states, with AdamW for the rest."
@@ -64,16 +64,18 @@ class RunConfig(BaseModel):
     hold_out: int = Field(
         0,
         ge=0,
-        description="Sequences at the data's end that are not trained on but drafted along: the "
-        "drafter with the best τ is kept in OUT/best.",
+        description="Sequences, the last of the data, to hold out and measure τ on; the best "
+        "drafter is in OUT/best.",
     )
-    eval_every: int = Field(1000, ge=1, description="Updates between two of those replays.")
-    minutes: float | None = Field(None, gt=0, description="Save and stop after so many; resumable.")
+    eval_every: int = Field(1000, ge=1, description="Updates between two measurements of τ.")
+    minutes: float | None = Field(None, gt=0, description="Save and stop after this many minutes.")
 
     @model_validator(mode="after")
     def _micro_batches_fill_the_batch(self) -> RunConfig:
         if self.micro_batch and self.batch % self.micro_batch:
-            raise ValueError(f"batch {self.batch} is no multiple of micro_batch {self.micro_batch}")
+            raise ValueError(
+                f"batch {self.batch} must be a multiple of micro_batch {self.micro_batch}"
+            )
         return self
 
     def num_steps(self, windows: int) -> int:
@@ -96,11 +98,11 @@ class Recipe(BaseModel):
         0.25,
         ge=0,
         le=1,
-        description="Share of the rows that eq. 6 divides by at the least; 0 is the paper's.",
+        description="Smallest share of the rows that eq. 6 divides by; 0: as in the paper.",
     )
-    valid_prefix: bool = Field(True, description="Ablation: without, loss counts after errors.")
-    mask_restart: bool = Field(False, description="The valid-prefix mask restarts in each block.")
-    recompute: bool = Field(False, description="Less memory, a third more work.")
+    valid_prefix: bool = Field(True, description="Ablation: --no-… counts the loss after errors.")
+    mask_restart: bool = Field(False, description="Restart the valid-prefix mask in each block.")
+    recompute: bool = Field(False, description="Save memory for a third more work.")
 
 
 class TrainConfig(Recipe, RunConfig):
@@ -116,15 +118,15 @@ class TrainConfig(Recipe, RunConfig):
         "base", description="RoPE base of later blocks: block 1's, or moved on by the path."
     )
     prefix_broadcast: bool = Field(
-        True, description="Ablation: without, position 1 alone is given the prefix."
+        True, description="Ablation: --no-… gives the prefix to position 1 only."
     )
-    layer_shift: bool = Field(True, description="Ablation: without, nothing is between layers.")
+    layer_shift: bool = Field(True, description="Ablation: --no-… shifts nothing between layers.")
 
     @model_validator(mode="after")
     def _window_holds_a_block(self) -> TrainConfig:
         if self.length < self.block_size + 2:
             raise ValueError(
-                f"length {self.length} holds no whole block of {self.block_size} positions"
+                f"length {self.length} is too short for a block of {self.block_size} positions"
             )
         return self
 
@@ -162,25 +164,25 @@ class DataOptions(BaseModel):
 
     raw_prompts: bool = Field(False, description="Do not apply the chat template.")
     temperature: tuple[Annotated[float, Field(ge=0)], ...] = Field(
-        (0.0,), min_length=1, description="0 is greedy. Repeatable; conversations take turns."
+        (0.0,), min_length=1, description="0 is greedy. Repeatable: lines alternate."
     )
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of sampled answers.")
-    max_new_tokens: int = Field(1024, ge=1, description="Tokens of one answer, at most.")
+    max_new_tokens: int = Field(1024, ge=1, description="Maximum tokens of an answer.")
     max_length: int = Field(
         2048,
         ge=2,
-        description="Tokens of a sequence. Chats end there; texts continue in a new sequence.",
+        description="Maximum tokens of a sequence. Chats end there; texts continue in a new one.",
     )
     seed: int = Field(0, ge=0, description="Seeds the sampling.")
     limit: int | None = Field(None, ge=1, description="Usable lines to take. Default: all.")
-    shard_size: int = Field(512, ge=1, description="Lines of a shard: what a killed run can lose.")
+    shard_size: int = Field(512, ge=1, description="Lines per shard; a killed run loses one.")
     template_options: dict[str, Any] = Field(
         {},
         description="""Variables of the chat template, such as '{"enable_thinking": false}'.""",
     )
-    dtype: str = Field("auto", description="Of the target's arithmetic, as in vLLM.")
+    dtype: str = Field("auto", description="Dtype of the target, as in vLLM.")
 
-    draft_vocab_size: int = Field(32000, ge=1, description="Tokens whose coverage is printed.")
+    draft_vocab_size: int = Field(32000, ge=1, description="Draft vocabulary to print coverage of.")
     engine: dict[str, Any] = Field(
         {},
         description="""Further arguments of vLLM's LLM, such as '{"max_num_seqs": 512}'.""",

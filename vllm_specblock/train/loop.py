@@ -67,7 +67,7 @@ class Trainer:
         self.train_state = TrainState(learner, config)
         if sequences and not any(s.prompt + JUDGED_DEPTH + 1 < len(s.tokens) for s in sequences):
             raise TrainError(
-                f"None of the {config.hold_out} held-out texts goes on for {JUDGED_DEPTH + 2} "
+                f"None of the {config.hold_out} held-out texts has {JUDGED_DEPTH + 2} "
                 "tokens after its prompt: hold out more, or none."
             )
         self.steps = config.num_steps(len(windows))
@@ -85,7 +85,7 @@ class Trainer:
                     if self.rank == 0:
                         bar.write(
                             f"Stopped after {config.minutes:g} minutes, at update {self.step} of "
-                            f"{self.steps}: the same call goes on."
+                            f"{self.steps}: the same command resumes."
                         )
                     return
                 self.update()

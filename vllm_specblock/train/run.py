@@ -57,11 +57,9 @@ def train(
         CheckpointError: target or drafter cannot be used.
     """
     if config.out.exists() and not config.out.is_dir():
-        raise TrainError(f"{config.out} is a file, but the drafter goes to a folder.")
+        raise TrainError(f"{config.out} is a file, but must be a folder.")
     if dry_run and (config.out / STATE_DIR / "state.pt").exists():
-        raise TrainError(
-            f"{config.out} holds a drafter that has learned; give a dry run another --out."
-        )
+        raise TrainError(f"{config.out} holds a trained drafter: give the dry run another --out.")
     with ranks(config.device) as device:
         # In a function of its own, so that no trainer outlives `ranks`.
         _train_on(device, config, resume, progress, dry_run)

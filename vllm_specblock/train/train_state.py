@@ -137,9 +137,9 @@ def read_state(path: Path, config: RunConfig, data: str) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise TrainError(f"{path} is no training state: {error}.") from None
+        raise TrainError(f"{path} is not a training state: {error}.") from None
     if not isinstance(state, dict) or "drafter" not in state.get("learners", ()):
-        raise TrainError(f"{path} is no training state of this version; give another --out.")
+        raise TrainError(f"{path} is not a training state of this version; give another --out.")
     advice = "give the same ones, another --out, or --no-resume to start anew."
     begun = json.loads(state["options"]) | {"data": state["data"]}
     now = config.must_match() | {"data": data}

@@ -52,8 +52,8 @@ def init(
     family = raw.get("model_type")
     if family not in _QK_NORM or raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(
-            f"{where} is of model_type {family!r} with activation {raw.get('hidden_act')!r}, but "
-            f"a drafter's layers can be built like those of {' and '.join(_QK_NORM)} with 'silu'."
+            f"{where} has model_type {family!r} and activation {raw.get('hidden_act')!r}, but "
+            f"drafters can be trained for {' and '.join(_QK_NORM)} with 'silu' only."
         )
     target = describe_target(target_dir, target_name, layer_ids)
     size = raw["hidden_size"]

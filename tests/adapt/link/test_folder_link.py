@@ -202,7 +202,7 @@ def test_a_version_that_cannot_serve_is_reported_once(pair, folder, caplog):
     (versions.out / name / WEIGHTS).write_bytes(b"half")
     link = link_of(pair, folder)
     (line,) = [each for each in caplog.messages if "current version" in each]
-    assert "not those that were written" in line and line.count(". ") == 0 and line.endswith(".")
+    assert "do not match their checksum" in line and line.count(". ") == 0 and line.endswith(".")
     assert staged(link) is None and link.counts["versions_refused_checksum"] == 1
     link.close()
 
@@ -316,8 +316,8 @@ def garbage(folder: Path) -> None:
 @pytest.mark.parametrize(
     "harm, message",
     [
-        (flipped, "not those that were written"),
-        (without("model.safetensors"), "not those that were written"),
+        (flipped, "do not match their checksum"),
+        (without("model.safetensors"), "do not match their checksum"),
         (without("provenance.json"), "not whole"),
         (garbage, "not whole"),
         (shutil.rmtree, "no version version-00002"),

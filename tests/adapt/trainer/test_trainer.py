@@ -200,7 +200,7 @@ def test_a_trainer_that_is_killed_is_started_again_and_then_given_up(pair, keepi
     wait(lambda: (keeping.offer(*pair.request(next(number))), keeping.staged())[1])
     os.kill(second, signal.SIGKILL)
     wait(lambda: process.gave_up)
-    assert process.pid is None and "serving goes on" in warned[0]
+    assert process.pid is None and "serving continues" in warned[0]
     assert keeping.counts["trainer_restarts"] == 1
     process.stop()
     assert not keeping.folder.exists()
@@ -279,5 +279,5 @@ def test_a_trainer_that_cannot_start_is_not_tried_again(pair, engine, capfd, war
     process._run = lambda: CANNOT_START
     process.start()
     wait(lambda: process.gave_up)
-    assert engine.counts["trainer_restarts"] == 0 and "not started again" in warned[0]
+    assert engine.counts["trainer_restarts"] == 0 and "not restarted" in warned[0]
     process.stop()

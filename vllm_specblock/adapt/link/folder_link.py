@@ -144,8 +144,8 @@ class FolderVersions:
                     self._seen = stamp
                     self.tally["versions_refused_checksum"] += 1
                     logger.warning(
-                        "SpecBlock adaptation: the current version in %s cannot be used, and what "
-                        "serves stays: %s",
+                        "SpecBlock adaptation: the current version in %s is skipped, since it "
+                        "cannot be used: %s",
                         self.versions.out,
                         error,
                     )

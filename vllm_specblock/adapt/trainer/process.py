@@ -80,8 +80,8 @@ class TrainerProcess:
                 return
             self.link.tally["trainer_restarts"] += 1
         logger.warning(
-            "SpecBlock adaptation: the trainer ended with status %d and is not started again; "
-            "serving goes on with the version that it has.",
+            "SpecBlock adaptation: the trainer ended with status %d and is not restarted; "
+            "serving continues with the current version.",
             status,
         )
         self.gave_up = True

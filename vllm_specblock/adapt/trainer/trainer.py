@@ -178,8 +178,8 @@ class Trainer:
             if self.folder.stamp() == self._known:  # else the next call adopts another one
                 self._written = None
                 logger.warning(
-                    "SpecBlock adaptation: the current version in %s cannot be used, and what "
-                    "serves stays: %s",
+                    "SpecBlock adaptation: the current version in %s is skipped, since it "
+                    "cannot be used: %s",
                     self.folder.out,
                     error,
                 )
@@ -206,7 +206,7 @@ class Trainer:
             self.folder.prune(KEPT if self.config.out is not None else 1)
         except (OSError, SafetensorError, TrainError) as error:
             logger.warning(
-                "SpecBlock adaptation: %s cannot be written to (%s): what is learned is not kept.",
+                "SpecBlock adaptation: %s cannot be written to (%s): versions are not kept.",
                 self.folder.out,
                 error,
             )

@@ -72,7 +72,7 @@ class CheckpointReader(Generic[Shape, Network]):
         stored = self.named(stored_in(directory, self.weights), config, directory)
         wanted = wanted_shapes(partial(self.make, config, stored.keys()))
         if missing := listed(wanted.keys() - stored.keys()):
-            raise CheckpointError(f"{directory} lacks {missing}, which its {CONFIG} asks for.")
+            raise CheckpointError(f"{directory} lacks {missing}, which its {CONFIG} requires.")
         if extra := listed(stored.keys() - wanted.keys()):
             raise CheckpointError(f"{directory} holds {extra}, which its {CONFIG} does not use.")
         for name, shape in wanted.items():
@@ -134,13 +134,13 @@ def _safetensors_files(directory: Path, weights: str) -> list[Path]:
     raw, where = read_json(directory / _INDEX)
     shards = raw.get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-        raise CheckpointError(f"{where} has no weight_map from tensors to files: write it anew.")
+        raise CheckpointError(f"{where} has no weight_map from tensors to files: save it again.")
     names = sorted(set(shards.values()))
     # An index may name files of this folder only.
     missing = [n for n in names if Path(n).name != n or not (directory / n).is_file()]
     if missing:
         raise CheckpointError(
-            f"{where} names {missing[0]}, which is no file in {directory}: download it again."
+            f"{where} names {missing[0]}, which is not in {directory}: download it again."
         )
     return [directory / name for name in names]
 
@@ -152,7 +152,7 @@ def opened(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file ({error}).") from None
+        raise CheckpointError(f"{path} is not a complete safetensors file ({error}).") from None
     except (OSError, RuntimeError) as error:  # removed meanwhile: which of them depends on when
         raise CheckpointError(f"{path} cannot be opened ({error}).") from None
 
@@ -165,8 +165,8 @@ def unpickled(path: Path, names: tuple[str, ...] = (), mmap: bool = False) -> di
         tensors: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # on foreign bytes torch's unpickler fails with anything
         raise CheckpointError(
-            f"{refusal} (torch.load with weights_only=True: {type(error).__name__}); save it anew, "
-            "best as safetensors."
+            f"{refusal} (torch.load with weights_only=True: {type(error).__name__}); save it "
+            "again, best as safetensors."
         ) from None
     if (
         isinstance(tensors, dict)
@@ -205,7 +205,7 @@ def check_mapping(d2t: Tensor, vocab_size: int, directory: Path, t2d: Tensor | N
     if not whole or (t2d is not None and not torch.equal(targets, t2d.nonzero()[:, 0])):
         marked = " that t2d marks, ascending" if t2d is not None else ""
         raise CheckpointError(
-            f"The vocabulary mapping in {directory} is none: draft id + d2t must be different "
+            f"The vocabulary mapping in {directory} is wrong: draft id + d2t must be distinct "
             f"target ids below {vocab_size}{marked} (d2t holds offsets, not ids)."
         )
 

@@ -39,8 +39,7 @@ def _ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
     # The target's states come in layer order: another one would swap columns of what reads them.
     if list(ids) != sorted({*ids}) or ids[0] < 0:
         raise ValueError(
-            f"the target's layers {list(ids)} are read, but they must be different ones in "
-            "ascending order"
+            f"the drafter reads target layers {list(ids)}, but they must be distinct and ascending"
         )
     return ids
 

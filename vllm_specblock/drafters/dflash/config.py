@@ -75,7 +75,7 @@ def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
     mask = own.get("mask_token_id", raw.get("mask_token_id"))
     for key, value in (("block_size", block), ("dflash_config.target_layer_ids", layers)):
         if value is None:
-            raise CheckpointError(f"{where} lacks the key {key!r}, which such a drafter has.")
+            raise CheckpointError(f"{where} lacks the key {key!r}, which such a drafter needs.")
     if isinstance(layers, list) and all(isinstance(each, int) for each in layers):
         layers = tuple(each + 1 for each in layers)
     bias = bool(raw.get("attention_bias"))

@@ -89,7 +89,7 @@ def read_chat_tokens(options: DataOptions) -> ChatTokens:
     # Scaled RoPE extends the config's limit.
     if most and options.max_length > most and rope.get("rope_type", "default") == "default":
         raise TrainError(
-            f"The target {options.target} has {most:,} positions, which max_length = "
-            f"{options.max_length:,} goes beyond; give at most {most}."
+            f"The target {options.target} has {most:,} positions, but max_length is "
+            f"{options.max_length:,}: give at most {most}."
         )
     return ChatTokens(tokenizer, config.vocab_size, options.template_options)

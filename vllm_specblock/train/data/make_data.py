@@ -89,13 +89,13 @@ def _begin(out: Path, making: dict[str, Any]) -> None:
     path = out / MAKING
     if shards.shard_path(out, 0).exists():
         if not path.exists():
-            raise TrainError(f"{out} holds other data already; give another folder to write to.")
+            raise TrainError(f"{out} holds other data already: give another folder.")
         begun = shards.read_object(path, making)
         shards.check_same(
             f"{out} was begun",
             {**begun["options"], "input": begun["input"]},
             {**making["options"], "input": making["input"]},
-            "give the same options and files to go on, or another folder to write to.",
+            "give the same options and files to resume, or another folder.",
             hidden={"input"},
         )
     out.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def _finish(
         sequences, tokens = sequences + len(texts), tokens + sum(len(t.tokens) for t in texts)
         counts += token_counts(texts, vocab_size)
     if not sequences:
-        raise TrainError("None of the lines gave a sequence; see the reasons above.")
+        raise TrainError("No line gave a sequence; see the reasons above.")
     index = {
         "format": 1,
         "target": str(options.target),

@@ -84,8 +84,7 @@ def prompt_ids(text: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> lis
         return tokenizer(text)["input_ids"]
     if not tokenizer.chat_template:
         raise TrainError(
-            "The target's tokenizer has no chat template; leave --chat out, and prompts are taken "
-            "as they stand."
+            "The target's tokenizer has no chat template: drop --chat to use raw prompts."
         )
     return _question([{"role": "user", "content": text}], tokenizer)
 

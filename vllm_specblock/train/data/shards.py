@@ -96,8 +96,8 @@ def read_index(
         return read_object(folder / name, keys)
     except FileNotFoundError:
         raise TrainError(
-            f"There is no {name} in {folder}: `specblock {made_by}` has not been here, or was "
-            "stopped before its end (run it again with the same options and it goes on)."
+            f"There is no {name} in {folder}: run `specblock {made_by}` to its end (with the same "
+            "options, it resumes)."
         ) from None
 
 

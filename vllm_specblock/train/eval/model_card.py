@@ -61,9 +61,9 @@ vllm serve {shlex.quote(target)} --speculative-config \\
 
 def _rows(facts: dict[str, Any], target: str, tau: float | None) -> list[tuple[str, str]]:
     options = facts["options"]
-    reached = "not measured: train with --hold-out, or ask `specblock eval`"
+    reached = "not measured: train with --hold-out, or run `specblock eval`"
     if tau is not None:
-        reached = f"{tau:.2f} tokens a step, replayed along {options['hold_out']} held-out texts"
+        reached = f"{tau:.2f} tokens per step, replayed along {options['hold_out']} held-out texts"
     update = f"{options['batch']} windows × {options['length']} tokens"
     rows = [
         ("target", target),

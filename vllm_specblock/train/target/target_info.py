@@ -35,7 +35,7 @@ def describe_target(
     low, mid, high = layer_ids
     if not 0 <= low < mid < high < layers:
         raise CheckpointError(
-            f"Feature layers {list(layer_ids)} were given, but they must be three different ones "
+            f"Feature layers {list(layer_ids)} were given, but they must be three distinct ones "
             f"in ascending order, from 0 to {layers - 1} for the target in {directory}."
         )
     return TargetInfo(
