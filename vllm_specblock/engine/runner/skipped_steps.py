@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_specblock.drafters.common.missed_rows import MOST_BYTES, Backlog, CacheHoles, MissedRows
 from vllm_specblock.drafters.interface import CommittedTokens, Drafter
 from vllm_specblock.engine.device import device_of
+from vllm_specblock.engine.runner.step_batch import rows_without_drafts
 from vllm_specblock.engine.runner.tree_states import TreeStates
 
 
@@ -103,8 +104,8 @@ class SkippedSteps:
 
 
 def all_rows(batch: InputBatch, states: Sequence[torch.Tensor]) -> MissedRows:
-    """Return all rows of a batch without drafts, on a CPU."""
-    count = batch.num_reqs
-    begin, length = batch.query_start_loc_np[:count], batch.num_scheduled_tokens[:count]
+    """Return all rows of a batch without drafts, or with none left of them, on a CPU."""
+    length = rows_without_drafts(batch)
+    begin = length.cumsum() - length
     position = batch.positions.numpy()[begin]  # a host tensor
     return MissedRows(batch.idx_mapping_np, tuple(states), None, begin, length, position)
