@@ -110,6 +110,7 @@ class Answering:
             ids [n][tokens]; wall and cpu seconds; counters: growth of `read_counters`.
         """
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind as Kind
 
         given = {name: job[name] for name in ("temperature", "max_tokens", "ignore_eos")}
@@ -119,7 +120,7 @@ class Answering:
         began = time.perf_counter()
         engine, ids = self.llm.llm_engine, [list[int]() for _ in params]
         for index, (prompt, each) in enumerate(zip(job["prompts"], params)):
-            engine.add_request(str(index), {"type": "token", "prompt_token_ids": prompt}, each)
+            engine.add_request(str(index), tokens_input(prompt), each)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 index, new = int(output.request_id), list(output.outputs[0].token_ids)
