@@ -34,7 +34,7 @@ class DraftRecorder:
     def recorded_drafts(self) -> tuple[list[Any], int]:
         """Return tokens, parents and versions taken of each step, and all accepted nodes."""
         counts = self.model_runner.speculator.counters.as_dict()
-        return self.drafts, counts["accepted_nodes_1"]
+        return self.drafts, counts["accepted_nodes", 1]
 
     def counted(self, name: str) -> int:
         """Return one of the recorder's counts on this rank; default: 0."""

@@ -97,7 +97,7 @@ class Swaps:
 
     def _accepted(self) -> int:
         counts = self.speculator.counters.as_dict()
-        return sum(n for name, n in counts.items() if name.startswith("accepted_nodes"))
+        return sum(n for (name, _), n in counts.items() if name == "accepted_nodes")
 
 
 def _weights(directory: Path) -> dict[str, torch.Tensor]:

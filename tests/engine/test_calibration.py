@@ -20,6 +20,6 @@ def test_a_trained_drafter_is_found_to_be_too_flat_for_a_greedy_target(tree, pla
     assert head.calibration.log[0].exp() > 1.3
     # What is counted for `/metrics` began at 1.5 and went where the learned one is by now.
     counts = tree.speculator.counters.as_dict()
-    assert 1.3 < counts["calibration_thousandths_1"] / 1000 / counts["drafted_trees_1"] < 4
+    assert 1.3 < counts["calibration_thousandths", 1] / 1000 / counts["drafted_trees", 1] < 4
     serve(tree, plain, 1.0)
     assert head.calibration.trees[1] > 20

@@ -51,25 +51,29 @@ class Hook(NamedTuple):
         """Return how `need` is not met in the folder `vllm` at `root`; None: it is met."""
         if not self.file:
             _, module, _, name = self.need.split()
-            return import_trouble(root, module, name)
+            folder = root.joinpath(*module.split(".")[1:])
+            if (folder / name).is_dir() or (folder / f"{name}.py").is_file():
+                return None
+            # Names that a module imports, or loads when they are asked for, are in its text.
+            path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+            known = path.is_file() and re.search(rf"\b{name}\b", path.read_text(encoding="utf-8"))
+            return None if known else f"{module} has no {name!r}"
         if not (path := root / self.file).is_file():
             return f"there is no {PACKAGE}/{self.file}"
         name, kind, rest = re.split(r" ?(\(|:|!?~) ?", self.need, maxsplit=1)
         if name not in (parts := parts_of(path)):
             return f"{self.file} has no {name!r}"
-        trouble, (names, text) = "", parts[name]
+        names, text = parts[name]
         if kind == "(":
-            wanted, found = re.findall(r"\.\.\.|\w+", rest), names
-            if wanted[-1] == "...":
-                found = [*names[: len(wanted) - 1], "..."]
-            if wanted != found:
-                trouble = f"takes ({', '.join(names)}), not ({rest}"
-        elif kind == ":":
-            if missing := [each for each in rest.split() if each not in names]:
-                trouble = f"has no {', '.join(missing)}"
-        elif any(_says(text, each) for each in rest.split(" || ")) == (kind == "!~"):
-            trouble = f"says {rest!r} now" if kind == "!~" else f"does not say {rest!r}"
-        return f"{name or self.file} {trouble}" if trouble else None
+            wanted = re.findall(r"\.\.\.|\w+", rest)
+            found = [*names[: len(wanted) - 1], "..."] if wanted[-1] == "..." else names
+            return None if wanted == found else f"{name} takes ({', '.join(names)}), not ({rest}"
+        if kind == ":":
+            missing = ", ".join(each for each in rest.split() if each not in names)
+            return f"{name} has no {missing}" if missing else None
+        if any(_says(text, each) for each in rest.split(" || ")) == (kind == "~"):
+            return None
+        return f"{name or self.file} {'does not say' if kind == '~' else 'says'} {rest!r}"
 
 
 def _says(text: str, pieces: str) -> bool:
@@ -104,17 +108,6 @@ def parts_of(path: Path) -> Parts:
 
     visit(ast.parse(text), "")
     return found
-
-
-def import_trouble(root: Path, module: str, name: str) -> str | None:
-    """Return why `name` cannot be imported from `module`, in a clause; None: it can."""
-    folder = root.joinpath(*module.split(".")[1:])
-    if (folder / name).is_dir() or (folder / f"{name}.py").is_file():
-        return None
-    # Names that a module imports, or loads when they are asked for, are in its text.
-    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-    known = path.is_file() and re.search(rf"\b{name}\b", path.read_text(encoding="utf-8"))
-    return None if known else f"{module} has no {name!r}"
 
 
 def installed() -> Path | None:
@@ -176,9 +169,8 @@ def reallocated(cu_num_logits: torch.Tensor, query_start: torch.Tensor, budget: 
     # Not above: a process that builds no model would load it, too.
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
-    if hasattr(adaptive_verification, "AdmittedDraftCounts"):
-        return cu_num_logits, query_start, budget, None
-    return cu_num_logits, query_start, budget
+    more = [None] if hasattr(adaptive_verification, "AdmittedDraftCounts") else []
+    return cu_num_logits, query_start, budget, *more
 
 
 def window_reach(tables: BlockTables) -> Sequence[int]:

@@ -6,9 +6,9 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from vllm_specblock.engine import compat
 from vllm_specblock.versions import (
@@ -21,18 +21,16 @@ from vllm_specblock.versions import (
 OURS = "vllm-specblock"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the report; "wrong": an engine would fail, or run without drafts."""
 
     name: str  # what was examined
     found: str  # its state
-    verdict: Literal["right", "note", "wrong"] = "right"
     advice: str = ""  # what to do, one line
+    verdict: Literal["right", "note", "wrong"] = "right"
 
 
-def wrong(name: str, found: str, advice: str) -> Finding:
-    return Finding(name, found, "wrong", advice)
+wrong = partial(Finding, verdict="wrong")
 
 
 def examine(target: str | None, given: dict[str, Any] | None) -> Iterator[Finding]:
@@ -121,11 +119,10 @@ def kernels() -> Finding:
     if not AVAILABLE:
         slow = "Triton's interpreter: right, and 10 to 100 times slower"
         advice = "Install numba, whose loops replace them on a CPU."
-        return Finding("kernels", slow, "note", advice)
+        return Finding("kernels", slow, advice, "note")
     tiles = "with" if torch.cpu._is_amx_tile_supported() else "without"
-    return Finding(
-        "kernels", f"Numba {installed_version('numba')} compiles loops for this CPU, {tiles} AMX"
-    )
+    numba = f"Numba {installed_version('numba')}"
+    return Finding("kernels", f"{numba} compiles loops for this CPU, {tiles} AMX")
 
 
 def engine(target: str, given: dict[str, Any]) -> Iterator[Finding]:
@@ -150,5 +147,5 @@ def engine(target: str, given: dict[str, Any]) -> Iterator[Finding]:
     for number, drafter in enumerate(config.speculative_config.specblock.drafters, 1):
         source = drafter.folder or "the requests' own text"
         layers = ", ".join(map(str, drafter.layers)) or "none"
-        name = f"drafter {number}"
-        yield Finding(name, f"{source}: {drafter.kind}, reads target layers {layers}")
+        found = f"{source}: {drafter.kind}, reads target layers {layers}"
+        yield Finding(f"drafter {number}", found)

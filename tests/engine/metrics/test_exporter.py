@@ -79,9 +79,9 @@ def test_counters_reach_the_reader_with_every_name(config):
     counters.clock.begin()
     counters.clock.end()
     counters.publish()
-    named = {"_".join([name, *labels[1:]]): value for (name, *labels), value in shown().items()}
+    named = {(name, int(*labels[1:])): value for (name, *labels), value in shown().items()}
     assert {name for name, *_ in shown()} == exporter.HELP.keys() - exporter.LEARNING.keys()
-    assert named.pop(DRAFTING_STEPS) == 1 and named.pop(DRAFTING_NS) > 0
+    assert named.pop((DRAFTING_STEPS, 0)) == 1 and named.pop((DRAFTING_NS, 0)) > 0
     assert named == counters.as_dict()
     by_drafter = {
         "verified_nodes": (4, 4),
@@ -93,8 +93,8 @@ def test_counters_reach_the_reader_with_every_name(config):
     }
     of_all = {"tree_nodes": 6, "shared_nodes": 2, "shared_accepted_nodes": 1}
     of_all |= {"both_drafted": 1, "agreed": 1, "second_skipped": 1}
-    assert named == of_all | {
-        f"{name}_{drafter}": value
+    assert named == {(name, 0): value for name, value in of_all.items()} | {
+        (name, drafter): value
         for name, values in by_drafter.items()
         for drafter, value in enumerate(values, 1)
     }

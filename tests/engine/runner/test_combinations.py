@@ -49,7 +49,7 @@ def test_matrix(engine, reference, request):
     assert check.tokens >= 2_500
     counts = engine.speculator.counters.as_dict()
     if "draft_policy" in COMBINATIONS[request.node.callspec.params["engine"]]:
-        assert counts["accepted_nodes_1"] and counts["accepted_nodes_2"], "a drafter's are wrong"
+        assert counts["accepted_nodes", 1] and counts["accepted_nodes", 2], "a drafter's are wrong"
 
 
 def test_prefix_cache_hits(engine, reference):

@@ -83,12 +83,12 @@ def say(engine, requests, adapters) -> list[list[int]]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_are_vllms_own(ours, adapted, adapters, reference, temperature):
     requests = params(len(TEXTS), temperature=temperature, max_tokens=50)
-    before = ours.speculator.counters.as_dict()["accepted_nodes_1"]
+    before = ours.speculator.counters.as_dict()["accepted_nodes", 1]
     expected = say(adapted, requests, adapters)
     got = say(ours, requests, adapters)
     assert got == expected
     without = reference(f"without adapters, {temperature}", requests, TEXTS)
     for index, (mine, (base,)) in enumerate(zip(got, without)):
         assert (mine == base.tokens) == (index % len(adapters) == 0), "adapters change what is said"
-    accepted = ours.speculator.counters.as_dict()["accepted_nodes_1"] - before
+    accepted = ours.speculator.counters.as_dict()["accepted_nodes", 1] - before
     assert accepted > 40, "hardly a tree was right: this tested little"

@@ -99,12 +99,9 @@ class DrafterCounters:
         if self._host is not self._all:
             self._host.copy_(self._all, non_blocking=True)
 
-    def as_dict(self) -> dict[str, int]:
-        """All counts by name, with "_1" or "_2" for a drafter's; waits for the device."""
-        counts = tally(self.total.tolist(), self.num_drafters)  # a host read, not for a step
-        return {
-            f"{name}_{drafter}" if drafter else name: n for (name, drafter), n in counts.items()
-        }
+    def as_dict(self) -> Counts:
+        """Return all counts; waits for the device."""
+        return tally(self.total.tolist(), self.num_drafters)  # a host read, not for a step
 
 
 @op(count_step_triton)

@@ -74,8 +74,6 @@ HELP = LEARNING | {
     "drafting_steps": "Steps without prompts in which trees were drafted.",
 }
 
-_ATTRIBUTE = "specblock_metrics"
-
 
 class DrafterMetrics:
     """A prometheus collector over the files of the newest deployment's engines."""
@@ -101,7 +99,7 @@ def announce(config: Any) -> None:
     shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     folder = shared or tempfile.mkdtemp(prefix="specblock-metrics-")
     stem = os.path.join(folder, f"counter_specblock-{uuid.uuid4().hex}")
-    setattr(config, _ATTRIBUTE, stem)
+    config.specblock_metrics = stem
     _shown.pattern = pattern = glob.escape(stem) + "-*.db"
     weakref.finalize(config, _withdraw, pattern, None if shared else folder, os.getpid())
 
@@ -117,7 +115,7 @@ def _withdraw(pattern: str, folder: str | None, owner: int) -> None:
 
 def make_sink(vllm_config: Any, rank: int) -> Callable[[Counts], None] | None:
     """Return what takes the counts of an engine; None: metrics are off, or another rank writes."""
-    stem = getattr(vllm_config.speculative_config, _ATTRIBUTE, None)
+    stem = getattr(vllm_config.speculative_config, "specblock_metrics", None)
     if stem is None or rank != 0:
         return None
     if not os.path.isdir(os.path.dirname(stem)):

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any
 
 from vllm_specblock.engine.metrics.acceptance import REQUESTS, STEPS, TOKENS
 
@@ -85,9 +85,8 @@ class Answering:
         from vllm import LLM
 
         self.llm = LLM(**arguments)
-        speculative = arguments.get("speculative_config")
-        others = speculative is not None and speculative["method"] != "specblock"
-        self.stopwatch = stopwatch_of(self.llm) if others else None
+        method = (arguments.get("speculative_config") or {}).get("method", "specblock")
+        self.stopwatch = None if method == "specblock" else stopwatch_of(self.llm)
 
     def facts(self) -> dict[str, Any]:
         """Return facts of this engine beyond its arguments."""
@@ -111,6 +110,7 @@ class Answering:
             ids [n][tokens]; wall and cpu seconds; counters: growth of `read_counters`.
         """
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind as Kind
 
         given = {name: job[name] for name in ("temperature", "max_tokens", "ignore_eos")}
@@ -120,7 +120,7 @@ class Answering:
         began = time.perf_counter()
         engine, ids = self.llm.llm_engine, [list[int]() for _ in params]
         for index, (prompt, each) in enumerate(zip(job["prompts"], params)):
-            engine.add_request(str(index), {"type": "token", "prompt_token_ids": prompt}, each)
+            engine.add_request(str(index), tokens_input(prompt), each)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 index, new = int(output.request_id), list(output.outputs[0].token_ids)
@@ -135,32 +135,26 @@ class Answering:
         return {"ids": ids, "wall": wall, "cpu": cpu, "counters": counters}
 
 
-def serve(jobs: TextIO, answers: TextIO, make: type[Answering] = Answering) -> None:
-    """Make the engine, answer until there is no job."""
+def main(make: type[Answering] = Answering) -> None:
+    """Make the engine, and answer the pipe that this process was started with until it ends."""
+    # Exit normally, so that temporary files are removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # All other output goes to the log: this pipe is for answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
 
     def say(what: dict[str, Any]) -> None:
-        answers.write(json.dumps(what) + "\n")
-        answers.flush()
+        print(json.dumps(what), file=answers, flush=True)
 
     try:
-        engine = make(json.loads(jobs.readline()))
+        engine = make(json.loads(sys.stdin.readline()))
         say(engine.facts())
-        for job in map(json.loads, jobs):
+        for job in map(json.loads, sys.stdin):
             said = (lambda *new: say({"said": new})) if job.get("stream") else None
             say(engine.answer(job, said))
     except Exception as error:
         say({"error": " ".join(f"{type(error).__name__}: {error}".split())})
         raise
-
-
-def main(make: type[Answering] = Answering) -> None:
-    """Serve the pipe that this process was started with."""
-    # Exit normally, so that temporary files are removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # All other output goes to the log: this pipe is for answers.
-    with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)
-        serve(sys.stdin, out, make)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,6 @@ class FeatureExtractor:
     ) -> None:
         self.scratch = scratch
         shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
         # vLLM keeps one state per id. The last id is repeated to reserve a slot that
         # `FeatureConnector` fills with the LM head's input.
         kept = [*layer_ids, layer_ids[-1]]
