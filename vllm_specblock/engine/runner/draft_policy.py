@@ -67,7 +67,7 @@ class DraftPolicy:
         for drafter in self.drafters:
             drafter.forget()
 
-    def begin(self, req_idx: int) -> None:
+    def free(self, req_idx: int) -> None:
         """Reset what was learned in slot `req_idx`."""
         for calibration in self.calibrations:
             calibration.begin(req_idx)
@@ -125,8 +125,8 @@ class SkippingMergedDrafters(DraftPolicy):
         self.sure = torch.zeros(num_slots)
         self.both = torch.zeros(num_slots, dtype=torch.bool)
 
-    def begin(self, req_idx: int) -> None:
-        super().begin(req_idx)
+    def free(self, req_idx: int) -> None:
+        super().free(req_idx)
         self.behind.forget(req_idx)
 
     def forget(self) -> None:

@@ -168,25 +168,29 @@ class TreeSpeculator(DraftModelSpeculator):
     # ---- once per request ----
 
     def note_request(self, req_idx: int, params: SamplingParams | None) -> None:
-        """Store the sampling parameters of a new request, and reset the state of its slot."""
+        """Store the sampling parameters of a new request."""
         temperature = 0.0 if params is None else params.temperature
         self.temperature[req_idx].fill_(temperature)
-        self.draft_policy.begin(req_idx)
         undrafted = not wants_drafts(params)
         self.undrafted[req_idx], self.samples[req_idx] = undrafted, temperature > 0
         self.undrafted_there[req_idx].fill_(undrafted)
-        if self.skipped.backlog is not None:
-            self.skipped.backlog.forget(req_idx)
         self.chains[req_idx] = self.all_chains or looks_back(params)
         self.shares[req_idx] = params is not None and shares(params)
 
     def end_request(self, req_id: str) -> None:
-        """Show the drafters the answer of a request that ended, unless it declines that."""
+        """Free the slot of a request that ended or was preempted.
+
+        Show the drafters its answer, unless it declines that.
+        """
         states = self.req_states
         if req_id == FORGET:
             self.draft_policy.forget_texts()
-        req_idx = states.req_id_to_index.get(req_id)
-        if req_idx is not None and self.shares[req_idx]:
+        if (req_idx := states.req_id_to_index.get(req_id)) is None:
+            return
+        self.draft_policy.free(req_idx)
+        if self.skipped.backlog is not None:
+            self.skipped.backlog.forget(req_idx)
+        if self.shares[req_idx]:
             texts, length = states.all_token_ids.gpu, states.total_len.gpu[req_idx]
             first = int(states.prompt_len.np[req_idx])  # a host array
             for drafter in self.draft_policy.drafters:
