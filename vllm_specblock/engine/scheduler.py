@@ -12,14 +12,14 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_specblock.engine.request_drafts import wants_drafts
+from vllm_specblock.engine.request_drafts import SHARE, wants_drafts
 
 UNDRAFTED = "specblock_undrafted"
 """Attribute of a `ModelRunnerOutput`: ids of its requests without new drafts, a set."""
 
-FORGET = "~specblock_forget"
+FORGET = "\U0010ffff specblock_forget"
 """Id of no request, reported as finished: workers are to forget all finished requests. It sorts
-after vLLM's ids, so that they see those of the same step first."""
+after other ids, so that they see those of the same step first."""
 
 
 class _TrimmedMetrics(RequestSpecDecodeMetrics):
@@ -71,6 +71,10 @@ class TreeScheduling(Scheduler):
         super()._update_after_schedule(scheduler_output)
 
     def add_request(self, request: Request) -> None:
+        params = request.sampling_params
+        if request.cache_salt and params is not None:
+            # Its speed is to tell others nothing: its answer is no more shared than its prefix.
+            params.extra_args = {SHARE: 0, **(params.extra_args or {})}
         super().add_request(request)
         if request.spec_decode_metrics is not None:
             request.spec_decode_metrics = _TrimmedMetrics.new(self.num_spec_tokens)

@@ -192,7 +192,8 @@ class TreeSpeculator(DraftModelSpeculator):
             self.skipped.backlog.forget(req_idx)
         if self.shares[req_idx]:
             texts, length = states.all_token_ids.gpu, states.total_len.gpu[req_idx]
-            first = int(states.prompt_len.np[req_idx])  # a host array
+            # Not the prompt's end: an earlier part has been shown at each preemption.
+            first = int(states.prefill_len.np[req_idx])  # a host array
             for drafter in self.draft_policy.drafters:
                 drafter.finish(texts[req_idx], first, length)
 
