@@ -35,7 +35,8 @@ class TreeScheduling(Scheduler):
     - Accepted drafts are counted after the output is trimmed at max_tokens, EOS or a stop token.
     - Placeholder drafts are not counted: vLLM's padding, and steps of paused drafting.
     - No drafts are scheduled while drafting is paused, or for a request that declines them.
-    - A streaming-input session that stops inside an accepted path resumes at the stop.
+    - A streaming-input session that stops inside an accepted path resumes at the stop; with
+      recurrent layers it gets no drafts.
     - A session that is preempted samples its step in flight again.
     """
 
@@ -48,9 +49,16 @@ class TreeScheduling(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         for request in self.running:  # drafts, or placeholders if asynchronous
-            if self._paused or not wants_drafts(request.sampling_params):
+            if self._paused or not self._wants_drafts(request):
                 request.spec_token_ids = []
         return super().schedule(*args, **kwargs)
+
+    def _wants_drafts(self, request: Request) -> bool:
+        # Recurrent states cannot go back to a session's stop, and a new request has none yet.
+        without = request.resumable or not request.num_computed_tokens
+        if without and self.vllm_config.model_config.is_hybrid:
+            return False
+        return wants_drafts(request.sampling_params)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.finished_req_ids.add(FORGET)
@@ -64,7 +72,7 @@ class TreeScheduling(Scheduler):
         drafts = scheduler_output.scheduled_spec_decode_tokens
         # vLLM pads a new request with one token left, so that the step is uniform.
         for req_id in list(drafts):
-            if not wants_drafts(self.requests[req_id].sampling_params):
+            if not self._wants_drafts(self.requests[req_id]):
                 padding = len(drafts.pop(req_id))
                 scheduler_output.num_scheduled_tokens[req_id] -= padding
                 scheduler_output.total_num_scheduled_tokens -= padding
