@@ -88,10 +88,13 @@ def test_what_cannot_be_served(make_config, changes, says):
     assert "\n" not in str(error.value)
 
 
-def test_a_drafter_trained_again_needs_a_folder_of_its_own(make_bench, drafters):
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_drafter_trained_again_needs_a_folder_of_its_own(make_bench, drafters, name):
+    weights = drafters["eagle3"] / "model.safetensors"
+    weights = weights.rename(weights.with_name(name))
     make_bench({}, drafter=drafters)
     make_bench({}, drafter=drafters)
-    (drafters["eagle3"] / "model.safetensors").write_bytes(b"again")
+    weights.write_bytes(b"again")
     with pytest.raises(BenchError, match="has results with other drafter eagle3: give another"):
         make_bench({}, drafter=drafters)
 

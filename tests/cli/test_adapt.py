@@ -65,7 +65,7 @@ def test_wrong_folders_versions_and_policies_are_one_sentence(pair, recorded, tm
         (train(pair, tmp_path / "none"), "There is no folder"),
         (train(pair, recorded, "--policy", "osd"), "no policy 'osd'"),
         (train(pair, recorded, "--actions", "trunk"), "must be heads or all"),
-        (train(pair, recorded, "--memory", 0), "must be above 0"),
+        (train(pair, recorded, "--memory", "inf"), "must be above 0 and finite"),
         (train(pair, recorded, "--device", "gpu"), "The device gpu cannot be used"),
         (call("use", recorded, "version-00009"), "no version version-00009"),
     ):

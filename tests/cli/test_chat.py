@@ -67,6 +67,7 @@ def test_a_chat_goes_on_where_there_is_no_tree(engines):
 
 class Handler(BaseHTTPRequestHandler):
     asked: ClassVar[list[dict]] = []
+    only_v1 = False
 
     def reply(self, text: str, kind: str = "application/json") -> None:
         self.send_response(200)
@@ -80,6 +81,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/detokenize":
+            if self.only_v1:
+                return self.send_error(404)
             return self.reply(json.dumps({"prompt": "".join(chr(97 + i) for i in body["tokens"])}))
         self.asked.append(body)
         common = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m"}
@@ -97,18 +100,27 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_answers_without_and_with_drafts():
+@pytest.fixture
+def address():
     server = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        address = f"http://127.0.0.1:{server.server_port}"
-        source = chats.ServerSource(address, 8, 0.0)
-        answers = [Answer(name, source.decode, source.joined) for name in source.names]
-        source.ask([{"role": "user", "content": "why?"}], answers)
-        with pytest.raises(TrainError, match="give the target and --model"):
-            source.tree(Console(), answers[-1])
-    finally:
-        server.shutdown()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_a_proxy_that_hides_vllms_own_paths_is_one_sentence(address, monkeypatch):
+    monkeypatch.setattr(Handler, "only_v1", True)
+    result = run(address, said="why?\n")
+    assert result.exit_code == 1 and "gave no answer: Client error '404" in result.stderr
+    Handler.asked.clear()
+
+
+def test_a_server_answers_without_and_with_drafts(address):
+    source = chats.ServerSource(address, 8, 0.0)
+    answers = [Answer(name, source.decode, source.joined) for name in source.names]
+    source.ask([{"role": "user", "content": "why?"}], answers)
+    with pytest.raises(TrainError, match="give the target and --model"):
+        source.tree(Console(), answers[-1])
     plain, drafts = answers
     assert plain.text.plain == drafts.text.plain == "abcd"
     assert [drafts.text.plain[s.start : s.end] for s in drafts.text.spans] == ["bc"]

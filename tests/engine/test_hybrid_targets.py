@@ -103,3 +103,41 @@ def test_prefix_caching_is_off_and_refused(target):
     assert not configure(DRAFTS, target["model"]).cache_config.enable_prefix_caching
     with pytest.raises(OptionError, match="enable_prefix_caching is on"):
         configure(DRAFTS, target["model"], enable_prefix_caching=True)
+
+
+def test_a_prompt_of_one_token_begins_without_a_state(plain, ours, prompts):
+    """Beside others vLLM pads it with drafts; its block holds an earlier request's state."""
+    texts = [*prompts, *prompts, [7], [8], [9]]  # the last three wait for one of eight to end
+    requests = requests_for(texts, 0.0)
+    Checker()(ours, requests, plain.generate(texts, requests), texts)
+
+
+def session(engine, prompts, name: str) -> list[list[int]]:
+    """Answers to the parts of a streaming-input session."""
+    llm, answers = engine.llm.llm_engine, []
+    for part, prompt in enumerate([*prompts, None]):
+        request = llm.input_processor.process_inputs(
+            request_id=name,
+            prompt={"prompt_token_ids": list(prompt or [3])},
+            params=SamplingParams(max_tokens=20 + 3 * part, ignore_eos=True, temperature=0.0),
+            supported_tasks=("generate",),
+            resumable=prompt is not None,
+        )
+        request.external_req_id = name
+        llm.engine_core.add_request(request)
+        if prompt is not None:
+            answers.append([])
+        while prompt is not None:
+            outputs = llm.engine_core.get_output().outputs
+            answers[-1] += [token for each in outputs for token in each.new_token_ids]
+            if any(each.finish_reason is not None for each in outputs):
+                break
+    return answers
+
+
+def test_sessions_go_on_from_the_states_at_their_stops(plain, ours, prompts):
+    """An accepted path may pass a stop, and a recurrent state cannot go back."""
+    for number in range(4):
+        parts = [prompts[number], *(each[:8] for each in prompts[:3])]
+        found = [session(each, parts, f"session {number}") for each in (plain, ours)]
+        assert found[0] == found[1], number

@@ -117,8 +117,8 @@ class Book:
     """
 
     def __init__(self, memory: float = 512, seed: int = 0) -> None:
-        if not memory > 0:
-            raise TrainError(f"memory is {memory} MiB, but must be above 0.")
+        if not 0 < memory < float("inf"):
+            raise TrainError(f"memory is {memory} MiB, but must be above 0 and finite.")
         room, self.draw = int(memory * (1 << 20)) // 4, random.Random(seed)
         self.reservoir, self.old = Reservoir(room, self.draw), Reservoir(room, self.draw)
         self._new, self.recent = Queue(room, self.reservoir), Queue(room, self.old)

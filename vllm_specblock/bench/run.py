@@ -39,6 +39,8 @@ from vllm_specblock.train.target.features import load_tokenizer
 from vllm_specblock.train.target.target_info import describe_target
 from vllm_specblock.train.target.target_rows import fingerprint
 
+_WEIGHTS = ".safetensors", ".bin", ".pt"
+
 
 @dataclass
 class Bench:
@@ -106,7 +108,7 @@ def prepare(config: BenchConfig) -> Bench:
     for name, method in methods.items():
         settings[f"method {name}"] = method.model_dump(exclude={"base"})
     for name, folder in config.drafter.items():
-        weights = sorted(folder.glob("*.safetensors"))
+        weights = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
         settings[f"drafter {name}"] = _digest(path.read_bytes() for path in weights)
     for name, questions in sets.items():
         settings[f"set {name}"] = _digest(json.dumps([q.id, q.turns]).encode() for q in questions)

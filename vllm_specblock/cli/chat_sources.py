@@ -140,4 +140,5 @@ class ServerSource:
 
     def decode(self, ids: list[int]) -> str:
         asked = {"model": self.model, "tokens": ids}
-        return httpx.post(f"{self.address}/detokenize", json=asked).json()["prompt"]
+        answer = httpx.post(f"{self.address}/detokenize", json=asked)
+        return answer.raise_for_status().json()["prompt"]

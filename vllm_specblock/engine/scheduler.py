@@ -11,14 +11,14 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_specblock.engine.request_drafts import wants_drafts
+from vllm_specblock.engine.request_drafts import SHARE, wants_drafts
 
 UNDRAFTED = "specblock_undrafted"
 """Attribute of a `ModelRunnerOutput`: ids of its requests without new drafts, a set."""
 
-FORGET = "~specblock_forget"
+FORGET = "\U0010ffff specblock_forget"
 """Id of no request, reported as finished: workers are to forget all finished requests. It sorts
-after vLLM's ids, so that they see those of the same step first."""
+after other ids, so that they see those of the same step first."""
 
 
 class _TrimmedMetrics(RequestSpecDecodeMetrics):
@@ -34,7 +34,8 @@ class TreeScheduling(Scheduler):
     - Accepted drafts are counted after the output is trimmed at max_tokens, EOS or a stop token.
     - Placeholder drafts are not counted: vLLM's padding, and steps of paused drafting.
     - No drafts are scheduled while drafting is paused, or for a request that declines them.
-    - A streaming-input session that stops inside an accepted path resumes at the stop.
+    - A streaming-input session that stops inside an accepted path resumes at the stop; with
+      recurrent layers it gets no drafts.
     - A session that is preempted samples its step in flight again.
     """
 
@@ -47,9 +48,16 @@ class TreeScheduling(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         for request in self.running:  # drafts, or placeholders if asynchronous
-            if self._paused or not wants_drafts(request.sampling_params):
+            if self._paused or not self._wants_drafts(request):
                 request.spec_token_ids = []
         return super().schedule(*args, **kwargs)
+
+    def _wants_drafts(self, request: Request) -> bool:
+        # Recurrent states cannot go back to a session's stop, and a new request has none yet.
+        without = request.resumable or not request.num_computed_tokens
+        if without and self.vllm_config.model_config.is_hybrid:
+            return False
+        return wants_drafts(request.sampling_params)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self.finished_req_ids.add(FORGET)
@@ -63,13 +71,17 @@ class TreeScheduling(Scheduler):
         drafts = scheduler_output.scheduled_spec_decode_tokens
         # vLLM pads a new request with one token left, so that the step is uniform.
         for req_id in list(drafts):
-            if not wants_drafts(self.requests[req_id].sampling_params):
+            if not self._wants_drafts(self.requests[req_id]):
                 padding = len(drafts.pop(req_id))
                 scheduler_output.num_scheduled_tokens[req_id] -= padding
                 scheduler_output.total_num_scheduled_tokens -= padding
         super()._update_after_schedule(scheduler_output)
 
     def add_request(self, request: Request) -> None:
+        params = request.sampling_params
+        if request.cache_salt and params is not None:
+            # Its speed is to tell others nothing: its answer is no more shared than its prefix.
+            params.extra_args = {SHARE: 0, **(params.extra_args or {})}
         super().add_request(request)
         if request.spec_decode_metrics is not None:
             request.spec_decode_metrics = _TrimmedMetrics.new(self.num_spec_tokens)

@@ -157,6 +157,9 @@ def test_preemption_while_drafting_is_paused(crowded, reference, monkeypatch, te
     requests = to_the_limit(temperature)
     Checker()(crowded, requests, reference(f"to the limit, {temperature}", requests))
     assert any(missed), "no request was preempted while its drafter had missed rows"
+    while crowded.core.scheduler.has_requests():
+        crowded.core.step()
+    assert not backlog.bytes, "rows of requests that ended are kept"
 
 
 @pytest.fixture(scope="module")

@@ -37,8 +37,7 @@ class NGramDrafter(Drafter):
     itself.
 
     Attributes:
-        earlier: [E] int32, a ring of earlier answers, −1 after each.
-        head: [] int64, its next place.
+        earlier: [E] int32, earlier answers, the newest at its end, −1 after each.
     """
 
     kind = "ngram"
@@ -50,11 +49,10 @@ class NGramDrafter(Drafter):
         sizes = self.max_depth, num_nodes
         self.following = Following(*matches, *sizes, VOTE, POWER, _VOTES, _NATS)
         self.earlier = torch.full((options.earlier_tokens,), -1, dtype=torch.int32)
-        self.head = torch.zeros((), dtype=torch.int64)
 
     def advance(self, rows: CommittedTokens) -> None:
         if self.earlier.device != rows.text.device:  # before any graph
-            self.earlier, self.head = (x.to(rows.text.device) for x in (self.earlier, self.head))
+            self.earlier = self.earlier.to(rows.text.device)
         text = rows.text[:, : self.max_model_len]
         self.texts = Texts(text, rows.req_idx, rows.position, rows.last, self.earlier)
 
@@ -62,13 +60,12 @@ class NGramDrafter(Drafter):
         room = len(self.earlier)
         if not room:
             return
-        at = torch.arange(room, device=text.device)
         begin = (length - room + 1).clamp(min=first)  # of a long answer, the end
-        source = begin + at
-        place = (self.head + at) % room
-        token = text[source.clamp(max=len(text) - 1)].where(source < length, -1)
-        self.earlier[place] = token.where(source <= length, self.earlier[place])
-        self.head.add_((length + 1 - begin).clamp(min=0)).remainder_(room)
+        # Places in `earlier` with the answer and −1 behind it.
+        place = torch.arange(room, device=text.device) + (length + 1 - begin).clamp(min=0)
+        source = begin + place - room
+        answer = text[source.clamp(0, len(text) - 1)].where(source < length, -1)
+        self.earlier.copy_(self.earlier[place.clamp(max=room - 1)].where(place < room, answer))
 
     def forget(self) -> None:
         self.earlier.fill_(-1)

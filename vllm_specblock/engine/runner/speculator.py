@@ -180,15 +180,21 @@ class TreeSpeculator(DraftModelSpeculator):
         self.shares[req_idx] = params is not None and shares(params)
 
     def end_request(self, req_id: str) -> None:
-        """Show the drafters the answer of a request that ended, unless it declines that."""
+        """Drop the rows kept of a request that ended or was preempted.
+
+        Show the drafters its answer, unless it declines that.
+        """
         states = self.req_states
         if req_id == FORGET:
             for drafter in self.draft_policy.drafters:
                 drafter.forget()
-        req_idx = states.req_id_to_index.get(req_id)
-        if req_idx is not None and self.shares[req_idx]:
+        if (req_idx := states.req_id_to_index.get(req_id)) is None:
+            return
+        self.skipped.backlog.forget(req_idx)
+        if self.shares[req_idx]:
             texts, length = states.all_token_ids.gpu, states.total_len.gpu[req_idx]
-            first = int(states.prompt_len.np[req_idx])  # a host array
+            # Not the prompt's end: an earlier part has been shown at each preemption.
+            first = int(states.prefill_len.np[req_idx])  # a host array
             for drafter in self.draft_policy.drafters:
                 drafter.finish(texts[req_idx], first, length)
 
