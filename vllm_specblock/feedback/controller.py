@@ -9,6 +9,7 @@ to measure its yield.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -50,21 +51,13 @@ class Step(NamedTuple):
 class _Yield:
     """Survival of the last trees, and its measured error."""
 
-    def __init__(self, num_nodes: int) -> None:
-        self.survival = np.zeros((TREES, num_nodes))
-        self.count = 0
+    def __init__(self) -> None:
+        self.trees: deque[np.ndarray] = deque(maxlen=TREES)
         self.expected = self.accepted = 3.0
-
-    def add(self, survival: np.ndarray) -> None:
-        for row in survival:
-            self.survival[self.count % TREES] = row
-            self.count += 1
 
     def keep(self, count: int) -> None:
         """Keep the last trees and half of the verdicts: drafters may adapt."""
-        count = min(count, self.count, TREES)
-        self.survival[:count] = self.survival[np.arange(self.count - count, self.count) % TREES]
-        self.count = count
+        self.trees = deque(list(self.trees)[-count:], TREES)
         self.expected, self.accepted = 0.5 * self.expected + 1.5, 0.5 * self.accepted + 1.5
 
     def verified(self, expected: float, accepted: int) -> None:
@@ -80,10 +73,9 @@ class _Yield:
 
     def tokens(self) -> np.ndarray:
         """Return [n + 1] accepted tokens per request for the best 0 … n nodes of all trees."""
-        known = self.survival[: min(self.count, TREES)]
-        best = np.sort(known, axis=None)[::-1]
+        best = np.sort(np.array(self.trees), axis=None)[::-1]
         found = np.concatenate(([0.0], np.cumsum(best)))
-        return self.correction * found / max(len(known), 1)
+        return self.correction * found / max(len(self.trees), 1)
 
 
 class Controller:
@@ -106,10 +98,10 @@ trial cost more than its share |
     measured at start-up, since all must decide alike.
     """
 
-    def __init__(self, num_nodes: int) -> None:
+    def __init__(self) -> None:
         self.cost = StepCost()
         self.paused = False
-        self._yields = _Yield(num_nodes), _Yield(num_nodes)  # greedy, sampled
+        self._yields = _Yield(), _Yield()  # greedy, sampled
         self._kind = 0, 0  # class of the batch size, sampling
         self._rate: float | None = None  # λ
         self._gain, self._steps = 1.0, 0
@@ -125,16 +117,14 @@ trial cost more than its share |
 
     def observe(self, step: Step, sampling: bool = False) -> None:
         """Learn from a step with the same requests as the next one."""
-        drafting = step.draft_seconds if step.drafted else 0.0
         if step.trees or not step.drafted:  # a step that only drafts is slower than a plain one
-            self.cost.observe(step.rows, step.requests, step.trees, step.seconds - drafting)
+            self.cost.observe(step.rows, step.trees, step.seconds - step.draft_seconds)
         if step.drafted:
             self.cost.observe_draft(step.requests, step.by, step.draft_seconds, step.read)
             self._asked += 0.1 * ((step.by != LOOKUP) - self._asked)
         self._prompts *= 1 - 1 / HORIZON
         if step.trees and step.tokens is not None:
             self._yields[sampling].verified(self._expected, step.tokens - step.requests)
-            self._expected = 0.0
 
     def observe_prompts(self, seconds: float) -> None:
         """Learn the time that drafters took to read prompts; drafting has to win it back."""
@@ -144,7 +134,7 @@ trial cost more than its share |
         """Set λ, and return the expected yield of drafting over that of plain steps."""
         known, share = self._yields[sampling], self._asked
         tokens = known.tokens()
-        nodes = np.arange(len(tokens)) / max(min(known.count, TREES), 1)
+        nodes = np.arange(len(tokens)) / max(len(known.trees), 1)
         draft = share * self.cost.draft(requests, self._by)
         draft += (1 - share) * self.cost.draft(requests, LOOKUP)
         cost = self.cost.verify(requests * (1 + nodes)) + draft + self._prompts
@@ -173,10 +163,10 @@ trial cost more than its share |
             later: [R, N] bool, nodes of drafters' later blocks; None: there are none.
         """
         known = self._yields[sampling]
-        known.add(survival[survival[:, 0] < 1])  # 1: unknown
+        known.trees.extend(survival[survival[:, 0] < 1])  # 1: unknown
         self._steps += 1
         now_and_then, kind = self._steps % (2 * TRIAL) == 0, _kind(requests, sampling)
-        if now_and_then or known.count < 16 or kind != self._kind or self._rate is None:
+        if now_and_then or len(known.trees) < 16 or kind != self._kind or self._rate is None:
             self._gain, self._kind = self.gain(requests, sampling), kind
         best = np.sort(survival[survival > 0])[::-1][:most]
         tokens = np.concatenate(([0.0], np.cumsum(best)))
@@ -253,7 +243,7 @@ trial cost more than its share |
         extra, known = self._extra(requests), self._yields[sampling]
         self._paid += SHARE * self.cost.plain(requests)
         price = 0.0 if self._since >= LONGEST else TRIAL * extra
-        if known.count and (self._paid < price or self._since < 8 * TRIAL):
+        if known.trees and (self._paid < price or self._since < 8 * TRIAL):
             return
         reading = self.cost.read * behind
         self._trial = max(int((self._paid - reading) / extra), TRIAL)

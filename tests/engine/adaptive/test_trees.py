@@ -47,7 +47,7 @@ def note_proposals(engine, monkeypatch):
 def charge(engine, monkeypatch, of_rows, drafting=0.0):
     """Steps take what `of_rows` says, and drafting so long; no budget is an experiment."""
     manager = engine.runner.adaptive_verification
-    controller = Controller(manager.num_speculative_steps)
+    controller = Controller()
     controller.cost.measured({n: of_rows(n) for n in range(1, 513)}, {1: drafting})
     monkeypatch.setattr(manager, "controller", controller)
     manager.all_paused = False

@@ -103,7 +103,7 @@ class TreeSpeculator(DraftModelSpeculator):
             target_layers, self.recurrent = take_recurrent(layers, target_layers)
         drafters = load_drafters(config, resolved, target_model, device)
         combine, num_nodes = resolved.combine, self.num_speculative_tokens
-        self.controller, given = Controller(num_nodes), (drafters, combine, num_nodes, device)
+        self.controller, given = Controller(), (drafters, combine, num_nodes, device)
         if combine is None or not combine.skip_drafter:
             self.draft_policy = DraftPolicy(*given)
         else:
