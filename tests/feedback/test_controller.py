@@ -89,7 +89,7 @@ def test_steps_have_to_win_back_the_prompts_that_drafters_read():
     for _ in range(32):
         controller.budget(np.array([[0.5]]), 1, 1)
     free = controller.gain(1)
-    controller.observe_prompts(25.6)
+    controller.observe_prompts(1, WHOLE, 25.6 + 0.1)
     assert controller.gain(1) == pytest.approx(free * 1.1 / 1.5)
     for _ in range(64):
         controller.observe(Step(1, 1, False, False, 1, 1.0))

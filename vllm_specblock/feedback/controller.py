@@ -41,7 +41,7 @@ class Step(NamedTuple):
     rows: int  # of the target
     trees: bool  # it verified trees
     drafted: bool  # it drafted new ones
-    tokens: int | None  # committed, of all requests; None: unknown
+    tokens: int | None = None  # committed, of all requests; None: unknown
     seconds: float = 0.0
     draft_seconds: float = 0.0  # of drafting in it
     by: int = WHOLE  # or LOOKUP or BRIEF
@@ -103,7 +103,7 @@ trial cost more than its share |
         self.paused = False
         self._yields = _Yield(), _Yield()  # greedy, sampled
         self._kind = 0, 0  # class of the batch size, sampling
-        self._rate: float | None = None  # λ
+        self._rate = 0.0  # λ; 0: unknown
         self._gain, self._steps = 1.0, 0
         self._rows, self._expected = 1, 0.0  # rows of the step; expected tokens of its nodes
         # Share of drafters with weights in proposals; cost of prompts, per step.
@@ -126,9 +126,10 @@ trial cost more than its share |
         if step.trees and step.tokens is not None:
             self._yields[sampling].verified(self._expected, step.tokens - step.requests)
 
-    def observe_prompts(self, seconds: float) -> None:
-        """Learn the time that drafters took to read prompts; drafting has to win it back."""
-        self._prompts += self.cost.of(max(seconds, 0.0)) / HORIZON
+    def observe_prompts(self, requests: int, by: int, seconds: float) -> None:
+        """Learn from a proposal that also read prompts; drafting has to win back their time."""
+        reading = self.cost.of(seconds) - self.cost.draft(requests, by)
+        self._prompts += max(reading, 0.0) / HORIZON
 
     def gain(self, requests: int, sampling: bool = False) -> float:
         """Set λ, and return the expected yield of drafting over that of plain steps."""
@@ -166,7 +167,7 @@ trial cost more than its share |
         known.trees.extend(survival[survival[:, 0] < 1])  # 1: unknown
         self._steps += 1
         now_and_then, kind = self._steps % (2 * TRIAL) == 0, _kind(requests, sampling)
-        if now_and_then or len(known.trees) < 16 or kind != self._kind or self._rate is None:
+        if now_and_then or len(known.trees) < 16 or kind != self._kind or not self._rate:
             self._gain, self._kind = self.gain(requests, sampling), kind
         best = np.sort(survival[survival > 0])[::-1][:most]
         tokens = np.concatenate(([0.0], np.cumsum(best)))
@@ -191,11 +192,11 @@ trial cost more than its share |
 
     def brief(self, requests: int, sampling: bool = False) -> bool:
         """Decide whether the next proposal is of the drafters' first block only."""
-        kind, rate = _kind(requests, sampling), self._rate or 0.0
+        kind = _kind(requests, sampling)
         mean, trees = self._later.get(kind, (0.0, 0))
         saved = self.cost.draft(requests, WHOLE) - self.cost.draft(requests, BRIEF)
         self._proposals += 1
-        brief = trees >= 16 and requests * mean < rate * saved
+        brief = trees >= 16 and requests * mean < self._rate * saved
         if self._proposals > self._wait:  # a trial of the other choice, to learn its cost
             brief = not brief
             if self._proposals == self._wait + TRIAL:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class _Curve:
         costs = np.maximum.accumulate(np.exp(self.logs), out=self._costs[:-1])
         self._costs[-1] = costs[-1] + self._steps * (costs[-1] - costs[-2:][0])
 
-    def __call__(self, at: np.ndarray | float) -> np.ndarray:
+    def __call__(self, at: np.ndarray | float) -> Any:
         return np.interp(at, self._points, self._costs)
 
     def add_gradient(self, gradient: np.ndarray, at: float) -> None:

@@ -199,7 +199,7 @@ def test_steps_are_observed_as_they_were(engine, reference, monkeypatch, verifie
     turn = itertools.count()
     monkeypatch.setattr(controller, "drafts", lambda *_: next(turn) % 9 < 6)
     monkeypatch.setattr(controller, "observe", lambda step, sampling: seen.append(step))
-    monkeypatch.setattr(controller, "observe_prompts", prompts.append)
+    monkeypatch.setattr(controller, "observe_prompts", lambda *given: prompts.append(given))
     requests = params(temperature=0.0, max_tokens=120)
     requests[0].max_tokens = 10  # and prompts that come while there are drafts
     Checker()(engine, requests, reference("timed", requests))
