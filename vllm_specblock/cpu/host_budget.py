@@ -94,9 +94,7 @@ class HostBudgetManager(TreeBudgetManager):
     """Computes budgets from the trees to be verified, not from those of the previous step."""
 
     _unknown = 0.0
-
-    def _padded(self, rows: np.ndarray) -> np.ndarray:
-        return padded(rows)
+    _padded = staticmethod(padded)
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         slots, count = input_batch.idx_mapping, input_batch.num_reqs

@@ -53,23 +53,22 @@ class _Yield:
 
     def __init__(self) -> None:
         self.trees: deque[np.ndarray] = deque(maxlen=TREES)
-        self.expected = self.accepted = 3.0
+        self.expected = self.accepted = 0.0  # tokens of verified nodes
 
     def keep(self, count: int) -> None:
         """Keep the last trees and half of the verdicts: drafters may adapt."""
         self.trees = deque(list(self.trees)[-count:], TREES)
-        self.expected, self.accepted = 0.5 * self.expected + 1.5, 0.5 * self.accepted + 1.5
+        self.expected, self.accepted = 0.5 * self.expected, 0.5 * self.accepted
 
     def verified(self, expected: float, accepted: int) -> None:
         """Learn from the nodes of a step; the mean covers about TREES / 2 steps."""
-        keep = 1 - 2 / TREES
-        self.expected = 3 + keep * (self.expected - 3) + expected
-        self.accepted = 3 + keep * (self.accepted - 3) + accepted
+        self.expected += expected - 2 / TREES * self.expected
+        self.accepted += accepted - 2 / TREES * self.accepted
 
     @property
     def correction(self) -> float:
-        """Return accepted over expected tokens."""
-        return min(max(self.accepted / self.expected, 0.2), 1.5)
+        """Return accepted over expected tokens, as if 3 had been accepted as expected."""
+        return min(max((3 + self.accepted) / (3 + self.expected), 0.2), 1.5)
 
     def tokens(self) -> np.ndarray:
         """Return [n + 1] accepted tokens per request for the best 0 … n nodes of all trees."""
@@ -228,7 +227,13 @@ trial cost more than its share |
             if self._trial or not self.paused:
                 self._since = self._trial = 0
         elif self.paused:
-            self._try(requests, sampling, behind)
+            self._paid += SHARE * self.cost.plain(requests)
+            extra, known = self._extra(requests), self._yields[sampling]
+            price = 0.0 if self._since >= LONGEST else TRIAL * extra
+            if not known.trees or (self._paid >= price and self._since >= 8 * TRIAL):
+                self._paid -= self.cost.read * behind
+                self._trial = max(int(self._paid / extra), TRIAL)
+                known.keep(self._trial * requests)  # of an earlier trial
         else:
             self._lost = max(0.0, self._lost + 1 - self._gain)
             doubt = self.cost.doubt(self._rows, requests)
@@ -239,23 +244,10 @@ trial cost more than its share |
                 self._trial = 2  # the first still drafts at its end; the second is timed
         return self.paused == (self._trial > 0)
 
-    def _try(self, requests: int, sampling: bool, behind: int) -> None:
-        """Begin a trial of drafting, if the pause has paid for it."""
-        extra, known = self._extra(requests), self._yields[sampling]
-        self._paid += SHARE * self.cost.plain(requests)
-        price = 0.0 if self._since >= LONGEST else TRIAL * extra
-        if known.trees and (self._paid < price or self._since < 8 * TRIAL):
-            return
-        reading = self.cost.read * behind
-        self._trial = max(int((self._paid - reading) / extra), TRIAL)
-        self._paid -= reading
-        known.keep(self._trial * requests)  # of an earlier trial
-
     def _extra(self, requests: int) -> float:
         """Return the additional cost of a step that drafts."""
-        plain = self.cost.plain(requests)
-        trees = float(self.cost.verify(requests)) - plain
-        return max(self.cost.draft(requests, self._by) + trees, 0.01 * plain)
+        plain, trees = self.cost.plain(requests), float(self.cost.verify(requests))
+        return max(self.cost.draft(requests, self._by) + trees - plain, 0.01 * plain)
 
 
 def _kind(requests: int, sampling: bool) -> tuple[int, int]:
