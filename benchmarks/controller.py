@@ -66,7 +66,7 @@ def main(
                 continue
             for seed in range(seeds):
                 world = World(machine, trace, seed)
-                controller = Controller(machine.nodes)
+                controller = Controller()
                 found.append(figures(world, simulate(world, controller)))
                 steps += len(world.phase)
             results[name] = worst(found)

@@ -26,14 +26,14 @@ SHORT = [
 @pytest.mark.parametrize("name, trace", SHORT)
 def test_the_controller_meets_its_bars(name, trace):
     found = World(MACHINES[name], traces(500)[trace])
-    result = figures(found, simulate(found, Controller(found.machine.nodes)))
+    result = figures(found, simulate(found, Controller()))
     assert result["regret"] <= 0.03 and result["first"] >= 0.97
     assert (result["loss"] or 0) <= 0.01 and (result["back"] or 0) <= 256
 
 
 def served(survival: float, draft: float, steps: int = 1200) -> list[int]:
     """One request and one node, at true costs: lengths of the runs of steps that draft or not."""
-    controller, trees, drafted = Controller(1), False, []
+    controller, trees, drafted = Controller(), False, []
     controller.cost.measured({1: 1.0, 2: 1.0, 4: 1.0}, {1: draft})
     for _ in range(steps):
         nodes = controller.budget(np.array([[survival]]), 1, 1) if trees else 0
@@ -75,7 +75,7 @@ def test_plain_steps_are_timed_now_and_then():
 
 def test_a_drafter_is_asked_where_it_gains_more_than_it_costs():
     """Beside a lookup of a tenth of its time, while nothing but start-up figures is known."""
-    controller = Controller(4)
+    controller = Controller()
     assert controller.asks(0.19, 1, 0) and not controller.asks(0.17, 1, 0)  # 0.2 − 0.02
     controller.cost.read = 0.02
     assert controller.asks(0.21, 1, 64) and not controller.asks(0.19, 1, 64)  # + 0.02
@@ -84,12 +84,12 @@ def test_a_drafter_is_asked_where_it_gains_more_than_it_costs():
 def test_steps_have_to_win_back_the_prompts_that_drafters_read():
     """Time of 25.6 plain steps is a charge of 0.4 on each step to come, and a third of it after 64
     steps, drafted or not."""
-    controller = Controller(1)
+    controller = Controller()
     controller.cost.measured({1: 1.0, 2: 1.0}, {1: 0.1})
     for _ in range(32):
         controller.budget(np.array([[0.5]]), 1, 1)
     free = controller.gain(1)
-    controller.observe_prompts(25.6)
+    controller.observe_prompts(1, WHOLE, 25.6 + 0.1)
     assert controller.gain(1) == pytest.approx(free * 1.1 / 1.5)
     for _ in range(64):
         controller.observe(Step(1, 1, False, False, 1, 1.0))
@@ -107,7 +107,7 @@ def taught(times: int, error: float, noise: float = 0.0) -> StepCost:
     cost.measured({1: 1.0, 2: 1.0}, {1: 0.1})
     for turn in range(times + 1):
         rows, sign = 1 + turn % 2, 1 - turn % 4  # 2 rows: 0 and −2 in turn
-        cost.observe(rows, 1, True, 1.0 if rows == 1 else np.exp(error + noise * (sign + 1)))
+        cost.observe(rows, True, 1.0 if rows == 1 else np.exp(error + noise * (sign + 1)))
     return cost
 
 
@@ -121,7 +121,7 @@ def test_costs_settle_and_follow():
     found = []
     for error in (0.3, 0.4):
         cost = taught(2000, 0.3, noise=0.15)
-        cost.observe(2, 1, True, np.exp(error))
+        cost.observe(2, True, np.exp(error))
         found.append(ratio(cost))
     assert found[0] == pytest.approx(0.3, abs=0.02)
     assert found[1] - found[0] == pytest.approx(0.1 * 0.0166, rel=0.25)
@@ -133,8 +133,8 @@ def test_one_outlier_does_not_decide():
     trust = (2 * variance**0.5 / 3.0) ** 1.5
     assert ratio(taught(1, 3.0)) == pytest.approx(3.0 * trust * 0.316 / variance, rel=0.01)
     settled = taught(101, 0.0)
-    settled.observe(1, 1, True, 1.0)
-    settled.observe(2, 1, True, np.exp(3.0))
+    settled.observe(1, True, 1.0)
+    settled.observe(2, True, np.exp(3.0))
     assert ratio(settled) < 0.02
 
 
@@ -143,7 +143,7 @@ def test_costs_are_learned_after_a_second_step_of_seconds():
     cost, times = StepCost(), {1: 1.0, 2: 1.2, 4: 1.5}
     cost.measured({1: 1.0, 2: 1.02, 4: 1.3}, {1: 0.1})
     for rows, factor in [(1, 1.0), (2, 50.0), *[(1, 1.0), (4, 1.0), (2, 1.0)] * 20]:
-        cost.observe(rows, 1, True, factor * times[rows])
+        cost.observe(rows, True, factor * times[rows])
     found = cost.verify(np.array([1, 2, 4])) / cost.verify(1)
     assert found == pytest.approx([1.0, 1.2, 1.5], rel=0.05)
 
@@ -152,8 +152,8 @@ def test_an_error_teaches_sizes_that_were_not_seen():
     cost = StepCost()
     cost.measured({1: 1.0, 2: 1.0, 4: 1.0, 64: 2.0}, {1: 0.1})
     for _ in range(8):
-        cost.observe(1, 1, True, 1.0)
-        cost.observe(4, 1, True, 2.0)
+        cost.observe(1, True, 1.0)
+        cost.observe(4, True, 2.0)
     assert float(cost.verify(4)) == pytest.approx(2 * float(cost.verify(1)), rel=0.02)
     assert 1.2 < float(cost.verify(2) / cost.verify(1)) < 1.8
     assert cost.doubt(4, 1) < 0.6 * cost.doubt(64, 1)
@@ -166,7 +166,7 @@ def test_the_noisier_a_machine_the_less_is_known():
         cost, draw = StepCost(), np.random.default_rng(0)
         cost.measured({1: 1.0, 2: 1.0}, {1: 0.1})
         for turn in range(300):
-            cost.observe(1, 1, turn % 30 == 0, draw.lognormal(0, noise))
+            cost.observe(1, turn % 30 == 0, draw.lognormal(0, noise))
         found.append(cost.doubt(1, 1))
     assert found == sorted(found) and found[2] > 2 * found[0]
 
@@ -175,7 +175,7 @@ def test_plain_steps_are_compared_with_trees():
     cost = StepCost()
     cost.measured({1: 1.0, 2: 1.0}, {1: 0.1})
     for turn in range(40):
-        cost.observe(1, 1, turn % 2 > 0, 1.1 if turn % 2 else 1.0)
+        cost.observe(1, turn % 2 > 0, 1.1 if turn % 2 else 1.0)
     assert cost.plain(1) == pytest.approx(float(cost.verify(1)) / 1.1, rel=0.01)
 
 
@@ -185,7 +185,7 @@ def test_drafting_is_compared_with_its_step(by):
     cost.measured({1: 1.0, 2: 1.0}, {1: 0.1, 4: 0.1})
     before = cost.draft(4, by)
     for _ in range(30):
-        cost.observe(1, 1, True, 3.0)  # a machine that is slow for a while
+        cost.observe(1, True, 3.0)  # a machine that is slow for a while
         cost.observe_draft(1, by, 0.6, 0)
     assert cost.draft(1, by) == pytest.approx(0.2 * float(cost.verify(1)), rel=0.05)
     assert cost.draft(4, by) > 1.1 * before, "a size that was not seen follows"
@@ -194,8 +194,8 @@ def test_drafting_is_compared_with_its_step(by):
 
 
 def test_more_requests_than_any_size_that_was_measured():
-    cost = Controller(12).cost
-    cost.observe(4000, 4000, True, 1.0)
+    cost = Controller().cost
+    cost.observe(4000, True, 1.0)
     for _ in range(3):
         cost.observe_draft(4000, WHOLE, cost.draft(4000) / cost.of(1.0), 0)
     assert np.isfinite(cost.draft(4000)) and cost.draft(4000) >= cost.draft(1024)

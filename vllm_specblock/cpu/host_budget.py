@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.specblock.costs")
 
-_ROUNDS = 4
+_ROUNDS = 3
 _SECONDS = 6.0  # of all rounds; large models see fewer
 _MOST_ROWS = 512
 
@@ -40,12 +41,8 @@ def sizes(num_nodes: int, max_requests: int, max_tokens: int) -> list[tuple[int,
     """Return steps to measure as (rows, requests), from one row to trees of all requests."""
     each = num_nodes + 1
     most = min(max_tokens, _MOST_ROWS, max_requests * each)
-    rows = {1, 2, 4, 8, 16, *padded(np.arange(17, most + 1)).tolist()}  # a host array
-    found = [(1, 1)]
-    for size in sorted(rows - {1, each}):
-        if size <= most:
-            found.append((size, min(size, max_requests)))
-    return sorted([*found, (each, 1)]) if 1 < each <= most else found
+    rows = {1, 2, 4, 8, 16, each, *padded(np.arange(17, most + 1)).tolist()}  # a host array
+    return [(n, 1 if n == each else min(n, max_requests)) for n in sorted(rows) if n <= most]
 
 
 def measure_steps(runner: model_runner.GPUModelRunner) -> None:
@@ -58,42 +55,38 @@ def measure_steps(runner: model_runner.GPUModelRunner) -> None:
         runner: ready to run, with a HostBudgetManager.
     """
     manager = runner.adaptive_verification
-    clock = manager.clock.mark
-    began = clock()
+    num_nodes, clock = manager.num_speculative_steps, manager.clock
+    began = clock.mark()
     verify: dict[int, float] = {}
     drafts: list[dict[int, float]] = [{}, {}]  # of all blocks, and of the first
-    wanted = sizes(manager.num_speculative_steps, runner.max_num_reqs, runner.max_num_tokens)
-    for turn in range(_ROUNDS):
-        for rows, requests in wanted:
-            if turn and clock() - began > _SECONDS:
-                break
-            # A new number of rows has set-up costs.
-            every = manager.lengths
-            lengths = every[turn % len(every) :][:1] if turn else every * 2
-            for brief in lengths:
-                manager.brief = brief
-                start = clock()
-                # It has as many requests as there can be, or one of a whole tree.
-                uniform = requests < min(rows, runner.max_num_reqs)
-                hidden_states, _ = runner._dummy_run(rows, uniform_decode=uniform)
-                runner.model.compute_logits(hidden_states[:rows])
-                drafting = manager.clock.seconds(*manager.marks)
-                took = max(clock() - start - drafting, 1e-6)
-                draft = drafts[manager.brief]
-                verify[rows] = min(took, verify.get(rows, np.inf))
-                draft[requests] = min(drafting, draft.get(requests, np.inf))
-    draft, manager.brief = drafts[0], False
+    wanted = sizes(num_nodes, runner.max_num_reqs, runner.max_num_tokens)
+    for turn, (rows, requests) in product(range(_ROUNDS), wanted):
+        if turn and clock.seconds(began, clock.mark()) > _SECONDS:
+            break
+        # A new number of rows has set-up costs.
+        for brief in manager.lengths * (1 if turn else 2):
+            manager.brief, start = brief, clock.mark()
+            # It has as many requests as there can be, or one of a whole tree.
+            uniform = requests < min(rows, runner.max_num_reqs)
+            hidden_states, _ = runner._dummy_run(rows, uniform_decode=uniform)
+            runner.model.compute_logits(hidden_states[:rows])
+            drafting = clock.seconds(*manager.marks)
+            took = max(clock.seconds(start, clock.mark()) - drafting, 1e-6)
+            draft = drafts[brief]
+            verify[rows] = min(took, verify.get(rows, np.inf))
+            draft[requests] = min(drafting, draft.get(requests, np.inf))
+    manager.brief = False
     runner.speculator.forget_warm_up()
     manager.controller.cost.measured(verify, *drafts)
-    tree = verify.get(manager.num_speculative_steps + 1, verify[max(verify)]) + draft[1]
+    tree = verify.get(num_nodes + 1, verify[max(verify)]) + drafts[0][1]
     logger.info(
         "A step with a tree of %d nodes takes %.2f times a plain one, %.0f %% of it for drafting "
         "(%d sizes measured in %.1f s).",
-        manager.num_speculative_steps,
+        num_nodes,
         tree / verify[1],
-        100 * draft[1] / tree,
+        100 * drafts[0][1] / tree,
         len(verify),
-        clock() - began,
+        clock.seconds(began, clock.mark()),
     )
 
 
@@ -101,9 +94,7 @@ class HostBudgetManager(TreeBudgetManager):
     """Computes budgets from the trees to be verified, not from those of the previous step."""
 
     _unknown = 0.0
-
-    def _padded(self, rows: np.ndarray) -> np.ndarray:
-        return padded(rows)
+    _padded = staticmethod(padded)
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         slots, count = input_batch.idx_mapping, input_batch.num_reqs

@@ -31,27 +31,27 @@ class AcceptanceEstimator:
 
     def __init__(self, device: torch.device | str, decay: float = 0.995) -> None:
         self.decay = decay
-        self.judged = torch.zeros(2, NUM_BINS, device=device)  # verified nodes, see `kinds`
-        self.reached = torch.zeros_like(self.judged)  # those on the accepted path
+        self._seen = torch.zeros(2, 2, NUM_BINS, device=device)
+        # Verified nodes, see `kinds`, and those of them on the accepted path.
+        self.judged, self.reached = self._seen
         bins = torch.arange(NUM_BINS, device=device)
         self.believed = (-(bins + 0.5) / BINS_PER_NAT).exp()  # [32], the score of each bin
         self._later = bins[:, None] <= bins  # [j, k]: bin k is j or less confident
 
     def forget(self) -> None:
         """Reset everything learned."""
-        self.judged.zero_()
-        self.reached.zero_()
+        self._seen.zero_()
 
     def learn_from(self, verified: VerifiedTrees) -> None:
         """Learn from the verdicts on a step's trees."""
         counts = verified.judged & verified.logprob.isfinite()
         kind = kinds(verified.temperature)[:, None]
         cell = (kind * NUM_BINS + _place(verified.logprob).long()).flatten()
+        nodes = torch.stack([counts, verified.reached & counts]).flatten(1).float()
+        # Sums of integers do not depend on the order; sums of decayed numbers would.
+        new = self._seen.new_zeros(2, 2 * NUM_BINS).index_add_(1, cell, nodes)
         keep = torch.where(counts.any(), self.decay, 1.0)
-        for total, values in (self.judged, counts), (self.reached, verified.reached & counts):
-            # Sums of integers do not depend on the order; sums of decayed numbers would.
-            new = torch.zeros_like(total).view(-1).index_add_(0, cell, values.float().flatten())
-            total.mul_(keep).add_(new.view_as(total))
+        self._seen.mul_(keep).add_(new.view_as(self._seen))
 
     def rates(self) -> torch.Tensor:
         """Return how often nodes of each bin are reached, [2, 32] fp32, monotone in the score.

@@ -9,6 +9,7 @@ to measure its yield.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ class Step(NamedTuple):
     rows: int  # of the target
     trees: bool  # it verified trees
     drafted: bool  # it drafted new ones
-    tokens: int | None  # committed, of all requests; None: unknown
+    tokens: int | None = None  # committed, of all requests; None: unknown
     seconds: float = 0.0
     draft_seconds: float = 0.0  # of drafting in it
     by: int = WHOLE  # or LOOKUP or BRIEF
@@ -50,40 +51,30 @@ class Step(NamedTuple):
 class _Yield:
     """Survival of the last trees, and its measured error."""
 
-    def __init__(self, num_nodes: int) -> None:
-        self.survival = np.zeros((TREES, num_nodes))
-        self.count = 0
-        self.expected = self.accepted = 3.0
-
-    def add(self, survival: np.ndarray) -> None:
-        for row in survival:
-            self.survival[self.count % TREES] = row
-            self.count += 1
+    def __init__(self) -> None:
+        self.trees: deque[np.ndarray] = deque(maxlen=TREES)
+        self.expected = self.accepted = 0.0  # tokens of verified nodes
 
     def keep(self, count: int) -> None:
         """Keep the last trees and half of the verdicts: drafters may adapt."""
-        count = min(count, self.count, TREES)
-        self.survival[:count] = self.survival[np.arange(self.count - count, self.count) % TREES]
-        self.count = count
-        self.expected, self.accepted = 0.5 * self.expected + 1.5, 0.5 * self.accepted + 1.5
+        self.trees = deque(list(self.trees)[-count:], TREES)
+        self.expected, self.accepted = 0.5 * self.expected, 0.5 * self.accepted
 
     def verified(self, expected: float, accepted: int) -> None:
         """Learn from the nodes of a step; the mean covers about TREES / 2 steps."""
-        keep = 1 - 2 / TREES
-        self.expected = 3 + keep * (self.expected - 3) + expected
-        self.accepted = 3 + keep * (self.accepted - 3) + accepted
+        self.expected += expected - 2 / TREES * self.expected
+        self.accepted += accepted - 2 / TREES * self.accepted
 
     @property
     def correction(self) -> float:
-        """Return accepted over expected tokens."""
-        return min(max(self.accepted / self.expected, 0.2), 1.5)
+        """Return accepted over expected tokens, as if 3 had been accepted as expected."""
+        return min(max((3 + self.accepted) / (3 + self.expected), 0.2), 1.5)
 
     def tokens(self) -> np.ndarray:
         """Return [n + 1] accepted tokens per request for the best 0 … n nodes of all trees."""
-        known = self.survival[: min(self.count, TREES)]
-        best = np.sort(known, axis=None)[::-1]
+        best = np.sort(np.array(self.trees), axis=None)[::-1]
         found = np.concatenate(([0.0], np.cumsum(best)))
-        return self.correction * found / max(len(known), 1)
+        return self.correction * found / max(len(self.trees), 1)
 
 
 class Controller:
@@ -106,12 +97,12 @@ trial cost more than its share |
     measured at start-up, since all must decide alike.
     """
 
-    def __init__(self, num_nodes: int) -> None:
+    def __init__(self) -> None:
         self.cost = StepCost()
         self.paused = False
-        self._yields = _Yield(num_nodes), _Yield(num_nodes)  # greedy, sampled
+        self._yields = _Yield(), _Yield()  # greedy, sampled
         self._kind = 0, 0  # class of the batch size, sampling
-        self._rate: float | None = None  # λ
+        self._rate = 0.0  # λ; 0: unknown
         self._gain, self._steps = 1.0, 0
         self._rows, self._expected = 1, 0.0  # rows of the step; expected tokens of its nodes
         # Share of drafters with weights in proposals; cost of prompts, per step.
@@ -125,26 +116,25 @@ trial cost more than its share |
 
     def observe(self, step: Step, sampling: bool = False) -> None:
         """Learn from a step with the same requests as the next one."""
-        drafting = step.draft_seconds if step.drafted else 0.0
         if step.trees or not step.drafted:  # a step that only drafts is slower than a plain one
-            self.cost.observe(step.rows, step.requests, step.trees, step.seconds - drafting)
+            self.cost.observe(step.rows, step.trees, step.seconds - step.draft_seconds)
         if step.drafted:
             self.cost.observe_draft(step.requests, step.by, step.draft_seconds, step.read)
             self._asked += 0.1 * ((step.by != LOOKUP) - self._asked)
         self._prompts *= 1 - 1 / HORIZON
         if step.trees and step.tokens is not None:
             self._yields[sampling].verified(self._expected, step.tokens - step.requests)
-            self._expected = 0.0
 
-    def observe_prompts(self, seconds: float) -> None:
-        """Learn the time that drafters took to read prompts; drafting has to win it back."""
-        self._prompts += self.cost.of(max(seconds, 0.0)) / HORIZON
+    def observe_prompts(self, requests: int, by: int, seconds: float) -> None:
+        """Learn from a proposal that also read prompts; drafting has to win back their time."""
+        reading = self.cost.of(seconds) - self.cost.draft(requests, by)
+        self._prompts += max(reading, 0.0) / HORIZON
 
     def gain(self, requests: int, sampling: bool = False) -> float:
         """Set λ, and return the expected yield of drafting over that of plain steps."""
         known, share = self._yields[sampling], self._asked
         tokens = known.tokens()
-        nodes = np.arange(len(tokens)) / max(min(known.count, TREES), 1)
+        nodes = np.arange(len(tokens)) / max(len(known.trees), 1)
         draft = share * self.cost.draft(requests, self._by)
         draft += (1 - share) * self.cost.draft(requests, LOOKUP)
         cost = self.cost.verify(requests * (1 + nodes)) + draft + self._prompts
@@ -173,10 +163,10 @@ trial cost more than its share |
             later: [R, N] bool, nodes of drafters' later blocks; None: there are none.
         """
         known = self._yields[sampling]
-        known.add(survival[survival[:, 0] < 1])  # 1: unknown
+        known.trees.extend(survival[survival[:, 0] < 1])  # 1: unknown
         self._steps += 1
         now_and_then, kind = self._steps % (2 * TRIAL) == 0, _kind(requests, sampling)
-        if now_and_then or known.count < 16 or kind != self._kind or self._rate is None:
+        if now_and_then or len(known.trees) < 16 or kind != self._kind or not self._rate:
             self._gain, self._kind = self.gain(requests, sampling), kind
         best = np.sort(survival[survival > 0])[::-1][:most]
         tokens = np.concatenate(([0.0], np.cumsum(best)))
@@ -201,11 +191,11 @@ trial cost more than its share |
 
     def brief(self, requests: int, sampling: bool = False) -> bool:
         """Decide whether the next proposal is of the drafters' first block only."""
-        kind, rate = _kind(requests, sampling), self._rate or 0.0
+        kind = _kind(requests, sampling)
         mean, trees = self._later.get(kind, (0.0, 0))
         saved = self.cost.draft(requests, WHOLE) - self.cost.draft(requests, BRIEF)
         self._proposals += 1
-        brief = trees >= 16 and requests * mean < rate * saved
+        brief = trees >= 16 and requests * mean < self._rate * saved
         if self._proposals > self._wait:  # a trial of the other choice, to learn its cost
             brief = not brief
             if self._proposals == self._wait + TRIAL:
@@ -237,7 +227,13 @@ trial cost more than its share |
             if self._trial or not self.paused:
                 self._since = self._trial = 0
         elif self.paused:
-            self._try(requests, sampling, behind)
+            self._paid += SHARE * self.cost.plain(requests)
+            extra, known = self._extra(requests), self._yields[sampling]
+            price = 0.0 if self._since >= LONGEST else TRIAL * extra
+            if not known.trees or (self._paid >= price and self._since >= 8 * TRIAL):
+                self._paid -= self.cost.read * behind
+                self._trial = max(int(self._paid / extra), TRIAL)
+                known.keep(self._trial * requests)  # of an earlier trial
         else:
             self._lost = max(0.0, self._lost + 1 - self._gain)
             doubt = self.cost.doubt(self._rows, requests)
@@ -248,23 +244,10 @@ trial cost more than its share |
                 self._trial = 2  # the first still drafts at its end; the second is timed
         return self.paused == (self._trial > 0)
 
-    def _try(self, requests: int, sampling: bool, behind: int) -> None:
-        """Begin a trial of drafting, if the pause has paid for it."""
-        extra, known = self._extra(requests), self._yields[sampling]
-        self._paid += SHARE * self.cost.plain(requests)
-        price = 0.0 if self._since >= LONGEST else TRIAL * extra
-        if known.count and (self._paid < price or self._since < 8 * TRIAL):
-            return
-        reading = self.cost.read * behind
-        self._trial = max(int((self._paid - reading) / extra), TRIAL)
-        self._paid -= reading
-        known.keep(self._trial * requests)  # of an earlier trial
-
     def _extra(self, requests: int) -> float:
         """Return the additional cost of a step that drafts."""
-        plain = self.cost.plain(requests)
-        trees = float(self.cost.verify(requests)) - plain
-        return max(self.cost.draft(requests, self._by) + trees, 0.01 * plain)
+        plain, trees = self.cost.plain(requests), float(self.cost.verify(requests))
+        return max(self.cost.draft(requests, self._by) + trees - plain, 0.01 * plain)
 
 
 def _kind(requests: int, sampling: bool) -> tuple[int, int]:

@@ -33,14 +33,13 @@ class DrafterGate:
     """
 
     def __init__(self) -> None:
-        says = np.concatenate(([0.0], (np.arange(BUCKETS - 1) + 0.5) / (BUCKETS - 1)))
-        self.seen, self.right = np.full(BUCKETS, _IMAGINED), _IMAGINED * says
+        middle = np.maximum(np.arange(BUCKETS) - 0.5, 0.0) / (BUCKETS - 1)
+        self.seen, self.right = np.full(BUCKETS, _IMAGINED), _IMAGINED * middle
         self.missed = self.gained = _IMAGINED
 
     def expects(self, sure: np.ndarray) -> float:
         """Return the tokens that the drafter is expected to add; sure: [R], see `first_token`."""
-        place = _bucket(sure)
-        wrong = 1 - self.right[place] / self.seen[place]
+        wrong = (1 - self.right / self.seen)[_bucket(sure)]
         return float(wrong.sum() * self.gained / self.missed)  # a host number
 
     def learn(
@@ -51,15 +50,12 @@ class DrafterGate:
         sure: as given to `expects`. asked: [R] bool, the drafter ran. right: [R] bool, the first
         accepted token was the lookup's.
         """
-        if not len(sure):
-            return
-        place = _bucket(sure)
-        for total, of_step in ((self.seen, np.ones(len(sure))), (self.right, right)):
-            total *= _DECAY
-            np.add.at(total, place, of_step)
-        wrong = asked & ~right
-        self.missed = _DECAY * self.missed + wrong.sum()
-        self.gained = _DECAY * self.gained + accepted[wrong].sum()
+        if len(sure):
+            place, wrong = _bucket(sure), asked & ~right
+            self.seen = _DECAY * self.seen + np.bincount(place, minlength=BUCKETS)
+            self.right = _DECAY * self.right + np.bincount(place, right, BUCKETS)
+            self.missed = _DECAY * self.missed + wrong.sum()
+            self.gained = _DECAY * self.gained + accepted[wrong].sum()
 
 
 def _bucket(sure: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,34 +29,28 @@ LOOKUP, BRIEF, WHOLE = range(3)
 """Proposals by cost: of no drafter with weights, of the first block of drafters, of all blocks."""
 
 _LOOKUP = 0.1  # initial cost of a lookup, relative to a drafter with weights
-
-
-class _Step(NamedTuple):
-    rows: int
-    requests: int
-    trees: bool
+_FAR = 2.0**20  # more rows than any step has
 
 
 class _Curve:
     """Monotone costs at increasing points, linear in between and beyond."""
 
     def __init__(self, points: np.ndarray, logs: np.ndarray, first: int) -> None:
-        self.points, self.places, self.first = points, points.tolist(), first  # a host array
-        self.logs = logs[first : first + len(points)]  # before they are made monotone; a view
+        self.places, self.here = points.tolist(), slice(first, first + len(points))  # a host array
+        self.logs = logs[self.here]  # before they are made monotone; a view
+        self._points, self._costs = np.append(points, _FAR), np.zeros(len(points) + 1)
+        self._steps = (_FAR - points[-1]) / max(points[-1] - points[-2:][0], 1)  # of the last size
         self.update()
 
     def update(self) -> None:
         """Recompute the costs from the logs."""
-        self.costs = np.maximum.accumulate(np.exp(self.logs))
+        costs = np.maximum.accumulate(np.exp(self.logs), out=self._costs[:-1])
+        self._costs[-1] = costs[-1] + self._steps * (costs[-1] - costs[-2:][0])
 
-    def __call__(self, at: np.ndarray | float) -> np.ndarray:
-        found = np.interp(at, self.points, self.costs)
-        if len(self.places) > 1:
-            slope = (self.costs[-1] - self.costs[-2]) / (self.places[-1] - self.places[-2])
-            found = found + slope * np.maximum(np.asarray(at) - self.places[-1], 0)
-        return found
+    def __call__(self, at: np.ndarray | float) -> Any:
+        return np.interp(at, self._points, self._costs)
 
-    def add_gradient(self, gradient: np.ndarray, at: float, sign: float) -> None:
+    def add_gradient(self, gradient: np.ndarray, at: float) -> None:
         """Add the gradient of the log of a cost, with respect to all logs."""
         above = min(bisect_left(self.places, at), len(self.places) - 1)
         below = max(above - 1, 0)
@@ -64,8 +58,8 @@ class _Curve:
         share = min((at - low) / (high - low), 1.0) if high > low else 1.0
         part = share * math.exp(self.logs[above] - self.logs[below])
         part /= part + 1 - share
-        gradient[self.first + below] += sign * (1 - part)
-        gradient[self.first + above] += sign * part
+        gradient[self.here][below] += 1 - part
+        gradient[self.here][above] += part
 
 
 class StepCost:
@@ -76,8 +70,7 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        rows = 2 ** np.arange(13)
-        self.measured({n: 0.95 + 0.05 * n for n in rows.tolist()}, {1: 0.2})  # host arrays
+        self.measured({2**n: 0.95 + 0.05 * 2**n for n in range(13)}, {1: 0.2})
 
     def measured(
         self,
@@ -100,10 +93,15 @@ class StepCost:
         self._logs = logs = np.log(np.maximum(found / times[0], 1e-7))
         self.verify = _Curve(rows, logs, 0)  # relative costs of steps with trees, by rows
         self._drafts = [_Curve(counts, logs, len(rows) + by * len(counts)) for by in range(3)]
-        self._covariance: np.ndarray | None = None  # until the first step
-        self._spread = SPREAD if noisy else NOISE
+        # The covariance of start-up costs halves with every 0.7 doublings of a size.
+        self._initial = np.diag([0.0] * (len(logs) - 1) + [NOISE**2])
+        for curve in self.verify, *self._drafts:
+            octave, spread = np.log2(curve.places), SPREAD if noisy else NOISE
+            near = np.exp(-np.abs(octave[:, None] - octave))
+            self._initial[curve.here, curve.here] = spread**2 * near
+        self._covariance = np.zeros_like(self._initial)  # until the first step
         self._noise = [NOISE**2, NOISE**2]  # variance of ratios of steps, and of drafts to steps
-        self._last, self._seconds = _Step(int(rows[0]), 0, True), float(times[0])
+        self._steps, self._last, self._seconds = 0, (int(rows[0]), True), float(times[0])
         self.read = 0.0  # drafters' cost of a missed row
 
     def plain(self, requests: int) -> float:
@@ -116,29 +114,23 @@ class StepCost:
 
     def of(self, seconds: float) -> float:
         """Return the relative cost of a time measured now."""
-        return seconds / self._seconds * self._cost(self._last)
+        return seconds / self._seconds * self._cost(*self._last)
 
     def doubt(self, rows: int, requests: int) -> float:
         """Return the standard deviation of log(verify(rows) / plain(requests))."""
-        if self._covariance is None:
-            return 0.0
-        gradient = self._gradient(_Step(rows, requests, True), _Step(requests, requests, False))
+        gradient = self._gradient(rows, True) - self._gradient(requests, False)
         return math.sqrt(max(float(gradient @ self._covariance @ gradient), 0.0))
 
-    def observe(self, rows: int, requests: int, trees: bool, seconds: float) -> None:
+    def observe(self, rows: int, trees: bool, seconds: float) -> None:
         """Learn from a step without its drafting; trees: it verified drafts."""
-        step, last, seconds = _Step(rows, requests, trees), self._last, max(seconds, 1e-9)
-        if self._covariance is None:
-            self._initial = self._prior()
-            self._covariance = self._initial.copy()
-        else:
-            error = math.log(self.of(seconds) / self._cost(step))
+        step, last, seconds = (rows, trees), self._last, max(seconds, 1e-9)
+        if self._steps:
+            error = math.log(self.of(seconds) / self._cost(*step))
             self._covariance += FORGET * (self._initial - self._covariance)
-            if step == last:
-                self._noise[0] = _variance(self._noise[0], error, self._noise[0])
-            else:
-                self._learn(self._gradient(step, last), error, False)
-        self._last, self._seconds = step, seconds
+            self._learn(self._gradient(*step) - self._gradient(*last), error, False)
+        else:
+            self._covariance += self._initial
+        self._last, self._seconds, self._steps = step, seconds, self._steps + 1
 
     def observe_draft(self, requests: int, by: int, seconds: float, read: int) -> None:
         """Learn from a proposal in the last step; read: missed rows that its drafters read."""
@@ -146,54 +138,34 @@ class StepCost:
         if read > 4 * requests:  # mostly reading
             extra = max(cost - expected, 0.0) / read
             self.read += (0.1 if self.read else 1.0) * (extra - self.read)
-        elif self._covariance is not None:
-            gradient = -self._gradient(self._last)
-            self._drafts[by].add_gradient(gradient, requests, 1.0)
+        elif self._steps:
+            gradient = -self._gradient(*self._last)
+            self._drafts[by].add_gradient(gradient, requests)
             self._learn(gradient, math.log(max(cost, 1e-6) / expected), True)
 
-    def _cost(self, step: _Step) -> float:
-        if step.trees:
-            return float(self.verify(step.rows))
-        return self.plain(step.requests)
+    def _cost(self, rows: int, trees: bool) -> float:
+        return float(self.verify(rows)) if trees else self.plain(rows)
 
-    def _gradient(self, step: _Step, other: _Step | None = None) -> np.ndarray:
-        """Return the gradient of log(cost of a step / cost of the other)."""
+    def _gradient(self, rows: int, trees: bool) -> np.ndarray:
+        """Return the gradient of the log of a step's cost."""
         found = np.zeros(len(self._logs))
-        for each, sign in ((step, 1.0), (other, -1.0)):
-            if each is not None:
-                self.verify.add_gradient(found, each.rows, sign)
-                found[-1] += sign * (not each.trees)
-        return found
-
-    def _prior(self) -> np.ndarray:
-        """Return the covariance of start-up costs; it halves with every 0.7 doublings of a size."""
-        found = np.zeros((len(self._logs), len(self._logs)))
-        for curve in self.verify, *self._drafts:
-            here = slice(curve.first, curve.first + len(curve.points))
-            octave = np.log2(curve.points)
-            found[here, here] = self._spread**2 * np.exp(-np.abs(octave[:, None] - octave))
-        found[-1, -1] = NOISE**2
+        self.verify.add_gradient(found, rows)
+        found[-1] = not trees
         return found
 
     def _learn(self, gradient: np.ndarray, error: float, drafts: bool) -> None:
         """Learn from the error of a log ratio: of drafting to a step, or of two steps."""
-        covariance = self._covariance
-        assert covariance is not None
-        spread = covariance @ gradient
+        spread = self._covariance @ gradient
         known, noise = float(gradient @ spread), self._noise[drafts]
         variance = known + noise
         # Squared instead of 1.5, it would not unlearn costs that it holds for certain.
         trust = min(1.0, (4 * variance / max(error**2, 1e-9)) ** 0.75)
-        self._noise[drafts] = _variance(noise, error, variance)
-        self._logs += spread * (trust * error / variance)
-        covariance -= np.outer(spread, spread * (trust / variance))
-        for curve in self.verify, *self._drafts:
-            curve.update()
-
-
-def _variance(noise: float, error: float, expected: float) -> float:
-    """Return the noise variance, updated by an error of this expected variance."""
-    return max(noise + 0.02 * (min(error**2, 4 * expected) - expected), 1e-4)
+        self._noise[drafts] = max(noise + 0.02 * (min(error**2, 4 * variance) - variance), 1e-4)
+        if known:  # two steps that differ
+            self._logs += spread * (trust * error / variance)
+            self._covariance -= np.outer(spread, spread * (trust / variance))
+            for curve in self.verify, *self._drafts:
+                curve.update()
 
 
 def _plausible(measured: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:

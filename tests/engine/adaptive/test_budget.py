@@ -49,7 +49,7 @@ def managers_of(engine, kind: type) -> list:
 @pytest.fixture
 def managers(budgeted, monkeypatch):
     """Costs that ours is given are not the engine's."""
-    monkeypatch.setattr(budgeted.speculator, "controller", Controller(NUM_NODES))
+    monkeypatch.setattr(budgeted.speculator, "controller", Controller())
     return managers_of(budgeted, TreeBudgetManager)
 
 

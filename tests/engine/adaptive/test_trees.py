@@ -48,7 +48,7 @@ def note_proposals(engine, monkeypatch):
 def charge(engine, monkeypatch, of_rows, drafting=0.0):
     """Steps take what `of_rows` says, and drafting so long; no budget is an experiment."""
     manager = engine.runner.adaptive_verification
-    controller = Controller(manager.num_speculative_steps)
+    controller = Controller()
     controller.cost.measured({n: of_rows(n) for n in range(1, 513)}, {1: drafting})
     monkeypatch.setattr(manager, "controller", controller)
     manager.all_paused = False
@@ -203,7 +203,7 @@ def test_steps_are_observed_as_they_were(engine, reference, monkeypatch, verifie
     turn = itertools.count()
     monkeypatch.setattr(controller, "drafts", lambda *_: next(turn) % 9 < 6)
     monkeypatch.setattr(controller, "observe", lambda step, sampling: seen.append(step))
-    monkeypatch.setattr(controller, "observe_prompts", prompts.append)
+    monkeypatch.setattr(controller, "observe_prompts", lambda *given: prompts.append(given))
     requests = params(temperature=0.0, max_tokens=120)
     requests[0].max_tokens = 10  # and prompts that come while there are drafts
     Checker()(engine, requests, reference("timed", requests))

@@ -107,7 +107,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.tree_states = states = TreeStates(self.num_slots, num_nodes, depth, device)
         self.caches = EngineCaches(config, target_layers, drafters, device)
         self.skipped = SkippedSteps(config, drafters, self.num_slots, device)
-        self.controller = Controller(num_nodes)
+        self.controller = Controller()
         given = drafters, combine, self.skipped, num_nodes, depth
         if combine is None or not combine.skip_drafter:
             self.draft_policy = DraftPolicy(*given)
