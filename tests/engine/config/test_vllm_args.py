@@ -137,7 +137,7 @@ def test_wrong_options(speculative, parts):
             {"attention_backend": "TRITON_ATTN"},
             ["attention backends besides its own", "drop attention_backend"],
         ),
-        ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype is 'fp8_e5m2'", "supports 'auto'"]),
+        ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype is 'fp8_e5m2'", "use 'auto'"]),
         pytest.param(
             {"enable_lora": True, "speculative": ADAPTIVE},
             ["'enable_adaptive_verification' is true and enable_lora", "drop one of them"],
@@ -192,7 +192,7 @@ def test_a_head_size_that_a_cache_of_8_bits_cannot_have(monkeypatch):
 
 def test_what_a_gpu_does_not_support(monkeypatch):
     target, gpu = configure().model_config, put_on_a_gpu(monkeypatch)
-    with pytest.raises(OptionError, match=r"only on a CPU.*use 'auto'\.$"):
+    with pytest.raises(OptionError, match=r"needs a CPU.*use 'auto'\.$"):
         check_engine(kv_cache_dtype="fp8")
     with pytest.raises(OptionError, match=r"LoRA on a GPU, .*drop enable_lora\.$"):
         check_engine(enable_lora=True)

@@ -156,7 +156,7 @@ def _resolve_combination(
         if key in combine.model_fields_set and other != policy:
             raise OptionError(
                 f"speculative_config key '{key}' goes with draft_policy '{other}', but "
-                f"draft_policy is '{policy}': change the one or drop the other."
+                f"draft_policy is '{policy}': change draft_policy, or drop {key}."
             )
     combine.shares(num_nodes)  # raises
     alone = current_platform.is_cpu() and parallel.tensor_parallel_size == 1

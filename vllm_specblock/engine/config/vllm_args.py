@@ -126,9 +126,8 @@ def check_engine(
     packed = on_cpu and torch.cpu._is_avx512_supported() and not (size % 32 or block % 32)
     if dtype != "auto" and not (packed and dtype in ("fp8", "fp8_e4m3")):
         raise OptionError(
-            f"kv_cache_dtype is {dtype!r}, but SpecBlock supports 'auto' and, only on a CPU with "
-            "AVX-512, 'fp8' and 'fp8_e4m3' if head size and block_size are multiples of 32 (here "
-            f"{size} and {block}): use 'auto'."
+            f"kv_cache_dtype is {dtype!r}, but 'fp8' needs a CPU with AVX-512, and a head size and "
+            f"block_size in multiples of 32 (here {size} and {block}): use 'auto'."
         )
 
 

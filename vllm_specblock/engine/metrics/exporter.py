@@ -50,8 +50,8 @@ LEARNING = {
     "adapt_rollbacks": "Returns to an earlier version.",
     "adapt_trainer_restarts": "Trainers that died and were started again.",
     "adapt_judged_requests": "Requests on which versions were judged.",
-    "adapt_judged_gain_millitokens": "Their sum of thousandths of a token that the version in use "
-    "is better by than the drafter as delivered.",
+    "adapt_judged_gain_millitokens": "Sum over these requests: thousandths of a token a step that "
+    "the version in use gains over the delivered drafter.",
     "adapt_dropped_records": "Records that the trainer did not keep.",
 }
 """Exported only with `adapt`."""
