@@ -94,7 +94,7 @@ def hooks() -> Finding:
         return wrong("hooks", "nothing to look at", "Install vLLM.")
     count, found = len(compat.hooks()), list(compat.broken(root))
     if not found:
-        return Finding("hooks", f"all {count} are in this vLLM")
+        return Finding("hooks", f"{count} of {count} are in vLLM")
     more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
     advice = "Install vLLM and the plugin anew, in versions that go together."
     return wrong("hooks", f"{len(found)} of {count} are not: {'; '.join(found[:3])}{more}", advice)
