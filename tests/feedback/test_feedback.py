@@ -77,13 +77,13 @@ def scores(*rows):
     return torch.tensor(rows, dtype=torch.float32).log()
 
 
-def kinds(count, kind=0):
-    return torch.full((count,), kind, dtype=torch.int64)
+def survival_of(table, logprob, heat=0.0):
+    return table.steps(torch.tensor([heat]), logprob).cumprod(1)
 
 
 def test_before_anything_is_seen_scores_are_believed():
     logprob = scores([0.9, 0.5, 0.1, 0.0])
-    survival = AcceptanceEstimator("cpu").survival(kinds(1), logprob)
+    survival = survival_of(AcceptanceEstimator("cpu"), logprob)
     torch.testing.assert_close(survival, torch.tensor([[0.9, 0.5, 0.1, 0.0]]), rtol=0.03, atol=0.02)
 
 
@@ -103,10 +103,10 @@ def test_nodes_are_worth_what_such_nodes_were():
     table = AcceptanceEstimator("cpu", decay=1.0)
     logprob = torch.tensor([[-0.125, -1.125, -2.125]])  # the middles of bins
     teach(table, logprob, [0.5, 0.3, 0.02])
-    found = table.survival(kinds(1), logprob)
+    found = survival_of(table, logprob)
     torch.testing.assert_close(found, torch.tensor([[0.5, 0.3, 0.02]]), atol=0.01, rtol=0.0)
     # Requests that sample are another matter.
-    other = table.survival(kinds(1, 1), logprob)
+    other = survival_of(table, logprob, 1.0)
     torch.testing.assert_close(other, logprob.exp(), atol=0.01, rtol=0.0)
 
 
@@ -148,19 +148,23 @@ def test_old_steps_fade_when_something_new_is_seen_and_unverified_nodes_do_not_c
 
 @quick
 @given(st.data())
-def test_survival_never_rises_and_steps_multiply_to_it(data):
+def test_survival_never_rises(data):
     table = AcceptanceEstimator("cpu")
     shares = st.lists(st.floats(0, 1), min_size=NUM_BINS, max_size=NUM_BINS)
     table.judged[:] = 50 * torch.tensor(data.draw(shares))
     table.reached[:] = table.judged * torch.tensor(data.draw(shares))
     row = data.draw(st.lists(st.floats(-12, 0), min_size=1, max_size=40))
     row = sorted(row, reverse=True) + [NEVER] * data.draw(st.integers(0, 3))
-    logprob, kind = torch.tensor([row]), torch.tensor([data.draw(st.integers(0, 1))])
-    survival = table.survival(kind, logprob)
-    assert (survival.diff(dim=1) <= 0).all()
-    assert (survival[logprob == NEVER] == 0).all()
-    assert ((survival >= 0) & (survival <= 1.001)).all()
-    torch.testing.assert_close(table.steps(kind, logprob).cumprod(1), survival)
+    logprob, heat = torch.tensor([row]), torch.tensor([data.draw(st.sampled_from([0.0, 0.7]))])
+    steps = table.steps(heat, logprob)
+    assert (steps[:, 1:] <= 1).all() and ((steps >= 0) & (steps <= 1.001)).all()
+    assert (steps[logprob == NEVER] == 0).all()
+    # Between the rates of the bins beside it.
+    rates = table.rates()[int(heat > 0)]
+    survival = steps.cumprod(1)[logprob > NEVER]
+    place = (-BINS_PER_NAT * logprob[logprob > NEVER]).clamp(0, NUM_BINS - 1)
+    assert (survival <= rates[(place.long() - 1).clamp(min=0)] + 1e-5).all()
+    assert (survival >= rates[(place.long() + 1).clamp(max=NUM_BINS - 1)] - 1e-5).all()
 
 
 HEAT = torch.tensor([0.0, 0.2, 0.8, 1.0, 2.0])

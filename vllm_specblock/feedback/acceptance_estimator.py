@@ -32,7 +32,7 @@ class AcceptanceEstimator:
     def __init__(self, device: torch.device | str, decay: float = 0.995) -> None:
         self.decay = decay
         self._seen = torch.zeros(2, 2, NUM_BINS, device=device)
-        # Verified nodes, see `kinds`, and those of them on the accepted path.
+        # Verified nodes of greedy and of sampling requests, and those on the accepted path.
         self.judged, self.reached = self._seen
         bins = torch.arange(NUM_BINS, device=device)
         self.believed = (-(bins + 0.5) / BINS_PER_NAT).exp()  # [32], the score of each bin
@@ -45,7 +45,7 @@ class AcceptanceEstimator:
     def learn_from(self, verified: VerifiedTrees) -> None:
         """Learn from the verdicts on a step's trees."""
         counts = verified.judged & verified.logprob.isfinite()
-        kind = kinds(verified.temperature)[:, None]
+        kind = (verified.temperature > 0).long()[:, None]
         cell = (kind * NUM_BINS + _place(verified.logprob).long()).flatten()
         nodes = torch.stack([counts, verified.reached & counts]).flatten(1).float()
         # Sums of integers do not depend on the order; sums of decayed numbers would.
@@ -66,21 +66,18 @@ class AcceptanceEstimator:
         best_from = mean.flip(2).cummax(dim=2).values.flip(2)  # [2, j, i]: over all k ≥ i
         return torch.where(self._later, best_from, float("inf")).amin(1)
 
-    def survival(self, kind: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
-        """Return the probability that each node is on the accepted path, [R, N] fp32.
+    def steps(self, temperature: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
+        """Return vLLM's confidences of R trees' nodes, [R, N] fp32.
 
-        It is monotone in the score `logprob` [R, N], which descends; 0 where there is no node.
+        Their running product is the probability that a node is on the accepted path. It is monotone
+        in the score `logprob` [R, N], which descends; 0 where there is no node.
         """
         place = (_place(logprob) - 0.5).clamp(0, NUM_BINS - 1)  # between bin centres
         below = place.long()
         above = (below + 1).clamp(max=NUM_BINS - 1)
-        rates, kind = self.rates(), kind[:, None]
+        rates, kind = self.rates(), (temperature > 0).long()[:, None]
         likely = torch.lerp(rates[kind, below], rates[kind, above], place - below)
-        return torch.where(logprob.isfinite(), likely.cummin(dim=1).values, 0.0)
-
-    def steps(self, kind: torch.Tensor, logprob: torch.Tensor) -> torch.Tensor:
-        """Return `survival` as vLLM's confidences, whose running product it is, [R, N] fp32."""
-        survival = self.survival(kind, logprob)
+        survival = torch.where(logprob.isfinite(), likely.cummin(dim=1).values, 0.0)
         before = torch.nn.functional.pad(survival[:, :-1], (1, 0), value=1.0)
         return torch.where(before > 0, survival / before, 0.0)
 
@@ -104,15 +101,10 @@ class AcceptanceEstimator:
         if takes(self.judged):
             node_steps_numba(*seen, score[req_idx], here)
         else:
-            here.copy_(self.steps(kinds(temperature), score[req_idx]))
+            here.copy_(self.steps(temperature, score[req_idx]))
         if later is not None:
             deep = later.depth[req_idx, 1:] > later.first
             mark(here, deep & (later.origin[req_idx] & later.others == 0))
-
-
-def kinds(temperature: torch.Tensor) -> torch.Tensor:
-    """Return [R] int64: 0 for requests at temperature 0, 1 for those that sample."""
-    return (temperature > 0).long()
 
 
 def mark(steps: torch.Tensor, later: torch.Tensor) -> None:

@@ -19,7 +19,6 @@ from vllm_specblock.feedback.acceptance_estimator import (
     BINS_PER_NAT,
     PRIOR,
     AcceptanceEstimator,
-    kinds,
     mark,
     marked,
 )
@@ -195,7 +194,7 @@ def assert_as_torch(forms, score: torch.Tensor, heat: torch.Tensor, most: float 
         assert_marks(forms, module, draw, (slots, by_slot, heat_there, *seen), steps[:count])
     for name in TABLES:
         setattr(exact, name, getattr(exact, name).double())
-    wanted = exact.steps(kinds(heat), score.double()).float()
+    wanted = exact.steps(heat, score.double()).float()
     torch.testing.assert_close(steps[:count].cpu(), wanted, atol=1e-6, rtol=3e-5)
     assert (steps[count:] == -7).all()
     return wanted
