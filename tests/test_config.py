@@ -122,4 +122,4 @@ def test_versions():
     assert is_supported("0.32.0") and is_supported("0.32.4+cpu") and is_supported("0.33.1")
     assert not is_supported("0.31.9") and not is_supported("unknown")
     said = supported_sentence("0.34.0")
-    assert "0.32.x, 0.33.x" in said and "this is 0.34.0" in said
+    assert "0.32.x, 0.33.x" in said and "0.34.0 is installed" in said

@@ -166,4 +166,4 @@ def test_same_numbers_as_online(data, tmp_path):
     assert torch.equal(stored.embed(tokens), online.embed(tokens))
 
     result = CliRunner().invoke(app, arguments(data, out))  # no engine starts
-    assert result.exit_code == 0 and "whole already" in result.stdout
+    assert result.exit_code == 0 and "already complete" in result.stdout

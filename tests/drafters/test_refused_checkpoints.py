@@ -100,7 +100,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads, 3"),
         ({"draft_vocab_size": 161}, "must not exceed vocab_size, 160"),
         ({"diffspec_draft_token_num": 0}, "'block_size' = 0, but it must be greater than"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 5]}}, "[2, 2, 5] are read"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 5]}}, "layers [2, 2, 5]"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "a"}}, "layer_ids"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, "layer_ids"),
         ({"architectures": "text"}, "it must be a list of names"),

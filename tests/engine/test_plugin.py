@@ -138,7 +138,7 @@ def test_other_versions_refuse_those_who_ask_and_leave_the_others_alone():
     for name in ("ours", "ours with a drafter"):
         kind, _, sentence = found[name].partition(": ")
         assert kind == "OptionError" and sentence.endswith(".") and "\n" not in sentence
-        assert "0.32.x" in sentence and f"this is {version}:" in sentence
+        assert "0.32.x" in sentence and f"{version} is installed:" in sentence
     assert (found["vllm's"], found["none"]) == ("ngram", "plain")
     assert found["unknown"].startswith("ValidationError")
     assert found["patches"] == ["vllm.engine.arg_utils.EngineArgs.create_speculative_config"]

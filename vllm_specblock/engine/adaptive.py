@@ -150,7 +150,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
 
     def decide(self, batch: InputBatch) -> None:
         """Decide whether a pause ends: vLLM asks for a budget only if drafts are scheduled."""
-        if self.all_paused and batch.req_ids[0] in self.req_states.req_id_to_index:  # no dummy
+        is_dummy = batch.req_ids[0] not in self.req_states.req_id_to_index
+        if self.all_paused and not is_dummy and not batch.is_prefilling_np.all():  # a host array
             tokens = batch.num_scheduled_tokens[: batch.num_reqs].tolist()  # a host array
             self.get_num_tokens(dict(zip(batch.req_ids, tokens)), {})
 

@@ -318,8 +318,8 @@ def garbage(folder: Path) -> None:
     [
         (flipped, "do not match their checksum"),
         (without("model.safetensors"), "do not match their checksum"),
-        (without("provenance.json"), "not whole"),
-        (garbage, "not whole"),
+        (without("provenance.json"), "is incomplete"),
+        (garbage, "is incomplete"),
         (shutil.rmtree, "no version version-00002"),
     ],
 )

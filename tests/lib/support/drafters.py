@@ -92,7 +92,6 @@ def install(
         head.slots = input_batch.idx_mapping
         return propose(input_batch, *args, **kwargs)
 
-    patch.setattr(
-        speculator, "draft_policy", DraftPolicy([head], None, head.num_nodes, torch.device("cpu"))
-    )
+    policy = DraftPolicy([head], None, speculator.skipped, head.num_nodes, head.max_depth)
+    patch.setattr(speculator, "draft_policy", policy)
     patch.setattr(speculator, "propose", noting)

@@ -191,12 +191,12 @@ def test_a_folder_of_another_run_is_refused(run):
         ({"input": ("no.jsonl",)}, "There is no file no.jsonl"),
         ({"target": "no/such/target"}, "no/such/target has no tokenizer"),
         ({"template": None}, "in.jsonl:1 is a conversation, but the target's tokenizer has no"),
-        ({"max_length": 5000}, "has 4,096 positions, which max_length = 5,000"),
+        ({"max_length": 5000}, "has 4,096 positions, but max_length is 5,000"),
         ({"lines": ["{"]}, r"None of the lines in .* \(1 are broken\)"),
-        ({"lines": [{"prompt": "x" * 300}]}, "None of the lines gave a sequence"),
+        ({"lines": [{"prompt": "x" * 300}]}, "No line gave a sequence"),
         ({"answers": "keep"}, "There is no option answers"),
         ({"temperature": (-1.0,)}, "Option temperature"),
-        ({"vocab": 10}, "None of the lines gave a sequence"),
+        ({"vocab": 10}, "No line gave a sequence"),
     ],
 )
 def test_errors_are_one_sentence_and_come_before_any_weight(run, changes, said):

@@ -155,7 +155,7 @@ def test_a_data_folder_is_read_shard_after_shard(tmp_path):
     for number, first in enumerate((3, 20)):
         text = Text(torch.arange(first, first + 4), torch.ones(4, dtype=torch.bool))
         shards.write_shard(shards.shard_path(tmp_path, number), [text])
-    with pytest.raises(TrainError, match=r"no data\.json .* stopped before its end"):
+    with pytest.raises(TrainError, match=r"no data\.json .*: run `specblock data` to its end"):
         load(tmp_path)
     shards.write_json(tmp_path / shards.INDEX, {"shards": 2})
     assert load(tmp_path) == [[3, 4, 5, 6], [20, 21, 22, 23]]

@@ -156,7 +156,7 @@ def test_after_a_stop_it_goes_on_at_the_first_missing_shard(tmp_path, origin, se
 
     with pytest.raises(KeyboardInterrupt):
         feature_store.fill(stopped, origin, sequences, counted)
-    with pytest.raises(TrainError, match="run it again with the same options"):
+    with pytest.raises(TrainError, match="with the same options, it resumes"):
         FeatureStore(stopped)
     assert len(list(stopped.glob("features-*.safetensors"))) == 3
     on_disk: list[int] = []

@@ -124,6 +124,7 @@ class SkippingMergedDrafters(DraftPolicy):
         # Dummy batches, in the last slot, measure the cost of the drafter with weights.
         dummy = slots[0] == len(self.both) - 1
         self.asked = dummy or self.controller.asks(expected, len(slots), behind)
+        self.slots = rows.req_idx
         self.sure[rows.req_idx], self.both[rows.req_idx] = sure, self.asked
         if self.asked:
             drafter.advance(self.skipped.read(rows))
@@ -134,8 +135,11 @@ class SkippingMergedDrafters(DraftPolicy):
     def draft(self, live: torch.Tensor) -> tuple[DraftTree, Drafted]:
         found, (one, two) = self.found, self.drafters
         if self.asked:
-            trees = (one.draft(), found) if self.lookup else (found, two.draft())
-            return self.combined(live, *trees)
+            tree, blind = self.drafters[1 - self.lookup].draft(), self.skipped.blind[self.slots]
+            if blind.any():  # lookup needs no cache
+                nothing = DraftTree.empty(len(blind), tree.token.shape[1], tree.token.device)
+                tree, self.skipped.blind[self.slots] = tree.where(blind, nothing), False
+            return self.combined(live, *((tree, found) if self.lookup else (found, tree)))
         never, none = torch.zeros_like(live), torch.zeros_like(found.size)
         if not self.lookup:
             return found, Drafted(live, never, never, found.size, one.beta, none, two.beta)
