@@ -89,6 +89,11 @@ def tree_backend(plain: type[AttentionBackend]) -> type[AttentionBackend]:
             super().__init__(spec, names, config, device)
             self.supports_update_block_table = False  # of a step without drafts alone
 
+        @classmethod
+        def get_varlen_cudagraph_max_query_len(cls, config: VllmConfig, spec: KVCacheSpec) -> int:
+            # vLLM asks before it builds a budget manager, on a CPU, too.
+            return config.num_speculative_tokens + 1
+
         def build(
             self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, **_: Any
         ) -> Any:
