@@ -32,7 +32,6 @@ def pause(engine: Engine, monkeypatch) -> None:
     """Pause drafting for good."""
     state = engine.speculator.adaptive
     always = property(lambda state: True, lambda state, value: None)
-    monkeypatch.delattr(state, "all_paused")
     monkeypatch.setattr(state, "__class__", type("Paused", (type(state),), {"all_paused": always}))
     monkeypatch.setattr(state, "decide", lambda batch: None)
 
