@@ -6,7 +6,7 @@ Two servers of the example pair in float32, one with SpecBlock's trees merged wi
 turns over windows of the same requests: chats and completions, streams, clients that leave, greedy
 and seeded, penalties, grammars, long prompts in chunks, shared beginnings, several answers, wrong
 requests; with a cache so small that requests are preempted. Each phase has servers of its own.
-They take 6 GB.
+They take 6 GB. "LoRA" adds two random adapters; "hybrid" has a random target with Mamba-2 layers.
 
 Prints a table per window, and the first requests whose replies differ with both replies. Exit
 status 1 if anything differs, a server ends, a request stays in it, memory grows by more than 3 %
@@ -33,7 +33,8 @@ from lib.pair import held_out
 from lib.results_store import MEASURED, ROOT, ResultsStore, markdown_table
 from lib.server import Server, ServerEnded
 from lib.soak_replies import Reply, ask_all, difference
-from lib.soak_traffic import COMPLETIONS, MAX_MODEL_LEN, Call, Traffic
+from lib.soak_targets import write_adapter, write_hybrid
+from lib.soak_traffic import COMPLETIONS, MAX_MODEL_LEN, VOCAB, Call, Traffic
 
 PAIR = "examples/tiny_pair"
 MODEL = f"{PAIR}/target"
@@ -47,12 +48,19 @@ TREES = {
     "second_drafter": {"kind": "ngram"},
     "draft_policy": "merge",
 }
+WHOLE = {"enable_adaptive_verification": False}
+# Memory of records is filled within the warm-up.
+LEARNS = {"adapt": {"policy": "always", "memory": 16}}
+NGRAM = {"method": "specblock", "kind": "ngram", "num_speculative_tokens": 16}
 PHASES: dict[str, dict[str, Any]] = {
     # Whole trees of 12 requests take 204 tokens: more than a step has, so some wait.
-    "whole trees": TREES | {"enable_adaptive_verification": False},
+    "whole trees, learning": TREES | WHOLE | LEARNS,
     "adaptive": TREES,
+    "LoRA": TREES | WHOLE,
+    "hybrid": NGRAM | WHOLE,
 }
 """`speculative_config` of each."""
+ADAPTERS = "one", "two"
 FLAGS = {
     "--dtype": "float32",
     "--max-model-len": str(MAX_MODEL_LEN),
@@ -86,7 +94,7 @@ COUNTED = {
     "verified_nodes": "vllm:specblock_tree_nodes_total",
     "accepted_nodes": "vllm:spec_decode_num_accepted_tokens_total",
 }
-_MUST_HAPPEN = ("preemptions", "prefix_hit_tokens", "accepted_nodes", "cut_requests")
+MUST_HAPPEN = ("preemptions", "prefix_hit_tokens", "accepted_nodes", "cut_requests")
 _IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
@@ -101,6 +109,7 @@ class Findings:
         failures: errors other than differences, a sentence each.
         memory: MiB of each server per window.
         counters: `COUNTED`, of each server, since it started.
+        must_happen: counts that are to be above 0.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -111,6 +120,7 @@ class Findings:
     counters: dict[str, Counter[str]] = field(
         default_factory=lambda: {name: Counter() for name in SERVERS}
     )
+    must_happen: Sequence[str] = MUST_HAPPEN
 
     def growth(self, name: str) -> float | None:
         """Return the growth of a server's memory after its warm-up; None: too few windows."""
@@ -130,7 +140,7 @@ class Findings:
         seen = self.counters[DRAFTS] | Counter(cut_requests=self.counts["cut"])
         return said + [
             f"There were no {name.replace('_', ' ')}: this tested little."
-            for name in _MUST_HAPPEN
+            for name in self.must_happen
             if not seen[name]
         ]
 
@@ -139,10 +149,30 @@ class Findings:
         return vars(self) | grown | {"wrong": self.wrong()}
 
 
-def start(name: str, speculative: dict[str, Any] | None, folder: Path) -> Server:
+def target_arguments(phase: str, folder: Path) -> list[str]:
+    """Return a phase's target, and its flags for `vllm serve`; folder: for files of its own."""
+    flags, model, more = dict(FLAGS), MODEL, list[str]()
+    if phase == "hybrid":
+        model = str(write_hybrid(folder / "target", VOCAB))
+        del flags["--block-size"]  # vLLM computes one
+        more = ["--served-model-name", MODEL]
+    elif phase == "LoRA":
+        made = [f"{name}={write_adapter(folder / name, len(name))}" for name in ADAPTERS]
+        more = [
+            "--enable-lora",
+            "--max-loras",
+            "2",
+            "--max-lora-rank",
+            "8",
+            "--lora-modules",
+            *made,
+        ]
+    return [model, *(part for flag in flags.items() for part in flag), *more]
+
+
+def start(name: str, target: list[str], speculative: dict[str, Any] | None, folder: Path) -> Server:
     """Start a server; speculative: None for plain vLLM."""
-    arguments = [MODEL, "--enforce-eager", "--disable-uvicorn-access-log"]
-    arguments += [part for flag in FLAGS.items() for part in flag]
+    arguments = [*target, "--enforce-eager", "--disable-uvicorn-access-log"]
     if speculative is not None:
         arguments += ["--speculative-config", json.dumps(speculative)]
     return Server(arguments, folder / f"{name}.log", ENV, ROOT)
@@ -218,15 +248,19 @@ def main(
 ) -> None:
     """Serve, ask, compare, print a table."""
     phases = known("phase", phase, PHASES)
-    traffic = Traffic(seed, MODEL, ROOT / MODEL / "tokenizer.json", held_out())
     store = ResultsStore(out / "soak.json", {"seed": seed})
     for name in phases:
-        found, folder = Findings(), out / name.replace(" ", "_")
+        found, folder = Findings(), (out / name.replace(" ", "_")).absolute()
         folder.mkdir(parents=True, exist_ok=True)
+        if name == "hybrid":
+            found.must_happen = [each for each in MUST_HAPPEN if each != "prefix_hit_tokens"]
+        models = [MODEL, *ADAPTERS] if name == "LoRA" else [MODEL]
+        traffic = Traffic(seed, models, ROOT / MODEL / "tokenizer.json", held_out())
+        target = target_arguments(name, folder)
         with ExitStack() as stack:
             servers = {}
             for each, speculative in zip(SERVERS, (None, PHASES[name])):
-                servers[each] = start(each, speculative, folder)
+                servers[each] = start(each, target, speculative, folder)
                 stack.callback(servers[each].close)
             for server in servers.values():
                 server.wait()

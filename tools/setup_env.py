@@ -126,16 +126,10 @@ def _name_the_distribution(python: Path) -> None:
     under that name, and the CPU build goes by another one."""
     find = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     site = Path(subprocess.check_output([python, "-c", find], text=True).strip())
-    write_metadata(site, f"{VLLM}+cpu")
-
-
-def write_metadata(site: Path, version: str, *lines: str) -> None:
-    """Write a `vllm-*.dist-info` into `site-packages`; lines: more of METADATA."""
-    info = site / f"vllm-{version}.dist-info"
+    info = site / f"vllm-{VLLM}+cpu.dist-info"
     info.mkdir(exist_ok=True)
-    metadata = ["Metadata-Version: 2.1", "Name: vllm", f"Version: {version}", *lines]
     files = {
-        "METADATA": "\n".join(metadata) + "\n",
+        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n",
         "INSTALLER": "vllm_specblock\n",
         "entry_points.txt": "[console_scripts]\nvllm = vllm.entrypoints.cli.main:main\n",
     }

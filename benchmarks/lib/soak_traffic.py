@@ -149,12 +149,12 @@ def wrong_requests(model: str, prompt: list[int]) -> list[tuple[str, str, dict[s
 
 
 class Traffic:
-    """Requests without end, with prompts cut from `texts`; model: its name for the server."""
+    """Requests without end, prompts cut from `texts`; models: names of a target and adapters."""
 
-    def __init__(self, seed: int, model: str, tokenizer: Path, texts: Sequence[str]) -> None:
+    def __init__(self, seed: int, models: list[str], tokenizer: Path, texts: Sequence[str]) -> None:
         from tokenizers import Tokenizer
 
-        self.seed, self.model = seed, model
+        self.seed, self.models = seed, models
         self.tokenizer = Tokenizer.from_file(str(tokenizer))
         rng = random.Random(f"{seed} texts")
         long, self.tokens = [text for text in texts if len(text) > 8_000], []
@@ -170,7 +170,7 @@ class Traffic:
         prompt_kind = _pick(rng, PROMPTS)
         prompt = self._prompt(rng, prompt_kind)
         if rng.random() < WRONG:
-            name, path, body = rng.choice(wrong_requests(self.model, prompt))
+            name, path, body = rng.choice(wrong_requests(self.models[0], prompt))
             return Call(key, ("wrong", f"wrong: {name}"), path, body, refused=True)
         sampling, constraint, extra, client = (
             _pick(rng, table) for table in (SAMPLING, CONSTRAINTS, EXTRAS, CLIENTS)
@@ -178,10 +178,10 @@ class Traffic:
         if sampling == "greedy" and extra.startswith("n ="):
             sampling = "T = 1"  # vLLM refuses several greedy answers
         streamed = client.endswith("stream")
-        if streamed and extra == "log-probabilities of the prompt":
-            extra = "log-probabilities"  # vLLM refuses them in streams
+        if (streamed or len(self.models) > 1) and extra == "log-probabilities of the prompt":
+            extra = "log-probabilities"  # vLLM refuses them in streams, and fails beside adapters
         body: dict[str, Any] = {
-            "model": self.model,
+            "model": rng.choice(self.models),
             "request_id": key,
             "seed": rng.randrange(1 << 31),
             "max_tokens": rng.choice(MAX_TOKENS),
