@@ -73,7 +73,7 @@ first-drafter: setup
 		--shard-size 256 --draft-vocab-size 1536 --out $(FIRST)/data \
 		--engine '{"kv_cache_memory_bytes": 536870912, "enforce_eager": true}'
 	$(VENV)/bin/specblock train examples/first_drafter/train.yaml
-	$(VENV)/bin/specblock eval $(FIRST)/drafter --data $(FIRST)/held_out.jsonl --prompts 8
+	$(VENV)/bin/specblock eval $(FIRST)/drafter --data $(FIRST)/held_out.jsonl --prompts 8 --raw
 
 TWO := runs/two_heads
 ANSWER := $(VENV)/bin/specblock data --target examples/tiny_pair/target --raw-prompts \

@@ -210,7 +210,6 @@ def figures(
         target = pairs[name].target
     assert target is not None  # the first drafter names it
     tokenizer = load_tokenizer(target)
-    chat = bool(tokenizer.chat_template) if chat is None else chat
     found = {
         name: read_prompts(
             path,

@@ -101,7 +101,7 @@ def prompts(tmp_path) -> Path:
 def evaluated(prompts: Path, out: Path, *more):
     """Evaluate two prompts at T = 0 and at those that `more` adds."""
     given = "--target", TARGET, "--data", prompts, "--prompts", 2, "--temperature", 0
-    return specblock("eval", SPECBLOCK, *given, "--json", out, *more)
+    return specblock("eval", SPECBLOCK, *given, "--raw", "--json", out, *more)
 
 
 def test_table_and_file_say_what_replay_finds(prompts, tmp_path):

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_specblock.cli.options import (
+    Chat,
     Device,
     DrafterDir,
     NewTokens,
@@ -29,9 +30,7 @@ def evaluate(
     target: TargetDir = None,
     prompts: Annotated[int, typer.Option(min=1, help="Number of prompts, from the first.")] = 64,
     prompt_tokens: PromptTokens = 64,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the target's chat template to each `prompt`.")
-    ] = False,
+    chat: Chat = None,
     new_tokens: NewTokens = 160,
     temperature: Annotated[
         list[float] | None,

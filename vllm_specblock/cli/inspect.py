@@ -49,7 +49,6 @@ def inspect(
     where = usable_device(device)
     pairing = pair(directory, target)
     tokenizer = load_tokenizer(pairing.target)
-    chat = bool(tokenizer.chat_template) if chat is None else chat
     ids = torch.tensor(prompt_ids(prompt, tokenizer, chat))
     model = load_target(pairing.target, precision, where)
     nodes = nodes or default_nodes(on_cpu=where.type == "cpu")

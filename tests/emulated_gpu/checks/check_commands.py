@@ -67,7 +67,7 @@ def test_training(prompts, data, tmp_path, monkeypatch):
         path.write_text(json.dumps(config | more | {"out": str(tmp_path / name)}))
         specblock("train", path)
     figures = tmp_path / "figures.json"
-    options = "--prompts", 1, "--new-tokens", 16, "--nodes", 8, "--device", "cuda"
+    options = "--prompts", 1, "--new-tokens", 16, "--nodes", 8, "--device", "cuda", "--raw"
     specblock("eval", out, "--target", TARGET, "--data", prompts, *options, "--json", figures)
     found = json.loads(figures.read_text())
     assert "H100" in found["device"] and found["results"]

@@ -261,7 +261,7 @@ def test_lines_of_text(tokenizer, tmp_path):
     long = "def add(a, b):\n    return a + b\n" * 5
     path = lines(tmp_path / "a.jsonl", {"prompt": long}, {"text": long}, {"prompt": "import os"})
     whole = tokenizer(long)["input_ids"]
-    found = read_prompts(path, tokenizer, 2, prompt_tokens=7)
+    found = read_prompts(path, tokenizer, 2, prompt_tokens=7, chat=False)
     assert [prompt.tolist() for prompt in found] == [whole, whole[:7]]
 
 
@@ -270,9 +270,14 @@ def test_chat_goes_through_the_template(tokenizer, tmp_path):
     path = lines(tmp_path / "a.jsonl", {"prompt": "Sum?"}, {"messages": turns})
     asked = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, tokenize=False)
     ids = tokenizer(asked, add_special_tokens=False)["input_ids"]
-    assert [p.tolist() for p in read_prompts(path, tokenizer, 9, chat=True)] == [ids, ids]
+    for how in (None, True):
+        assert [p.tolist() for p in read_prompts(path, tokenizer, 9, chat=how)] == [ids, ids]
     raw = tokenizer("Sum?")["input_ids"]
-    assert [p.tolist() for p in read_prompts(path, tokenizer, 9)] == [raw, ids]
+    assert [p.tolist() for p in read_prompts(path, tokenizer, 9, chat=False)] == [raw, ids]
+    tokenizer.chat_template = None
+    assert [p.tolist() for p in read_prompts(path, tokenizer, 1)] == [raw]
+    with pytest.raises(TrainError, match="no chat template: drop --chat"):
+        read_prompts(path, tokenizer, 1, chat=True)
 
 
 def test_a_data_folder(tokenizer, tmp_path):

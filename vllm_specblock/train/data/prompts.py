@@ -24,7 +24,7 @@ def read_prompts(
     count: int,
     *,
     prompt_tokens: int = 64,
-    chat: bool = False,
+    chat: bool | None = None,
     vocab_size: int | None = None,
     report: Callable[[str], None] = print,
 ) -> list[Tensor]:
@@ -35,7 +35,7 @@ def read_prompts(
             Of a `text`, the first `prompt_tokens` tokens are the prompt; of a conversation, all
             before the first answer; of a folder's sequence, all before the first token that the
             target wrote, or the first `prompt_tokens` where it wrote them all.
-        chat: put each `prompt` through the chat template, as one user turn.
+        chat: put each `prompt` through the chat template, as one user turn; None: if there is one.
         vocab_size: the target's; None: not checked.
         report: called with a message for every broken line.
 
@@ -77,15 +77,16 @@ def read_prompts(
     return found
 
 
-def prompt_ids(text: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
-    """Tokens of one user turn, or of the text as it stands; raises `TrainError` for `chat` without
-    a chat template."""
-    if not chat:
+def prompt_ids(text: str, tokenizer: PreTrainedTokenizerBase, chat: bool | None) -> list[int]:
+    """Tokens of one user turn, or of the text as it stands; chat: see `read_prompts`.
+
+    Raises:
+        TrainError: `chat` without a chat template.
+    """
+    if chat and not tokenizer.chat_template:
+        raise TrainError("The target's tokenizer has no chat template: drop --chat.")
+    if chat is False or not tokenizer.chat_template:
         return tokenizer(text)["input_ids"]
-    if not tokenizer.chat_template:
-        raise TrainError(
-            "The target's tokenizer has no chat template: drop --chat to use raw prompts."
-        )
     return _question([{"role": "user", "content": text}], tokenizer)
 
 
