@@ -6,7 +6,7 @@ Two servers of the example pair in float32, one with SpecBlock's trees merged wi
 turns over windows of the same requests: chats and completions, streams, clients that leave, greedy
 and seeded, penalties, grammars, long prompts in chunks, shared beginnings, several answers, wrong
 requests; with a cache so small that requests are preempted. Each phase has servers of its own.
-They take 6 GB. "LoRA" adds two random adapters; "hybrid" has a random target with short convolutions.
+They take 6 GB. "LoRA" adds two random adapters; "hybrid" has a random LFM2.
 
 Prints a table per window, and the first requests whose replies differ with both replies. Exit
 status 1 if anything differs, a server ends, a request stays in it, memory grows by more than 3 %
