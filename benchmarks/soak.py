@@ -56,7 +56,7 @@ PHASES: dict[str, dict[str, Any]] = {
     # Whole trees of 12 requests take 204 tokens: more than a step has, so some wait.
     "whole trees, learning": TREES | WHOLE | LEARNS,
     "adaptive": TREES,
-    "LoRA": TREES | WHOLE,
+    "LoRA": TREES | WHOLE | {"num_speculative_tokens": 8},
     "hybrid": NGRAM | WHOLE,
 }
 """`speculative_config` of each."""
