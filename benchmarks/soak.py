@@ -155,7 +155,8 @@ def target_arguments(phase: str, folder: Path) -> list[str]:
     if phase == "hybrid":
         model = str(write_hybrid(folder / "target", VOCAB))
         del flags["--block-size"]  # vLLM computes one
-        more = ["--served-model-name", MODEL]
+        # vLLM's prefix caching of states is interpreted on a CPU, a step in a second.
+        more = ["--served-model-name", MODEL, "--no-enable-prefix-caching"]
     elif phase == "LoRA":
         made = [f"{name}={write_adapter(folder / name, len(name))}" for name in ADAPTERS]
         more = [
