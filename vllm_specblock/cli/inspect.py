@@ -46,6 +46,8 @@ def inspect(
 
     if not prompt:
         raise OptionError("The prompt is empty: there is nothing to draft after.")
+    if prompt.encode(errors="replace").decode() != prompt:  # a tokenizer takes no half of a pair
+        raise OptionError("--prompt is not valid UTF-8: give it in this encoding.")
     where = usable_device(device)
     pairing = pair(directory, target)
     tokenizer = load_tokenizer(pairing.target)
