@@ -96,7 +96,7 @@ def check_engine(
             "attention_backend",
         ),
         (
-            args.disable_hybrid_kv_cache_manager is False,
+            args.disable_hybrid_kv_cache_manager is False and not target.is_hybrid,
             "a block table per layer type, since drafters use the target's",
             "disable_hybrid_kv_cache_manager",
         ),
