@@ -158,6 +158,7 @@ def test_wrong_options(speculative, parts):
             marks=on_a_cpu,
         ),
         ({"runner": "pooling"}, ["runner 'pooling'", "drafts generated text only"]),
+        ({"enable_return_routed_experts": True}, ["support routed experts: drop enable_return_"]),
         ({"kv_offloading_size": 1.0}, ["KV connectors", "drop kv_transfer_config"]),
         (
             {"disable_hybrid_kv_cache_manager": False},

@@ -105,6 +105,8 @@ def check_engine(
         (connectors, "KV connectors", "kv_transfer_config and kv_offloading_size"),
         (args.kv_sharing_fast_prefill, "fast prefill", "kv_sharing_fast_prefill"),
         (sharded, "sharded samples", "enable_batch_sharded_sampling"),
+        # vLLM takes the experts of a step's first rows, which are no accepted path.
+        (args.aux_output_config.enabled, "routed experts", "enable_return_routed_experts"),
         (getattr(args, "watermark_config", None), "watermarking", "watermark_config"),
     ):
         if refused:
