@@ -13,6 +13,7 @@ from vllm_specblock.bench.process import EngineFailed
 from vllm_specblock.bench.questions import read_sets, units
 from vllm_specblock.bench.results import write_results
 from vllm_specblock.bench.run import measure
+from vllm_specblock.drafters.common.config import CheckpointError
 
 FAST = {"seconds": 0.5}
 
@@ -112,6 +113,15 @@ def test_a_machine_that_is_full_says_so(make_bench, monkeypatch):
     says = r"2 engines are alive, 2\.0 GiB .* one takes up to 5\.0: give fewer --method;"
     with pytest.raises(BenchError, match=says):
         quiet(make_bench({"ours": FAST}))
+
+
+@pytest.mark.parametrize("place", ["model", "second_drafter"])
+def test_a_drafter_that_no_engine_could_load_is_found_first(place, make_bench, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Llama"]}')
+    broken = {"model": str(tmp_path)}
+    how = broken if place == "model" else {"kind": "ngram", "second_drafter": broken}
+    with pytest.raises(CheckpointError, match=r"config\.json is of architecture \['Llama'\]"):
+        make_bench({"ours": how})
 
 
 def test_all_files_of_a_run(make_bench):

@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGET, DRAFTER = EXAMPLES / "tiny_pair/target", EXAMPLES / "tiny_pair/drafter"
 
 
-def run(*arguments, said: str):
+def run(*arguments, said: str | bytes):
     return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=said)
 
 
@@ -65,9 +65,15 @@ def test_a_chat_goes_on_where_there_is_no_tree(engines):
     assert "> import io" in result.stdout
 
 
+def test_bytes_that_are_no_text_end_no_chat(engines):
+    result = run(TARGET, said=b"caf\xe9\nimport io\n")
+    assert result.exit_code == 0, result.exception
+    assert "> caf\ufffd" in result.stdout and "> import io" in result.stdout
+
+
 class Handler(BaseHTTPRequestHandler):
     asked: ClassVar[list[dict]] = []
-    only_v1 = False
+    only_v1, models = False, ("m",)
 
     def reply(self, text: str, kind: str = "application/json") -> None:
         self.send_response(200)
@@ -76,7 +82,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def do_GET(self):
-        self.reply(json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}))
+        models = [{"id": name, "object": "model"} for name in self.models]
+        self.reply(json.dumps({"object": "list", "data": models}))
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -113,6 +120,17 @@ def test_a_proxy_that_hides_vllms_own_paths_is_one_sentence(address, monkeypatch
     result = run(address, said="why?\n")
     assert result.exit_code == 1 and "gave no answer: Client error '404" in result.stderr
     Handler.asked.clear()
+
+
+def test_servers_that_cannot_be_asked_are_one_sentence(address, monkeypatch):
+    for given, says in (
+        ((address, "--model", DRAFTER), "A server has its own drafter: drop --model"),
+        (("http://HOST:PORT",), "The server at http://HOST:PORT gave no answer: Invalid port"),
+    ):
+        result = run(*given, said="why?\n")
+        assert says in result.stderr and isinstance(result.exception, SystemExit)
+    monkeypatch.setattr(Handler, "models", ())
+    assert "has no model: start it with one." in run(address, said="why?\n").stderr
 
 
 def test_a_server_answers_without_and_with_drafts(address):

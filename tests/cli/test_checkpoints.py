@@ -89,6 +89,9 @@ def test_a_prompt_goes_through_the_chat_template():
     raw = specblock(*arguments, "--raw")
     assert "# user:" not in raw
     assert "12 nodes, drafter forwards: 1," in raw  # as served on a CPU
+    # As Python reads other bytes of a command line.
+    other = CliRunner().invoke(app, ["inspect", str(SPECBLOCK), "--prompt", "caf\udce9"])
+    assert other.exit_code == 1 and "--prompt is not valid UTF-8" in other.stderr
 
 
 @pytest.fixture

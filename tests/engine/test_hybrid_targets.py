@@ -12,6 +12,7 @@ from family_engine import draw_weights
 from support.engines import configure, make_engine
 from support.matrix import Checker
 from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from vllm_specblock.config import OptionError
@@ -103,6 +104,15 @@ def test_prefix_caching_is_off_and_refused(target):
     assert not configure(DRAFTS, target["model"]).cache_config.enable_prefix_caching
     with pytest.raises(OptionError, match="enable_prefix_caching is on"):
         configure(DRAFTS, target["model"], enable_prefix_caching=True)
+
+
+@only_mamba
+def test_engine_arguments_may_be_used_again(target):
+    drafts = DRAFTS | {"method": "specblock"}
+    args = EngineArgs(target["model"], skip_tokenizer_init=True, speculative_config=drafts)
+    for _ in range(2):
+        config = args.create_engine_config().scheduler_config
+        assert not config.disable_hybrid_kv_cache_manager
 
 
 def test_a_prompt_of_one_token_begins_without_a_state(plain, ours, prompts):

@@ -32,6 +32,8 @@ from vllm_specblock.bench.process import (
 )
 from vllm_specblock.bench.questions import Reader, Sets, Unit, read_sets, units
 from vllm_specblock.bench.store import Answer, Store
+from vllm_specblock.config import METHOD
+from vllm_specblock.drafters.detect import check_configs
 from vllm_specblock.engine.metrics.acceptance import STEPS
 from vllm_specblock.engine.offline.answering import DRAFTING
 from vllm_specblock.train.data.chat_tokens import ChatTokens
@@ -106,6 +108,8 @@ def prepare(config: BenchConfig) -> Bench:
         "machine": describe_machine(),
     }
     for name, method in methods.items():
+        if method.speculative.get("method") == METHOD:
+            check_configs(method.speculative)
         settings[f"method {name}"] = method.model_dump(exclude={"base"})
     for name, folder in config.drafter.items():
         weights = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)

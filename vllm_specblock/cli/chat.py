@@ -39,9 +39,11 @@ def chat(
 
     console = Console(highlight=False)
     if target.startswith(("http://", "https://")):
+        if given is not None:
+            raise typer.BadParameter("A server has its own drafter: drop --model and its JSON.")
         try:
             return talk(console, ServerSource(target.rstrip("/"), max_tokens, temperature))
-        except (openai.OpenAIError, httpx.HTTPError) as error:
+        except (openai.OpenAIError, httpx.HTTPError, httpx.InvalidURL) as error:
             raise TrainError(f"The server at {target} gave no answer: {error}") from None
     speculative = {"method": "specblock"} | (given or {"kind": "ngram"})
     source = EngineSource(target, speculative, max_tokens, temperature)

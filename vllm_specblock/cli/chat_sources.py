@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -29,6 +29,7 @@ def talk(console: Console, source: EngineSource | ServerSource) -> None:
     """Answer prompts until there is none."""
     if console.is_terminal:
         console.print(HELP, style="dim")
+    cast(Any, sys.stdin).reconfigure(errors="replace")  # a tokenizer takes no broken UTF-8
     messages: Messages = []
     answers: list[Answer] = []
     while (line := prompt_line(console)) is not None and line != "/quit":
@@ -94,8 +95,7 @@ class EngineSource:
         if "model" not in self.speculative:
             raise TrainError("/tree shows the tree of a drafter with weights: give --model.")
         pairing = pair(Path(self.speculative["model"]), self.target)
-        usual = default_nodes(on_cpu=not torch.cuda.is_available())
-        nodes = given("num_speculative_tokens") or usual
+        nodes = given("num_speculative_tokens") or default_nodes(not torch.cuda.is_available())
         model = load_target(pairing.target, "fp32", torch.device("cpu"))
         drafter = load_drafter(pairing, model.dtype, model.device, nodes, given("num_blocks"))
         text = torch.tensor([*self.prompt, *answer.ids])
@@ -116,10 +116,11 @@ class ServerSource:
 
     def __init__(self, address: str, max_tokens: int, temperature: float) -> None:
         self.address = address
-        self.client = openai.OpenAI(base_url=f"{address}/v1", api_key="-")
-        self.model = self.client.models.list().data[0].id
-        self.request: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-        self.request |= {"model": self.model, "seed": 0, "stream": True}
+        self.client = openai.OpenAI(base_url=str(httpx.URL(f"{address}/v1")), api_key="-")
+        if not (models := self.client.models.list().data):
+            raise TrainError(f"The server at {address} has no model: start it with one.")
+        self.request: dict[str, Any] = {"model": models[0].id, "seed": 0, "stream": True}
+        self.request |= {"max_tokens": max_tokens, "temperature": temperature}
 
     def ask(self, messages: Messages, answers: list[Answer]) -> None:
         create: Any = self.client.chat.completions.create
@@ -139,6 +140,6 @@ class ServerSource:
         raise TrainError("A server does not report its trees: give the target and --model.")
 
     def decode(self, ids: list[int]) -> str:
-        asked = {"model": self.model, "tokens": ids}
+        asked = {"model": self.request["model"], "tokens": ids}
         answer = httpx.post(f"{self.address}/detokenize", json=asked)
         return answer.raise_for_status().json()["prompt"]

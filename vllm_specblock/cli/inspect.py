@@ -46,6 +46,8 @@ def inspect(
 
     if not prompt:
         raise OptionError("The prompt is empty: there is nothing to draft after.")
+    if prompt.encode(errors="replace").decode() != prompt:  # a tokenizer takes no half of a pair
+        raise OptionError("--prompt is not valid UTF-8: give it in this encoding.")
     where = usable_device(device)
     pairing = pair(directory, target)
     tokenizer = load_tokenizer(pairing.target)
@@ -76,11 +78,10 @@ def _show_files(directory: Path) -> None:
     import torch
 
     from vllm_specblock.drafters.common.hub import drafter_folder
-    from vllm_specblock.drafters.detect import kind_of
-    from vllm_specblock.drafters.registry import drafter_kind
+    from vllm_specblock.drafters.detect import reader_of
 
     directory = drafter_folder(directory)
-    files = drafter_kind(kind_of(directory)).load_checkpoint_module()
+    files = reader_of(directory)
     config = files.read_config(directory)
     tensors = files.read_tensors(directory, config)
     typer.echo(config.model_dump_json(indent=2))

@@ -32,8 +32,7 @@ class OneSentenceErrors(TyperGroup):
         except ModuleNotFoundError as error:
             if error.name != "vllm":
                 raise
-            typer.echo("Error: this command needs vLLM, which is not installed here.", err=True)
-            raise typer.Exit(1) from None
+            said = "this command needs vLLM, which is not installed here."
         except ValueError as error:
             from vllm_specblock.bench.config import BenchError
             from vllm_specblock.config import OptionError
@@ -42,14 +41,14 @@ class OneSentenceErrors(TyperGroup):
 
             if not isinstance(error, BenchError | CheckpointError | OptionError | TrainError):
                 raise
-            typer.echo(f"Error: {error}", err=True)
-            raise typer.Exit(1) from None
+            said = str(error)
         except OSError as error:
             path = error.filename2 or error.filename
             if not isinstance(path, str | os.PathLike):  # not of a file that the user named
                 raise
-            typer.echo(f"Error: {os.fspath(path)} cannot be used: {error.strerror}.", err=True)
-            raise typer.Exit(1) from None
+            said = f"{os.fspath(path)} cannot be used: {error.strerror}."
+        typer.echo(f"Error: {said}", err=True)
+        raise typer.Exit(1)
 
 
 app = typer.Typer(

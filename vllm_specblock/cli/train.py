@@ -13,14 +13,10 @@ from vllm_specblock.train.config import TrainConfig
 @options_of(TrainConfig)
 def train(
     config: TrainConfig,
-    resume: Annotated[
-        bool, typer.Option(help="Resume from the state in --out, if there is one.")
-    ] = True,
+    resume: Annotated[bool, typer.Option(help="Resume from the state in --out, if any.")] = True,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Check everything, and write an untrained drafter that vLLM loads."
-        ),
+        typer.Option("--dry-run", help="Check everything, and write an untrained drafter."),
     ] = False,
 ) -> None:
     """Train a SpecBlock drafter for a frozen target.

@@ -79,6 +79,10 @@ def test_default_numbers_of_nodes_and_blocks():
     for _ in range(2):  # arguments may be used again
         nodes = args.create_engine_config().speculative_config.num_speculative_tokens
         assert nodes == (12 if current_platform.is_cpu() else 60)
+    args.speculative_config = given | {"num_speculative_tokens_per_batch_size": "x"}
+    with pytest.raises(ValueError, match="per_batch_size"):  # by vLLM
+        args.create_engine_config()
+    assert args.speculative_config["model"] == str(DRAFTER)
     for nodes, wanted, blocks in ((15, {}, 1), (16, {}, 2), (12, {"num_blocks": 2}, 2)):
         (head,) = plan_of({"num_speculative_tokens": nodes, **wanted}).drafters
         assert head.options.num_blocks == blocks
@@ -154,6 +158,7 @@ def test_wrong_options(speculative, parts):
             marks=on_a_cpu,
         ),
         ({"runner": "pooling"}, ["runner 'pooling'", "drafts generated text only"]),
+        ({"enable_return_routed_experts": True}, ["support routed experts: drop enable_return_"]),
         ({"kv_offloading_size": 1.0}, ["KV connectors", "drop kv_transfer_config"]),
         (
             {"disable_hybrid_kv_cache_manager": False},

@@ -100,10 +100,11 @@ def create_speculative_config(
     from vllm_specblock.engine.metrics import acceptance, exporter
 
     compat.warn_of_broken_hooks()
-    resolved = vllm_args.translate(self, target_model_config, target_parallel_config)
-    config = original(self, target_model_config, target_parallel_config)
-    # Restore the user's config: EngineArgs may be reused.
-    self.speculative_config = given
+    try:
+        resolved = vllm_args.translate(self, target_model_config, target_parallel_config)
+        config = original(self, target_model_config, target_parallel_config)
+    finally:
+        self.speculative_config = given  # EngineArgs may be reused, after an error, too
     vllm_args.finish(config, resolved, target_model_config)
     if not self.disable_log_stats:
         exporter.announce(config)

@@ -96,7 +96,7 @@ def check_engine(
             "attention_backend",
         ),
         (
-            args.disable_hybrid_kv_cache_manager is False,
+            args.disable_hybrid_kv_cache_manager is False and not target.is_hybrid,
             "a block table per layer type, since drafters use the target's",
             "disable_hybrid_kv_cache_manager",
         ),
@@ -105,6 +105,8 @@ def check_engine(
         (connectors, "KV connectors", "kv_transfer_config and kv_offloading_size"),
         (args.kv_sharing_fast_prefill, "fast prefill", "kv_sharing_fast_prefill"),
         (sharded, "sharded samples", "enable_batch_sharded_sampling"),
+        # vLLM takes the experts of a step's first rows, which are no accepted path.
+        (args.aux_output_config.enabled, "routed experts", "enable_return_routed_experts"),
         (getattr(args, "watermark_config", None), "watermarking", "watermark_config"),
     ):
         if refused:
