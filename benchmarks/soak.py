@@ -6,7 +6,7 @@ Two servers of the example pair in float32, one with SpecBlock's trees merged wi
 turns over windows of the same requests: chats and completions, streams, clients that leave, greedy
 and seeded, penalties, grammars, long prompts in chunks, shared beginnings, several answers, wrong
 requests; with a cache so small that requests are preempted. Each phase has servers of its own.
-They take 6 GB. "LoRA" adds two random adapters; "hybrid" has a random LFM2.
+They take 6 GB. "LoRA" asks two random adapters.
 
 Prints a table per window, and the first requests whose replies differ with both replies. Exit
 status 1 if anything differs, a server ends, a request stays in it, memory grows by more than 3 %
@@ -32,9 +32,9 @@ from lib.options import known
 from lib.pair import held_out
 from lib.results_store import MEASURED, ROOT, ResultsStore, markdown_table
 from lib.server import Server, ServerEnded
+from lib.soak_adapters import write_adapter
 from lib.soak_replies import Reply, ask_all, difference
-from lib.soak_targets import write_adapter, write_hybrid
-from lib.soak_traffic import COMPLETIONS, MAX_MODEL_LEN, VOCAB, Call, Traffic
+from lib.soak_traffic import COMPLETIONS, MAX_MODEL_LEN, Call, Traffic
 
 PAIR = "examples/tiny_pair"
 MODEL = f"{PAIR}/target"
@@ -51,13 +51,11 @@ TREES = {
 WHOLE = {"enable_adaptive_verification": False}
 # Memory of records is filled within the warm-up.
 LEARNS = {"adapt": {"policy": "always", "memory": 16}}
-NGRAM = {"method": "specblock", "kind": "ngram", "num_speculative_tokens": 16}
 PHASES: dict[str, dict[str, Any]] = {
     # Whole trees of 12 requests take 204 tokens: more than a step has, so some wait.
     "whole trees, learning": TREES | WHOLE | LEARNS,
     "adaptive": TREES,
     "LoRA": TREES | WHOLE | {"num_speculative_tokens": 8},
-    "hybrid": NGRAM | WHOLE,
 }
 """`speculative_config` of each."""
 ADAPTERS = "one", "two"
@@ -94,7 +92,7 @@ COUNTED = {
     "verified_nodes": "vllm:specblock_tree_nodes_total",
     "accepted_nodes": "vllm:spec_decode_num_accepted_tokens_total",
 }
-MUST_HAPPEN = ("preemptions", "prefix_hit_tokens", "accepted_nodes", "cut_requests")
+_MUST_HAPPEN = ("preemptions", "prefix_hit_tokens", "accepted_nodes", "cut_requests")
 _IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
@@ -109,7 +107,6 @@ class Findings:
         failures: errors other than differences, a sentence each.
         memory: MiB of each server per window.
         counters: `COUNTED`, of each server, since it started.
-        must_happen: counts that are to be above 0.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -120,7 +117,6 @@ class Findings:
     counters: dict[str, Counter[str]] = field(
         default_factory=lambda: {name: Counter() for name in SERVERS}
     )
-    must_happen: Sequence[str] = MUST_HAPPEN
 
     def growth(self, name: str) -> float | None:
         """Return the growth of a server's memory after its warm-up; None: too few windows."""
@@ -140,7 +136,7 @@ class Findings:
         seen = self.counters[DRAFTS] | Counter(cut_requests=self.counts["cut"])
         return said + [
             f"There were no {name.replace('_', ' ')}: this tested little."
-            for name in self.must_happen
+            for name in _MUST_HAPPEN
             if not seen[name]
         ]
 
@@ -151,24 +147,12 @@ class Findings:
 
 def target_arguments(phase: str, folder: Path) -> list[str]:
     """Return a phase's target, and its flags for `vllm serve`; folder: for files of its own."""
-    flags, model, more = dict(FLAGS), MODEL, list[str]()
-    if phase == "hybrid":
-        model = str(write_hybrid(folder / "target", VOCAB))
-        del flags["--block-size"]  # vLLM computes one
-        # vLLM's prefix caching of states is interpreted on a CPU, a step in a second.
-        more = ["--served-model-name", MODEL, "--no-enable-prefix-caching"]
-    elif phase == "LoRA":
-        made = [f"{name}={write_adapter(folder / name, len(name))}" for name in ADAPTERS]
-        more = [
-            "--enable-lora",
-            "--max-loras",
-            "2",
-            "--max-lora-rank",
-            "8",
-            "--lora-modules",
-            *made,
-        ]
-    return [model, *(part for flag in flags.items() for part in flag), *more]
+    arguments = [MODEL, *(part for flag in FLAGS.items() for part in flag)]
+    if phase == "LoRA":
+        made = [f"{name}={write_adapter(folder / name, at)}" for at, name in enumerate(ADAPTERS)]
+        arguments += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
+        arguments += ["--lora-modules", *made]
+    return arguments
 
 
 def start(name: str, target: list[str], speculative: dict[str, Any] | None, folder: Path) -> Server:
@@ -253,8 +237,6 @@ def main(
     for name in phases:
         found, folder = Findings(), (out / name.replace(" ", "_")).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        if name == "hybrid":
-            found.must_happen = [each for each in MUST_HAPPEN if each != "prefix_hit_tokens"]
         # Beside adapters, plain vLLM on a CPU gives a request of the target alone wrong tokens.
         models = list(ADAPTERS) if name == "LoRA" else [MODEL]
         traffic = Traffic(seed, models, ROOT / MODEL / "tokenizer.json", held_out())
