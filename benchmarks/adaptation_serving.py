@@ -21,9 +21,9 @@ from vllm_specblock.engine.metrics.acceptance import REQUESTS, STEPS, TOKENS, ac
 
 LEARNERS: dict[str, dict[str, Any] | None] = {
     "frozen": None,
-    "gain": {"rule": "gain", "actions": "all"},
-    "gain, heads": {"rule": "gain", "actions": "heads"},
-    "paper": {"rule": "paper", "actions": "all"},
+    "gain": {"policy": "gain", "actions": "all"},
+    "gain, heads": {"policy": "gain", "actions": "heads"},
+    "paper": {"policy": "paper", "actions": "all"},
     "always": {"policy": "always", "actions": "all"},
 }
 """`adapt` of each engine."""

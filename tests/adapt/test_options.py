@@ -24,7 +24,7 @@ def test_defaults():
     assert parse_adapt(False, "specblock") is None
     options = parse_adapt(True, "specblock")
     assert options == AdaptConfig() == parse_adapt({}, "specblock")
-    assert (options.policy, options.rule, options.trainer) == ("bandit", "gain", "cpu")
+    assert (options.policy, options.trainer) == ("gain", "cpu")
     assert (options.every, options.requests, options.memory) == (8, "all", 512)
     assert options.actions is options.lr is options.out is None and options.largest == "heads"
 
@@ -35,7 +35,6 @@ def test_defaults():
         ("watch", ["'adapt' is 'watch'", "true, false or a dictionary"]),
         ({"polic": "watch"}, ["'adapt.polic' is not known", "under 'adapt'", "policy"]),
         ({"policy": "watch", "out": "versions"}, ["'watch' makes no versions"]),
-        ({"policy": "watch", "rule": "paper"}, ["rule 'paper'", "policy is 'watch'"]),
         ({"trainer": "cuda"}, ["trainer is 'cuda'", "cuda:1"]),
         ({"trainer": "a/folder", "lr": 1e-4}, ["the folder 'a/folder'", "'lr'", "adapt run"]),
         ({"trainer": "a/folder", "policy": "watch"}, ["takes 'policy'", "drop the key"]),
@@ -86,7 +85,7 @@ def test_where_a_trainer_cannot_be(trainer, serving, parts, monkeypatch, tmp_pat
         ({}, {"policy": "gain", "actions": "heads", "device": "cpu", "lr": None, "out": None}),
         ({"trainer": "cuda:1"}, {"device": "cuda:1", "actions": "all"}),
         ({"policy": "always", "every": 4}, {"policy": "always", "every": 4}),
-        ({"rule": "paper", "lr": 1e-3}, {"policy": "paper", "lr": 1e-3}),
+        ({"policy": "paper", "lr": 1e-3}, {"policy": "paper", "lr": 1e-3}),
         ({"memory": 64, "out": "x"}, {"memory": 64, "out": "x"}),
     ],
 )

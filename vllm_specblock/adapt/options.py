@@ -24,19 +24,16 @@ if TYPE_CHECKING:
 Requests = Literal["all", "marked"]
 
 _DEVICE = re.compile(r"cuda:\d+")
-_TOLD_ELSEWHERE = ("policy", "rule", "actions", "lr", "every")
+_TOLD_ELSEWHERE = ("policy", "actions", "lr", "every")
 """With a folder as trainer, these are options of `specblock adapt run`."""
 
 
 class AdaptConfig(Options):
     """How a SpecBlock drafter learns the texts that it serves (paper, §3.4)."""
 
-    policy: Literal["bandit", "always", "watch"] = "bandit"
-    """`bandit`: update when it pays. `always`: every `every` requests, as Online Speculative
-    Decoding does. `watch`: only record."""
-
-    rule: Literal["gain", "paper"] = "gain"
-    """When the bandit updates: if judged gains outweigh their seconds, or by the paper's rule."""
+    policy: Literal["gain", "paper", "always", "watch"] = "gain"
+    """`gain`: update if judged gains outweigh their seconds. `paper`: by the paper's bandit.
+    `always`: every `every` requests, as Online Speculative Decoding does. `watch`: only record."""
 
     trainer: str = "cpu"
     """Where to train: `cpu`, `cuda:N`, or a folder of requests for `specblock adapt run`."""
@@ -72,11 +69,6 @@ class AdaptConfig(Options):
 
     @model_validator(mode="after")
     def _fits(self) -> AdaptConfig:
-        if self.rule == "paper" and self.policy != "bandit":
-            raise ValueError(
-                f"rule 'paper' needs policy 'bandit', but policy is {self.policy!r}: change or "
-                "drop one of them"
-            )
         if self.policy == "watch" and self.out is not None:
             raise ValueError("policy 'watch' makes no versions, but out is given: drop one of them")
         defaults = type(self).model_fields

@@ -1,4 +1,4 @@
-"""Cost-aware bandit (SpecBlock §3.4, A.3, Algorithm 1): buffers, and the paper's rule."""
+"""Cost-aware bandit (SpecBlock §3.4, A.3, Algorithm 1): buffers, and the policy `paper`."""
 
 from __future__ import annotations
 

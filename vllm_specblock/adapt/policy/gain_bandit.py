@@ -1,4 +1,4 @@
-"""The rule `gain`: judged gains of updates against the serving time that they cost."""
+"""The policy `gain`: judged gains of updates against the serving time that they cost."""
 
 from __future__ import annotations
 

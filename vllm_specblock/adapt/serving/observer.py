@@ -124,9 +124,8 @@ def trainer_config(
     return TrainerConfig(
         str(drafter),
         str(target),
-        policy=options.rule if options.policy == "bandit" else options.policy,
         actions=options.largest,
         num_blocks=num_blocks,
         device=options.trainer,
-        **options.model_dump(include={"lr", "every", "memory", "out"}),
+        **options.model_dump(include={"policy", "lr", "every", "memory", "out"}),
     )
