@@ -40,15 +40,19 @@ def source(tmp_path) -> Path:
     return path
 
 
-def specblock_data(source: Path, out: Path, *more: str | int | Path):
-    """The command as a user gives it, in a process of its own."""
+def words(source: Path, out: Path, *more: str | int | Path) -> list[str]:
     engine = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
     given = ["data", "--target", TARGET, "--input", source, "--out", out, "--max-length", 256]
     given += ["--max-new-tokens", NEW, "--dtype", "float32", "--engine", json.dumps(engine), *more]
+    return [*map(str, given)]
+
+
+def specblock_data(source: Path, out: Path, *more: str | int | Path):
+    """The command as a user gives it, in a process of its own."""
     # As in a user's shell, where nothing has chosen how vLLM runs its engine.
     hidden = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    command = [sys.executable, "-c", RUN, *map(str, given)]
+    command = [sys.executable, "-c", RUN, *words(source, out, *more)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -91,15 +95,17 @@ def test_answers_are_the_targets_own(source, tmp_path):
     assert [path.read_bytes() for path in there] == [first, second]
 
     # All is there: no engine starts, even with impossible arguments.
-    result = specblock_data(source, whole, *options, "--engine", '{"tensor_parallel_size": 64}')
-    assert result.returncode == 0 and "4 sequences of" in result.stdout, result.stderr[-3000:]
+    impossible = words(source, whole, *options, "--engine", '{"tensor_parallel_size": 64}')
+    result = CliRunner().invoke(app, impossible)
+    assert result.exit_code == 0 and "4 sequences of" in result.stdout, result.output
 
 
 @pytest.mark.engine
 def test_what_vllm_refuses_is_one_sentence(source, tmp_path):
     pytest.importorskip("vllm", reason="runs real vLLM")
-    result = specblock_data(source, tmp_path / "out", "--engine", '{"no_such_option": 1}')
-    assert result.returncode == 1
+    wrong = words(source, tmp_path / "out", "--engine", '{"no_such_option": 1}')
+    result = CliRunner().invoke(app, wrong)
+    assert result.exit_code == 1
     (said,) = [line for line in result.stderr.splitlines() if "Error: " in line]
     assert "vLLM cannot run the target" in said and "no_such_option" in said
 

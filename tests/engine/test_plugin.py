@@ -53,38 +53,6 @@ def test_same_runner_and_triton_with_and_without():
 on_a_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU has the runner anyway")
 
 
-ASKING = """
-import sys
-from vllm import LLM, SamplingParams
-from vllm.engine.arg_utils import EngineArgs
-
-def runner(speculative):
-    args = EngineArgs(model=sys.argv[1], max_model_len=256, speculative_config=speculative)
-    return args.create_engine_config().use_v2_model_runner
-
-def main():
-    import llvmlite.binding  # resolves any attribute, and vLLM's search for kernels fails on that
-    ours = {"method": "specblock", "kind": "ngram", "num_speculative_tokens": 4}
-    print([runner(each) for each in (None, ours, None)])
-    sizes = {"max_model_len": 256, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
-    llm = LLM(sys.argv[1], dtype="float32", speculative_config=ours, **sizes)
-    prompt, greedy = "a = [1, 1, 1, 1, 1,", SamplingParams(temperature=0, max_tokens=12)
-    print(len(llm.generate(prompt, greedy)[0].outputs[0].token_ids))
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-@on_a_cpu
-def test_asking_for_trees_is_enough_and_other_engines_keep_their_runner(tmp_path):
-    """A worker that is spawned prepares itself, and Numba may be loaded before."""
-    script, wanted = tmp_path / "asking.py", ["[False, True, False]", "12"]
-    script.write_text(ASKING)
-    lines = run_python(script, TARGET, VLLM_WORKER_MULTIPROC_METHOD="spawn")
-    assert [line for line in lines if line in wanted] == wanted
-
-
 @on_a_cpu
 def test_a_process_that_ran_the_other_runner_is_told_what_to_do(monkeypatch):
     envs.disable_envs_cache()

@@ -59,6 +59,8 @@ def _serve(family: Family, folder: Path, mode: str) -> dict[str, Any]:
     if drafts is not None:
         drafter = str(_untrained_drafter(folder)) if mode == "drafter" else None
         drafts = {"num_speculative_tokens": NODES, "model": drafter, **drafts}
+    # For recurrent layers it runs kernels that copy states, which are interpreted here.
+    caching = {"enable_prefix_caching": False} if drafts is None else {}
     engine = make_engine(
         drafts,
         model=str(folder),
@@ -66,6 +68,7 @@ def _serve(family: Family, folder: Path, mode: str) -> dict[str, Any]:
         skip_tokenizer_init=True,
         max_model_len=256,
         kv_cache_memory_bytes=48 << 20,
+        **caching,
         **family.engine,
     )
     prompts = _prompts()

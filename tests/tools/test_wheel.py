@@ -13,8 +13,12 @@ import venv
 from pathlib import Path
 
 import pytest
+from support.processes import SWITCHES
 
 pytest.importorskip("vllm")
+
+from vllm.platforms import current_platform
+
 ROOT = Path(__file__).resolve().parents[2]
 # One process: importing vLLM is what takes the time.
 LOOK = """
@@ -35,23 +39,37 @@ print(json.dumps(found))
 """
 
 
+# Numba may be loaded before vLLM, whose search for kernels fails on llvmlite's attributes. A worker
+# that is spawned prepares itself.
 ANSWER = """
 import json, sys
 from vllm import LLM, SamplingParams
-llm = LLM(
-    model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=2,
-    kv_cache_memory_bytes=256 << 20, disable_log_stats=False,
-    speculative_config={
+from vllm.engine.arg_utils import EngineArgs
+
+def runner(speculative):
+    args = EngineArgs(model=sys.argv[1], max_model_len=256, speculative_config=speculative)
+    return args.create_engine_config().use_v2_model_runner
+
+def main():
+    import llvmlite.binding
+    ours = {
         "method": "specblock", "model": sys.argv[2], "num_speculative_tokens": 12,
         "enable_adaptive_verification": False,
         "second_drafter": {"kind": "ngram"}, "draft_policy": "merge",
-    },
-)
-greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-(answer,) = llm.generate("def main(argv):\\n", greedy, use_tqdm=False)
-count = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-print(json.dumps({"tokens": len(answer.outputs[0].token_ids),
-                  "accepted": count["vllm:spec_decode_num_accepted_tokens"]}))
+    }
+    runners = [runner(each) for each in (None, ours, None)]
+    llm = LLM(
+        model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=2,
+        kv_cache_memory_bytes=256 << 20, disable_log_stats=False, speculative_config=ours,
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    (answer,) = llm.generate("def main(argv):\\n", greedy, use_tqdm=False)
+    count = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    print(json.dumps({"runners": runners, "tokens": len(answer.outputs[0].token_ids),
+                      "accepted": count["vllm:spec_decode_num_accepted_tokens"]}))
+
+if __name__ == "__main__":
+    main()
 """
 
 
@@ -87,15 +105,11 @@ def installed(tmp_path_factory) -> Path:
     return environment
 
 
-def bare() -> dict[str, str]:
-    """The environment of a user, who has no checkout and interprets no kernel."""
-    ours = ("PYTHONPATH", "TRITON_INTERPRET")
+def bare(**environment: str) -> dict[str, str]:
+    """The environment of a user, who has no checkout and no switch set."""
+    ours = {"PYTHONPATH", *SWITCHES}
     kept = {name: value for name, value in os.environ.items() if name not in ours}
-    return kept | {
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+    return kept | {"VLLM_LOGGING_LEVEL": "ERROR"} | environment
 
 
 def test_vllm_finds_it_and_the_doctor_has_nothing_to_say(installed, tmp_path):
@@ -112,8 +126,13 @@ def test_vllm_finds_it_and_the_doctor_has_nothing_to_say(installed, tmp_path):
 
 @pytest.mark.engine
 def test_an_engine_drafts_with_it(installed, tmp_path):
-    """All that an engine reads of the package came along, files that are no modules too."""
+    """All that an engine reads of the package came along, files that are no modules too. Asking for
+    trees is enough on a CPU, and other engines keep their runner."""
     pair = [ROOT / "examples/tiny_pair" / name for name in ("target", "drafter")]
-    out = run(installed / "bin/python", "-c", ANSWER, *pair, cwd=tmp_path, env=bare())
-    found = json.loads(out.splitlines()[-1])
+    (tmp_path / "answer.py").write_text(ANSWER)
+    command = [installed / "bin/python", "answer.py", *pair]
+    out = run(*command, cwd=tmp_path, env=bare(VLLM_WORKER_MULTIPROC_METHOD="spawn"))
+    (found,) = [json.loads(line) for line in out.splitlines() if line.startswith('{"runners"')]
     assert found["tokens"] == 32 and found["accepted"] > 5
+    if current_platform.is_cpu():
+        assert found["runners"] == [False, True, False]
