@@ -69,14 +69,14 @@ FIRST := runs/first_drafter
 first-drafter: setup
 	$(VENV)/bin/python examples/first_drafter/prompts.py $(FIRST)
 	$(VENV)/bin/specblock data --target examples/tiny_pair/target --input $(FIRST)/prompts.jsonl \
-		--raw-prompts --limit 1536 --max-new-tokens 160 --temperature 0 --temperature 0.7 \
+		--raw --limit 1536 --max-new-tokens 160 --temperature 0 --temperature 0.7 \
 		--shard-size 256 --draft-vocab-size 1536 --out $(FIRST)/data \
 		--engine '{"kv_cache_memory_bytes": 536870912, "enforce_eager": true}'
 	$(VENV)/bin/specblock train examples/first_drafter/train.yaml
 	$(VENV)/bin/specblock eval $(FIRST)/drafter --data $(FIRST)/held_out.jsonl --prompts 8 --raw
 
 TWO := runs/two_heads
-ANSWER := $(VENV)/bin/specblock data --target examples/tiny_pair/target --raw-prompts \
+ANSWER := $(VENV)/bin/specblock data --target examples/tiny_pair/target --raw \
 	--max-new-tokens 160 --temperature 0 --temperature 0.7 --shard-size 256 \
 	--draft-vocab-size 1536 \
 	--engine '{"kv_cache_memory_bytes": 536870912, "enforce_eager": true}'

@@ -162,7 +162,7 @@ class DataOptions(BaseModel):
     )
     out: Path = Field(description="Folder to write the shards to.")
 
-    raw_prompts: bool = Field(False, description="Do not apply the chat template.")
+    raw: bool = Field(False, description="Do not apply the chat template.")
     temperature: tuple[Annotated[float, Field(ge=0)], ...] = Field(
         (0.0,), min_length=1, description="0 is greedy. Repeatable: lines alternate."
     )

@@ -40,7 +40,7 @@ def prompts(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def data(prompts) -> Path:
     out = prompts.with_name("data")
-    given = "--target", TARGET, "--input", prompts, "--raw-prompts", "--max-length", LENGTH
+    given = "--target", TARGET, "--input", prompts, "--raw", "--max-length", LENGTH
     more = "--max-new-tokens", 16, "--dtype", "float32", "--draft-vocab-size", 256
     specblock("data", *given, *more, "--engine", json.dumps(ENGINE), "--out", out)
     return out

@@ -155,8 +155,8 @@ def test_a_template_that_forgets_ends_the_conversation(run):
     assert second == first.replace("\na<", "\nc<")
 
 
-@pytest.mark.parametrize("how", [{"raw_prompts": True}, {"template": None}])
-def test_raw_prompts(run, how):
+@pytest.mark.parametrize("how", [{"raw": True}, {"template": None}])
+def test_raw(run, how):
     answer = text_of(answer_to(ids_of("<s>go "), 0.0, 8, 0))
     run(lines=[{"prompt": "go "}, {"text": "t"}], **how)
     first = next(iter(shards.read(run.folder / "out")))

@@ -153,7 +153,7 @@ def _dialogue(
         questions = [turn for turn in entry.messages if turn["role"] != "assistant"]
         return Dialogue(tokens, questions, number, options.max_length)
     questions = [{"role": "user", "content": entry.text}]
-    raw = options.raw_prompts or not tokens.chat
+    raw = options.raw or not tokens.chat
     return Dialogue(tokens, questions, number, options.max_length, raw=raw)
 
 
