@@ -34,6 +34,7 @@ def engines(monkeypatch):
 
     def start(engines, target, methods, folder, dtype, eager):
         asked.append(methods)
+        return 600
 
     def ask(engines, job, answers):
         asked.append(job["prompts"][0])
@@ -69,6 +70,13 @@ def test_bytes_that_are_no_text_end_no_chat(engines):
     result = run(TARGET, said=b"caf\xe9\nimport io\n")
     assert result.exit_code == 0, result.exception
     assert "> caf\ufffd" in result.stdout and "> import io" in result.stdout
+
+
+def test_a_chat_that_is_too_long_goes_on_as_a_new_one(engines):
+    result = run(TARGET, said=f"{'x = 1, ' * 300}\n/new\nimport io\n")
+    assert result.exit_code == 0, result.exception
+    assert "Chat and answer exceed 600 tokens: /new starts another." in result.stdout
+    assert len(engines) == 2, "one of them was asked"
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -109,13 +109,13 @@ def start_engines(
     dtype: str,
     eager: bool = False,
     length: int = 4096,
-) -> None:
+) -> int:
     """Append a ready and paused engine per method; raises EngineFailed.
 
     Args:
         methods: `speculative_config` by name; None: plain vLLM.
         folder: for their logs.
-        length: maximum tokens of a request, if the target allows as many.
+        length: maximum tokens of a request. Returned: that, or what the target allows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     arguments = shared_arguments(target, dtype, length, 1) | {"enforce_eager": eager}
@@ -131,6 +131,7 @@ def start_engines(
         engines.append(EngineProcess(name, given, env, folder / f"{name}.log"))
     for engine in reversed(engines):  # wrong options of drafts come before plain vLLM is ready
         engine.wait()
+    return arguments["max_model_len"]
 
 
 def ask_together(

@@ -33,21 +33,21 @@ def talk(console: Console, source: EngineSource | ServerSource) -> None:
     messages: Messages = []
     answers: list[Answer] = []
     while (line := prompt_line(console)) is not None and line != "/quit":
-        if line == "/new":
-            messages = []
-        elif line == "/tree" and answers:
-            try:
+        try:
+            if line == "/new":
+                messages = []
+            elif line == "/tree" and answers:
                 source.tree(console, answers[-1])
-            except TrainError as error:  # the chat goes on
-                console.print(str(error), markup=False, soft_wrap=True)
-        elif line.startswith("/"):
-            console.print(HELP)
-        elif line:
-            messages.append({"role": "user", "content": line})
-            answers = [Answer(name, source.decode, source.joined) for name in source.names]
-            with shown(console, line, answers):
-                source.ask(messages, answers)
-            messages.append({"role": "assistant", "content": answers[-1].text.plain})
+            elif line.startswith("/"):
+                console.print(HELP)
+            elif line:
+                asked = [*messages, {"role": "user", "content": line}]
+                answers = [Answer(name, source.decode, source.joined) for name in source.names]
+                with shown(console, line, answers):
+                    source.ask(asked, answers)
+                messages = [*asked, {"role": "assistant", "content": answers[-1].text.plain}]
+        except TrainError as error:  # the chat goes on
+            console.print(str(error), markup=False, soft_wrap=True)
 
 
 def prompt_line(console: Console) -> str | None:
@@ -74,8 +74,8 @@ class EngineSource:
         self.prompt: list[int] = []
 
     def start(self, dtype: str, eager: bool) -> None:
-        methods = {"vLLM": None, "drafts": self.speculative}
-        start_engines(self.engines, self.target, methods, Path("runs/chat"), dtype, eager)
+        both = {"vLLM": None, "drafts": self.speculative}
+        self.room = start_engines(self.engines, self.target, both, Path("runs/chat"), dtype, eager)
         for engine in self.engines:  # first calls allocate and compile
             engine.ask(job_of([self.tokenizer("Hello").input_ids], 16))
 
@@ -86,6 +86,8 @@ class EngineSource:
             )
         else:
             self.prompt = self.tokenizer("\n".join(each["content"] for each in messages)).input_ids
+        if len(self.prompt) + self.max_tokens > self.room:
+            raise TrainError(f"Chat and answer exceed {self.room:,} tokens: /new starts another.")
         job = job_of([self.prompt], self.max_tokens, self.temperature)
         ask_together(self.engines, job, answers)
 
@@ -102,8 +104,7 @@ class EngineSource:
         steps = list(steps_of_text(model, drafter, text, len(self.prompt)))
         if not steps:
             raise TrainError("The answer is too short: nothing was drafted.")
-        shape = drawing(steps[-1], self.tokenizer, drafter.forward_name)
-        console.print(shape, soft_wrap=True)
+        console.print(drawing(steps[-1], self.tokenizer, drafter.forward_name), soft_wrap=True)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
