@@ -31,7 +31,15 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_specblock.engine.attention import after_trees
 from vllm_specblock.engine.runner.step_batch import rows_without_drafts
-from vllm_specblock.verify.recurrence import Paths, Recurrence, advance, convolve, newest, scan
+from vllm_specblock.verify.recurrence import (
+    Paths,
+    Recurrence,
+    Written,
+    advance,
+    convolve,
+    newest,
+    scan,
+)
 
 
 class TreeRows:
@@ -121,13 +129,13 @@ class RecurrentLayer(ABC):
         replaced: name of the layer's method whose inputs `verify` takes.
         step: the step whose accepted paths are not applied yet.
         x: [R, L, C], its inputs of the convolution.
-        scanned: those of the recurrence, and what it wrote, [R, L, H, V].
+        written: what its rows add to the states; None: the layer is a convolution only.
     """
 
     replaced: str
     step: RecurrentTreeMetadata | None = None
     x: Tensor
-    scanned: tuple[Recurrence, Tensor] | None = None
+    written: Written | None = None
 
     def __init__(self, layer: Any) -> None:
         self.layer, get_spec = layer, layer.get_kv_cache_spec
@@ -181,8 +189,7 @@ class RecurrentLayer(ABC):
 
     def scan(self, step: RecurrentTreeMetadata, rows: Recurrence) -> Tensor:
         """Return [R, L, H, V], the output of the layer's recurrence."""
-        out, written = scan(rows, step.trees.paths, self.states[step.slot].float())
-        self.scanned = rows, written
+        out, self.written = scan(rows, step.trees.paths, self.states[step.slot].float())
         return out
 
     def commit(self, path: Tensor, accepted: Tensor) -> None:
@@ -196,10 +203,12 @@ class RecurrentLayer(ABC):
         last = trees.base - 1 + node
         history = histories[step.slot]
         histories[step.slot] = newest(history, self.x.to(history.dtype), trees.paths, last)
-        if self.scanned is not None:
+        if self.written is not None:
             state = self.states[step.slot]
-            after = advance(*self.scanned, trees.paths, last, state.float())
+            after = advance(self.written, trees.paths, last, state.float())
             self.states[step.slot] = after.to(state.dtype)
+        del self.x
+        self.written = None
 
 
 class Mamba2Layer(RecurrentLayer):
@@ -215,12 +224,10 @@ class Mamba2Layer(RecurrentLayer):
         _, x, dt = projected.split(sizes, dim=-1)
         mixed = self.convolve(step, x, layer.conv_weights, layer.conv1d.bias)
         value, key, query = layer.split_hidden_states_B_C_fn(mixed.float())
-        heads = dt.shape[-1]
-        groups = key.shape[-1] // layer.ssm_state_size
-        value = value.unflatten(-1, (heads, -1))
+        value = value.unflatten(-1, (dt.shape[-1], -1))
+        # Copies: a view would keep all of `mixed` until the commit.
         key, query = (
-            each.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 2)
-            for each in (key, query)
+            each.unflatten(-1, (-1, layer.ssm_state_size)).contiguous() for each in (key, query)
         )
         dt = F.softplus(dt.float() + layer.dt_bias.float())
         out = self.scan(step, Recurrence(query, key, dt[..., None] * value, dt * layer.A.float()))
@@ -260,10 +267,7 @@ class GatedDeltaNetLayer(RecurrentLayer):
         split = layer.rearrange_mixed_qkv(mixed.flatten(0, 1))
         query, key, value = (each[0].unflatten(0, x.shape[:2]).float() for each in split)
         query, key = (
-            (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(
-                value.shape[2] // each.shape[2], 2
-            )
-            for each in (query, key)
+            each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (query, key)
         )
         decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
         query = query * query.shape[-1] ** -0.5
