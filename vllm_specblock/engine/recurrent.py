@@ -25,7 +25,13 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
-from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    CommonAttentionMetadata,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -41,6 +47,8 @@ from vllm_specblock.verify.recurrence import (
     scan,
 )
 
+ON_CPU = current_platform.is_cpu()
+
 
 class TreeRows:
     """The rows of the R requests with drafts, which come first in a batch.
@@ -52,17 +60,19 @@ class TreeRows:
     """
 
     def __init__(self, batch: InputBatch, count: int, parent: torch.Tensor) -> None:
-        """On a CPU; count: R; parent: [slots, N] int32, of all requests' trees."""
+        """count: R; parent: [slots, N] int32, of all requests' trees."""
         self.num_reqs = count
-        starts = batch.query_start_loc[: batch.num_reqs + 1].numpy()  # a host tensor
-        counts = np.diff(starts[: count + 1])
-        self.num_rows = int(starts[count])  # a host array
-        self.others = slice(self.num_rows, int(starts[-1]))  # a host array
-        self.shape = count, int(counts.max())
-        owner = np.repeat(np.arange(count), counts)
-        local = np.arange(self.num_rows) - starts[owner]
-        self.place = torch.from_numpy(owner * self.shape[1] + local)
-        self.base = torch.from_numpy(rows_without_drafts(batch)[:count].astype(np.int64))
+        starts, device = batch.query_start_loc[: count + 1], parent.device
+        # With adaptive budgets, on a CPU only, a request's rows are those of the tensor.
+        self.num_rows = int(batch.query_start_loc_np[count])  # a host array
+        self.others = slice(self.num_rows, batch.num_tokens)
+        counts = starts.diff() if device.type == "cpu" else batch.num_scheduled_tokens[:count]
+        self.shape = count, int(counts.max())  # a host tensor or array
+        row = torch.arange(self.num_rows, dtype=starts.dtype, device=device)
+        owner = torch.searchsorted(starts[1:], row, right=True)
+        self.place = owner * self.shape[1] + row - starts[owner]
+        base = rows_without_drafts(batch)[:count].astype(np.int64)
+        self.base = async_tensor_h2d(base, device=device)
         self.paths = Paths(self.base, parent[batch.idx_mapping[:count].long()], self.shape[1])
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,6 +97,9 @@ def tree_backend(plain: type[AttentionBackend]) -> type[AttentionBackend]:
     builder_class: Any = plain.get_builder_cls()
 
     class TreeBuilder(builder_class):
+        if not ON_CPU:  # where adaptive budgets need another answer, and nothing is captured
+            # Shapes in `verify` depend on the batch: vLLM captures only the layers in between.
+            _cudagraph_support = AttentionCGSupport.NEVER
         trees: TreeRows | None = None  # set before every build; None in a step without drafts
 
         def __init__(
@@ -113,12 +126,12 @@ def tree_backend(plain: type[AttentionBackend]) -> type[AttentionBackend]:
             others = None if rest is None else super().build(common_prefix_len, rest)
             return RecurrentTreeMetadata(trees, slot, others)
 
-    class TreeBackend(plain):
+    class RecurrentTreeBackend(plain):
         get_builder_cls = staticmethod(lambda: TreeBuilder)
         # With adaptive budgets the rows of each request are those of the device's tensor.
         supports_device_cpu_query_lens_mismatch = classmethod(lambda cls: True)
 
-    return TreeBackend
+    return RecurrentTreeBackend
 
 
 class RecurrentLayer(ABC):
@@ -235,7 +248,7 @@ class Mamba2Layer(RecurrentLayer):
 
 
 class ShortConvLayer(RecurrentLayer):
-    replaced = "forward_native"
+    replaced = "forward_native" if ON_CPU else "forward_cuda"
 
     def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
         layer = self.layer
@@ -277,9 +290,10 @@ class GatedDeltaNetLayer(RecurrentLayer):
 KINDS: dict[type[MambaBase], type[RecurrentLayer]] = {
     MambaMixer2: Mamba2Layer,
     ShortConv: ShortConvLayer,
-    QwenGatedDeltaNetAttention: GatedDeltaNetLayer,
 }
 """vLLM's layer → how it verifies trees."""
+if ON_CPU:  # on a GPU the target is refused
+    KINDS[QwenGatedDeltaNetAttention] = GatedDeltaNetLayer
 
 
 def take_recurrent(
