@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from vllm_specblock.config import OptionError
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="refused on a GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="in checks/check_engines.py")
 
 DRAFTS = {"num_speculative_tokens": 12, "model": None, "kind": "ngram"}
 HYBRIDS = {"Mamba-2": "Granite 4 hybrid", "short convolution": "LFM2"}

@@ -8,18 +8,18 @@ from torch.nn.functional import conv1d, normalize
 
 from vllm_specblock.verify.recurrence import Paths, Recurrence, advance, convolve, newest, scan
 
-HEADS, KEY, VALUE, CHANNELS, WIDTH = 3, 8, 5, 4, 4
+HEADS, GROUPS, KEY, VALUE, CHANNELS, WIDTH = 6, 2, 8, 5, 4, 4
 
 
 def drawn(requests: int, rows: int, delta: bool) -> Recurrence:
     """Decays are those of trained gates, 0.8 to 1."""
 
     def draw(*size: int) -> torch.Tensor:
-        return torch.randn(requests, rows, HEADS, *size).double()
+        return torch.randn(requests, rows, *size).double()
 
-    query, key = (normalize(draw(KEY), dim=-1) for _ in range(2))
-    beta = draw().sigmoid() if delta else None
-    return Recurrence(query, key, draw(VALUE), -0.2 * draw().sigmoid(), beta)
+    query, key = (normalize(draw(GROUPS, KEY), dim=-1) for _ in range(2))
+    beta = draw(HEADS).sigmoid() if delta else None
+    return Recurrence(query, key, draw(HEADS, VALUE), -0.2 * draw(HEADS).sigmoid(), beta)
 
 
 @pytest.fixture(params=[(1, 1), (2, 12), (3, 60)], ids=str)
@@ -49,12 +49,13 @@ def recomputed(
     for row in path:
         query, key, value, log_decay = (x[request, row] for x in rows[:4])
         for head in range(HEADS):
+            group = head * GROUPS // HEADS
             now[head] *= log_decay[head].exp()
             written = value[head]
             if rows.beta is not None:
-                written = rows.beta[request, row, head] * (written - key[head] @ now[head])
-            now[head] += torch.outer(key[head], written)
-            out[head] = query[head] @ now[head]
+                written = rows.beta[request, row, head] * (written - key[group] @ now[head])
+            now[head] += torch.outer(key[group], written)
+            out[head] = query[group] @ now[head]
     return out, now
 
 
@@ -71,7 +72,7 @@ def test_outputs_and_states_are_those_of_each_path_alone(tree, delta, decays):
     out, written = scan(rows, paths, state)
     for node in range(parent.shape[1] + 1):
         last = base - 1 + node
-        after = advance(rows, written, paths, last, state)
+        after = advance(written, paths, last, state)
         for request in range(len(base)):
             path = path_to(int(base[request]), parent[request], node)
             expected, kept = recomputed(rows, request, path, state[request])

@@ -25,13 +25,29 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
-from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    CommonAttentionMetadata,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_specblock.engine.attention import after_trees
 from vllm_specblock.engine.runner.step_batch import rows_without_drafts
-from vllm_specblock.verify.recurrence import Paths, Recurrence, advance, convolve, newest, scan
+from vllm_specblock.verify.recurrence import (
+    Paths,
+    Recurrence,
+    Written,
+    advance,
+    convolve,
+    newest,
+    scan,
+)
+
+ON_CPU = current_platform.is_cpu()
 
 
 class TreeRows:
@@ -44,17 +60,19 @@ class TreeRows:
     """
 
     def __init__(self, batch: InputBatch, count: int, parent: torch.Tensor) -> None:
-        """On a CPU; count: R; parent: [slots, N] int32, of all requests' trees."""
+        """count: R; parent: [slots, N] int32, of all requests' trees."""
         self.num_reqs = count
-        starts = batch.query_start_loc[: batch.num_reqs + 1].numpy()  # a host tensor
-        counts = np.diff(starts[: count + 1])
-        self.num_rows = int(starts[count])  # a host array
-        self.others = slice(self.num_rows, int(starts[-1]))  # a host array
-        self.shape = count, int(counts.max())
-        owner = np.repeat(np.arange(count), counts)
-        local = np.arange(self.num_rows) - starts[owner]
-        self.place = torch.from_numpy(owner * self.shape[1] + local)
-        self.base = torch.from_numpy(rows_without_drafts(batch)[:count].astype(np.int64))
+        starts, device = batch.query_start_loc[: count + 1], parent.device
+        # With adaptive budgets, on a CPU only, a request's rows are those of the tensor.
+        self.num_rows = int(batch.query_start_loc_np[count])  # a host array
+        self.others = slice(self.num_rows, batch.num_tokens)
+        counts = starts.diff() if device.type == "cpu" else batch.num_scheduled_tokens[:count]
+        self.shape = count, int(counts.max())  # a host tensor or array
+        row = torch.arange(self.num_rows, dtype=starts.dtype, device=device)
+        owner = torch.searchsorted(starts[1:], row, right=True)
+        self.place = owner * self.shape[1] + row - starts[owner]
+        base = rows_without_drafts(batch)[:count].astype(np.int64)
+        self.base = async_tensor_h2d(base, device=device)
         self.paths = Paths(self.base, parent[batch.idx_mapping[:count].long()], self.shape[1])
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,6 +97,9 @@ def tree_backend(plain: type[AttentionBackend]) -> type[AttentionBackend]:
     builder_class: Any = plain.get_builder_cls()
 
     class TreeBuilder(builder_class):
+        if not ON_CPU:  # where adaptive budgets need another answer, and nothing is captured
+            # Shapes in `verify` depend on the batch: vLLM captures only the layers in between.
+            _cudagraph_support = AttentionCGSupport.NEVER
         trees: TreeRows | None = None  # set before every build; None in a step without drafts
 
         def __init__(
@@ -105,12 +126,12 @@ def tree_backend(plain: type[AttentionBackend]) -> type[AttentionBackend]:
             others = None if rest is None else super().build(common_prefix_len, rest)
             return RecurrentTreeMetadata(trees, slot, others)
 
-    class TreeBackend(plain):
+    class RecurrentTreeBackend(plain):
         get_builder_cls = staticmethod(lambda: TreeBuilder)
         # With adaptive budgets the rows of each request are those of the device's tensor.
         supports_device_cpu_query_lens_mismatch = classmethod(lambda cls: True)
 
-    return TreeBackend
+    return RecurrentTreeBackend
 
 
 class RecurrentLayer(ABC):
@@ -121,13 +142,13 @@ class RecurrentLayer(ABC):
         replaced: name of the layer's method whose inputs `verify` takes.
         step: the step whose accepted paths are not applied yet.
         x: [R, L, C], its inputs of the convolution.
-        scanned: those of the recurrence, and what it wrote, [R, L, H, V].
+        written: what its rows add to the states; None: the layer is a convolution only.
     """
 
     replaced: str
     step: RecurrentTreeMetadata | None = None
     x: Tensor
-    scanned: tuple[Recurrence, Tensor] | None = None
+    written: Written | None = None
 
     def __init__(self, layer: Any) -> None:
         self.layer, get_spec = layer, layer.get_kv_cache_spec
@@ -181,8 +202,7 @@ class RecurrentLayer(ABC):
 
     def scan(self, step: RecurrentTreeMetadata, rows: Recurrence) -> Tensor:
         """Return [R, L, H, V], the output of the layer's recurrence."""
-        out, written = scan(rows, step.trees.paths, self.states[step.slot].float())
-        self.scanned = rows, written
+        out, self.written = scan(rows, step.trees.paths, self.states[step.slot].float())
         return out
 
     def commit(self, path: Tensor, accepted: Tensor) -> None:
@@ -196,10 +216,12 @@ class RecurrentLayer(ABC):
         last = trees.base - 1 + node
         history = histories[step.slot]
         histories[step.slot] = newest(history, self.x.to(history.dtype), trees.paths, last)
-        if self.scanned is not None:
+        if self.written is not None:
             state = self.states[step.slot]
-            after = advance(*self.scanned, trees.paths, last, state.float())
+            after = advance(self.written, trees.paths, last, state.float())
             self.states[step.slot] = after.to(state.dtype)
+        del self.x
+        self.written = None
 
 
 class Mamba2Layer(RecurrentLayer):
@@ -215,12 +237,10 @@ class Mamba2Layer(RecurrentLayer):
         _, x, dt = projected.split(sizes, dim=-1)
         mixed = self.convolve(step, x, layer.conv_weights, layer.conv1d.bias)
         value, key, query = layer.split_hidden_states_B_C_fn(mixed.float())
-        heads = dt.shape[-1]
-        groups = key.shape[-1] // layer.ssm_state_size
-        value = value.unflatten(-1, (heads, -1))
+        value = value.unflatten(-1, (dt.shape[-1], -1))
+        # Copies: a view would keep all of `mixed` until the commit.
         key, query = (
-            each.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 2)
-            for each in (key, query)
+            each.unflatten(-1, (-1, layer.ssm_state_size)).contiguous() for each in (key, query)
         )
         dt = F.softplus(dt.float() + layer.dt_bias.float())
         out = self.scan(step, Recurrence(query, key, dt[..., None] * value, dt * layer.A.float()))
@@ -228,7 +248,7 @@ class Mamba2Layer(RecurrentLayer):
 
 
 class ShortConvLayer(RecurrentLayer):
-    replaced = "forward_native"
+    replaced = "forward_native" if ON_CPU else "forward_cuda"
 
     def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
         layer = self.layer
@@ -260,10 +280,7 @@ class GatedDeltaNetLayer(RecurrentLayer):
         split = layer.rearrange_mixed_qkv(mixed.flatten(0, 1))
         query, key, value = (each[0].unflatten(0, x.shape[:2]).float() for each in split)
         query, key = (
-            (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(
-                value.shape[2] // each.shape[2], 2
-            )
-            for each in (query, key)
+            each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (query, key)
         )
         decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
         query = query * query.shape[-1] ** -0.5
@@ -273,9 +290,10 @@ class GatedDeltaNetLayer(RecurrentLayer):
 KINDS: dict[type[MambaBase], type[RecurrentLayer]] = {
     MambaMixer2: Mamba2Layer,
     ShortConv: ShortConvLayer,
-    QwenGatedDeltaNetAttention: GatedDeltaNetLayer,
 }
 """vLLM's layer → how it verifies trees."""
+if ON_CPU:  # on a GPU the target is refused
+    KINDS[QwenGatedDeltaNetAttention] = GatedDeltaNetLayer
 
 
 def take_recurrent(

@@ -10,7 +10,7 @@ of its ancestors j and itself: attention with a tree mask and a decay. u solves 
 system, since parents come before children.
 
 Shapes: R requests, L rows of a request (committed ones, then the tree's nodes, then padding),
-H heads, C channels, W the width of a convolution.
+H heads in G groups, C channels, W the width of a convolution.
 """
 
 from __future__ import annotations
@@ -85,46 +85,55 @@ def newest(history: Tensor, x: Tensor, paths: Paths, last: Tensor) -> Tensor:
 
 
 class Recurrence(NamedTuple):
-    """Inputs of a layer's recurrence, in fp32."""
+    """Inputs of a layer's recurrence, in fp32; H / G heads in a row share a query and a key."""
 
-    query: Tensor  # [R, L, H, K]
-    key: Tensor  # [R, L, H, K]
+    query: Tensor  # [R, L, G, K]
+    key: Tensor  # [R, L, G, K]
     value: Tensor  # [R, L, H, V]; of Mamba-2 Δ x
     log_decay: Tensor  # [R, L, H], log a, at most 0
     beta: Tensor | None = None  # [R, L, H], of the delta rule
 
 
-def scan(rows: Recurrence, paths: Paths, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs and u [R, L, H, V] of all rows, from the state [R, H, K, V] before row 0."""
-    query, key, value = (x.transpose(1, 2) for x in rows[:3])  # [R, H, L, ·]
-    total = path_decay(rows, paths).transpose(1, 2)  # [R, H, L], G
+class Written(NamedTuple):
+    """What each row adds to a state, until it is known which rows are accepted."""
+
+    key: Tensor  # [R, L, G, K]
+    value: Tensor  # [R, L, H, V], u
+    decay: Tensor  # [R, L, H], G
+
+
+def scan(rows: Recurrence, paths: Paths, state: Tensor) -> tuple[Tensor, Written]:
+    """Return the outputs [R, L, H, V] of all rows, from the state [R, H, K, V] before row 0."""
+    heads = rows.value.shape[2]
+    query, key = (_per_head(x, heads).transpose(1, 2) for x in rows[:2])  # [R, H, L, K]
+    value = rows.value.transpose(1, 2)
+    decay = paths.seen.to(rows.log_decay.dtype) @ rows.log_decay
+    total = decay.transpose(1, 2)  # [R, H, L]
     # Mask before exp: the difference of unrelated rows may overflow.
     gap = (total[..., None] - total[..., None, :]).masked_fill(~paths.seen[:, None], -torch.inf)
     fade, start = gap.exp(), total.exp()[..., None]
-    written = value
     if rows.beta is not None:
         beta = rows.beta.transpose(1, 2)[..., None]
         known = (beta * fade * (key @ key.mT)).tril(-1)
         given = beta * (value - start * (key @ state))
-        written = torch.linalg.solve_triangular(known, given, upper=False, unitriangular=True)
-    out = start * (query @ state) + (fade * (query @ key.mT)) @ written
-    return out.transpose(1, 2), written.transpose(1, 2)
+        value = torch.linalg.solve_triangular(known, given, upper=False, unitriangular=True)
+    out = start * (query @ state) + (fade * (query @ key.mT)) @ value
+    return out.transpose(1, 2), Written(rows.key, value.transpose(1, 2), decay)
 
 
-def path_decay(rows: Recurrence, paths: Paths) -> Tensor:
-    """Return G [R, L, H]: log a summed over a row and its ancestors."""
-    return paths.seen.to(rows.log_decay.dtype) @ rows.log_decay
-
-
-def advance(rows: Recurrence, written: Tensor, paths: Paths, last: Tensor, state: Tensor) -> Tensor:
+def advance(written: Written, paths: Paths, last: Tensor, state: Tensor) -> Tensor:
     """Return [R, H, K, V], the state after the paths that end in rows `last` [R] int64.
 
-    written: u from `scan`; state: [R, H, K, V] before row 0.
+    state: [R, H, K, V] before row 0.
     """
     which = torch.arange(len(last), device=last.device)
-    total = path_decay(rows, paths)
-    end = total[which, last]  # [R, H]
+    end = written.decay[which, last]  # [R, H]
     on_path = paths.seen[which, last][..., None]
-    fade = (end[:, None] - total).masked_fill(~on_path, -torch.inf).exp()
-    update = torch.einsum("rlh,rlhk,rlhv->rhkv", fade, rows.key, written)
+    fade = (end[:, None] - written.decay).masked_fill(~on_path, -torch.inf).exp()
+    key = _per_head(written.key, end.shape[1])
+    update = torch.einsum("rlh,rlhk,rlhv->rhkv", fade, key, written.value)
     return end.exp()[..., None, None] * state + update
+
+
+def _per_head(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[2], 2)  # [R, L, G, K] → [R, L, H, K]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import FAMILIES, VOCAB
+from family_engine import draw_weights
 
 # Read by vLLM when it is imported.
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -31,6 +34,7 @@ from support.engines import (
 from support.learned import LEARNERS, write_learned
 from transformers import AutoTokenizer
 from vllm import SamplingParams, __version__
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_specblock.feedback import controller
@@ -223,3 +227,74 @@ def test_tokens_are_those_of_plain_vllm(name, dtype, tmp_path, monkeypatch):
     # They replace vLLM's copies to a device, in the whole process.
     assert "vllm.v1.worker.cpu_worker" not in sys.modules
     assert "vllm_specblock.cpu.host_budget" not in sys.modules
+
+
+# ---- targets with recurrent layers, of random weights ----
+
+RECURRENT = {
+    "Mamba-2": ("Granite 4 hybrid", "mamba", "attention"),
+    "short convolution": ("LFM2", "conv", "full_attention"),
+}
+"""Layers → a family of `families.yaml`, and what its config calls the layers that it has here."""
+# As with Inductor, vLLM's layers run in plain torch: Dynamo cannot trace interpreted kernels.
+COMPILED = {"compilation_config": PIECEWISE | {"custom_ops": ["none"]}}
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "piecewise": {"enforce_eager": False, **COMPILED},
+}
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def recurrent(request, tmp_path_factory):
+    """A kind of layers, arguments of an engine, requests, and plain vLLM's answers."""
+    name, ours, attention = RECURRENT[request.param]
+    family, folder = FAMILIES[name], tmp_path_factory.mktemp("target")
+    layers = [ours, attention, ours]
+    few = {"num_hidden_layers": 3, "layer_types": layers, "layers_block_type": layers}
+    (folder / "config.json").write_text(json.dumps(family.config | few))
+    arguments = {
+        **SMALL,
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_num_batched_tokens": 32,
+        "max_num_seqs": 2,
+        "kv_cache_memory_bytes": 4 << 20,
+        "enable_prefix_caching": False,
+        **family.engine,
+    }
+    draw, texts = random.Random(1), []
+    for length, words in ((12, 2), (44, 3), (11, 2), (1, 1)):
+        book = [[draw.randrange(5, VOCAB) for _ in range(3)] for _ in range(words)]
+        texts.append([token for _ in range(length) for token in draw.choice(book)][:length])
+    common = {"ignore_eos": True, "detokenize": False}
+    params = [
+        SamplingParams(temperature=0.3 * (i % 2), seed=i, max_tokens=TOKENS + i, **common)
+        for i in range(len(texts))
+    ]
+    params[1].extra_args = {"specblock_draft": False}
+    with pytest.MonkeyPatch.context() as patch:
+        # Layers add little to the embedding, so that answers repeat themselves.
+        patch.setattr(
+            DummyModelLoader, "load_weights", lambda _, model, __: draw_weights(model, 0.02)
+        )
+        answers = make_engine(None, **arguments).generate(texts, params)
+        yield request.param, arguments, (texts, params), [each for (each,) in answers]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_recurrent_layers_give_the_tokens_of_plain_vllm(recurrent, mode):
+    kind, arguments, requests, wanted = recurrent
+    drafts = {"num_speculative_tokens": 6, "model": None, **NGRAM, "earlier_tokens": 0}
+    engine = make_engine(drafts, **(arguments | MODES[mode]))
+    graphs = engine.speculator.vllm_config.compilation_config.cudagraph_mode.name
+    assert graphs == {"eager": "NONE", "piecewise": "PIECEWISE"}[mode]
+    compared = Compared()
+    for (found,), each in zip(engine.generate(*requests), wanted, strict=True):
+        compared.add(found.tokens, each, "float32")
+    counters = engine.speculator.counters.as_dict()
+    print(f"TOKENS {kind}, {mode}: {compared}", counters)
+    compared.record(f"{kind}, {mode}", "float32")
+    assert not compared.different
+    accepted = sum(n for (name, _), n in counters.items() if name == "accepted_nodes")
+    assert accepted > 5 or TOKENS < 20

@@ -203,6 +203,11 @@ def test_what_a_gpu_does_not_support(monkeypatch):
         check_engine(enable_lora=True)
     with pytest.raises(OptionError, match=r"micro-batches.*drop enable_dbo and ubatch_size\.$"):
         check_engine(replace(ParallelConfig(), enable_dbo=True))
+    with pytest.raises(OptionError, match=r"ReplaySSM: drop use_replayssm\.$"):
+        check_engine(use_replayssm=True)
+    with pytest.raises(OptionError, match=r"is true and the target has recurrent layers"):
+        given = EngineArgs(model=str(TARGET)), SimpleNamespace(is_hybrid=True), ParallelConfig()
+        resolved_config._is_adaptive(ADAPTIVE, *given)
     drafter = {"model": str(DRAFTER), "quantization": "fp8"}, target, "", {}, 24
     gpu.has_device_capability = lambda wanted: wanted <= 89
     resolved_config._resolve_drafter(*drafter)
@@ -285,7 +290,9 @@ def test_budgets_follow_from_costs_on_a_gpu_with_full_graphs(monkeypatch, change
     parallel = SimpleNamespace(
         data_parallel_size=args.data_parallel_size, tensor_parallel_size=args.tensor_parallel_size
     )
-    assert resolved_config._is_adaptive({}, args, parallel) == adapts
+    attention, hybrid = (SimpleNamespace(is_hybrid=is_hybrid) for is_hybrid in (False, True))
+    assert resolved_config._is_adaptive({}, args, attention, parallel) == adapts
+    assert not resolved_config._is_adaptive({}, args, hybrid, parallel)
 
 
 def test_adaptation_of_one_drafter_among_ranks_and_of_a_target_elsewhere():

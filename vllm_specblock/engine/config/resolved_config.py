@@ -93,7 +93,9 @@ def resolve(
     combine = None
     if second is not None:
         combine = _resolve_combination(combining, drafters, num_nodes, parallel)
-    resolved = ResolvedConfig(drafters, num_nodes, _is_adaptive(given, args, parallel), combine)
+    resolved = ResolvedConfig(
+        drafters, num_nodes, _is_adaptive(given, args, target, parallel), combine
+    )
     tokens = args.max_num_batched_tokens
     if tokens is not None and tokens <= num_nodes:
         raise OptionError(
@@ -112,13 +114,17 @@ def resolve(
     return resolved
 
 
-def _is_adaptive(given: dict[str, Any], args: EngineArgs, parallel: ParallelConfig) -> bool:
+def _is_adaptive(
+    given: dict[str, Any], args: EngineArgs, target: ModelConfig, parallel: ParallelConfig
+) -> bool:
     """Return whether steps verify adaptively; by default where it can, on a GPU in full graphs."""
     ranks, on_cpu, conflict = parallel.tensor_parallel_size, current_platform.is_cpu(), ""
     if args.enable_lora:
         conflict = "enable_lora is set, but vLLM maps tokens to adapters before budgets are known"
     elif on_cpu and ranks > 1:  # and they might decide differently
         conflict = f"tensor_parallel_size is {ranks}, but CPU ranks would measure their own costs"
+    elif target.is_hybrid and not on_cpu:
+        conflict = "the target has recurrent layers, which a GPU runs outside of full CUDA graphs"
     mode, by_level = args.compilation_config.cudagraph_mode, OptimizationLevel.O2
     full = args.optimization_level >= by_level if mode is None else mode.has_full_cudagraphs()
     graphs = full and not args.enforce_eager and parallel.data_parallel_size == 1

@@ -108,6 +108,7 @@ def check_engine(
         # vLLM takes the experts of a step's first rows, which are no accepted path.
         (args.aux_output_config.enabled, "routed experts", "enable_return_routed_experts"),
         (getattr(args, "watermark_config", None), "watermarking", "watermark_config"),
+        (args.use_replayssm, "ReplaySSM", "use_replayssm"),
     ):
         if refused:
             raise OptionError(f"SpecBlock does not support {what}: drop {options}.")
@@ -115,7 +116,6 @@ def check_engine(
         (target.is_encoder_decoder, "an encoder-decoder"),
         (target.use_mla, "multi-head latent attention (MLA)"),
         (target.is_attention_free, "no attention layers"),
-        (target.is_hybrid and not on_cpu, "recurrent layers, on a GPU (docs/support.md)"),
         # Drafters cannot embed their placeholder tokens.
         (target.supports_multimodal_inputs, "multimodal inputs (see --language-model-only)"),
         (target.attention_chunk_size is not None, "chunked attention"),
