@@ -4,13 +4,13 @@ vLLM's CPU build installs it; training does not need it. A kernel's CPU form is 
 `<kernel>_numba.py`, and the dispatching code checks `AVAILABLE`.
 
 Machine code is cached beside the source or in the user's cache directory; if neither is writable,
-every process compiles it. The cache tracks only a function's own file, so its callees must be in
-it.
+every process compiles it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +25,24 @@ AVAILABLE = numba is not None
 
 
 def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`numba.njit` with a cache if possible; without Numba a plain function."""
+    """`numba.njit` with a cache if possible; without Numba a plain function.
+
+    A function may call others of its folder, and of no other folder of ours.
+    """
     if function is None:
         return lambda function: njit(function, **options)
     if numba is None:
         return function
     try:
-        return numba.njit(cache=True, nogil=True, **options)(function)
+        compiled = numba.njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # no place to write to
         return numba.njit(nogil=True, **options)(function)
+    # numba itself would notice a change of the function's own file only.
+    file = compiled._cache._cache_file
+    folder = Path(function.__code__.co_filename).parent
+    changed = sum(each.stat().st_mtime_ns for each in folder.glob("*.py"))
+    file._source_stamp = *file._source_stamp, changed
+    return compiled
 
 
 def takes(tensor: torch.Tensor) -> bool:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 
+from ..optional_numba import njit
 from .cpu_attention_loop import (
     CACHE,
     CHUNK,
@@ -31,11 +31,11 @@ from .cpu_attention_loop import (
     SINKS,
     TILE,
     TO,
-    attention_loop,
     scratch_size,
+    share,
 )
 from .cpu_packing import ELEMENTS, GROUP, Packing
-from .cpu_threads import team_size
+from .cpu_threads import on_threads, team_size
 
 if TYPE_CHECKING:
     from .tree_attention import ScoreOptions
@@ -95,17 +95,17 @@ class LayerCall:
         numbers += [x.ctypes.data for x in (plan.mask, plan.jobs, plan.bounds)]
         numbers += [self.threads, packing.kv_heads, group, packing.head_dim, packing.block_size]
         numbers += [0, 0, scratch.ctypes.data, scratch.shape[1], config.ctypes.data, 0, 0]
+        numbers += [element, packing.element, packing.amx]
         self.arguments = np.array(numbers)
         reals = self.arguments.view(np.float64)
         reals[19:21], reals[24] = (scale, soft_cap), value_scale
         self.address = self.arguments.ctypes.data
-        self.loop = attention_loop(element, packing.amx, packing.element)
 
     def __call__(self, query: int, out: int, cache: int, sinks: int) -> None:
         """Attend a layer, by addresses of its tensors; sinks: 0 if it has none."""
         self.arguments[QUERY], self.arguments[OUT], self.arguments[CACHE] = query, out, cache
         self.arguments[SINKS] = sinks
-        self.loop(self.address, self.threads)
+        on_threads(share, self.address, self.threads)
 
 
 def attend_batch(
@@ -183,7 +183,7 @@ def _scratch(group: int, head_dim: int, amx: bool, threads: int) -> tuple[np.nda
     return np.zeros((threads, scratch_size(group, head_dim)), dtype=np.float32), config
 
 
-@njit(nogil=True)
+@njit
 def _share(jobs, kv_heads, threads):
     """Return [threads + 1] int64, ranges of jobs × KV heads of about equal time.
 
@@ -202,7 +202,7 @@ def _share(jobs, kv_heads, threads):
     return bounds
 
 
-@njit(nogil=True)
+@njit
 def _find_causal(query_start, seq_len, prefix_len, mask_words, tree_start):
     """Return [R] bool: causal requests without drafts (prompts, plain decode steps, single roots).
 
@@ -220,7 +220,7 @@ def _find_causal(query_start, seq_len, prefix_len, mask_words, tree_start):
     return causal
 
 
-@njit(nogil=True)
+@njit
 def _cut(
     query_start, seq_len, prefix_len, mask_words, tree_start, most, left_out, oldest, windowed
 ):

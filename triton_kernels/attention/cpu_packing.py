@@ -13,13 +13,13 @@ store and move entries; `cpu_attention.py` attends to them. This module needs nu
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from numba import njit, types
 
-from .cpu_vectors import BF16, BYTES, FP8, FP16, FP32, view_of
+from ..optional_numba import njit
+from .cpu_vectors import BF16, BYTES, FP8, FP16, FP32, view
 
 ELEMENTS = {
     torch.float32: FP32,
@@ -82,10 +82,10 @@ def store_packed(
     """Store keys and values [T, H, D], of the cache's dtype, at their entries [T] int64; negative:
     nowhere."""
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-    store, _ = _loops(kv_cache.element_size(), packing.amx)
     cache, entries = (kv_cache.data_ptr(), kv_cache.stride(0)), kv_index.contiguous()
     rows = ((x.data_ptr(), *x.stride()[:2]) for x in (key, value))
-    store(cache, entries.data_ptr(), len(entries), *rows, packing.sizes)
+    layout = packing.sizes, packing.amx, _LIKE[kv_cache.element_size()]
+    _store(cache, entries.data_ptr(), len(entries), *rows, *layout)
 
 
 def move_packed(
@@ -104,71 +104,73 @@ def move_packed(
         block_stride: elements between blocks, in every layer.
         source, target: [...] int64, of one shape; negative: no move.
     """
-    _, move = _loops(BYTES[packing.element], packing.amx)
     source, target = source.contiguous(), target.contiguous()
     caches, slots = (pointers.data_ptr(), len(pointers)), (source.data_ptr(), target.data_ptr())
-    move(caches, block_stride, slots, source.numel(), packing.sizes)
+    layout = packing.sizes, packing.amx, _LIKE[BYTES[packing.element]]
+    _move(caches, block_stride, slots, source.numel(), *layout)
 
 
-@lru_cache
-def _loops(size: int, amx: bool):
-    """Return the loops (store, move) for elements of `size` bytes."""
-    elements = view_of({1: types.int8, 2: types.int16, 4: types.int32}[size])
-    longs = view_of(types.int64)
+_LIKE = {size: np.empty(0, f"i{size}") for size in (1, 2, 4)}  # elements of so many bytes
 
-    @njit(nogil=True)
-    def key_place(kv_index, dim, block_size, head_dim):
-        if amx:
-            return kv_index // 16 * 16 * head_dim + dim // 2 * 32 + kv_index % 16 * 2 + dim % 2
-        return dim * block_size + kv_index
 
-    @njit(nogil=True)
-    def value_place(kv_index, dim, block_size, head_dim):
-        if amx:
-            inside = dim // 16 * 16 * block_size + kv_index // 2 * 32 + dim % 16 * 2 + kv_index % 2
-        else:
-            inside = kv_index * head_dim + dim
-        return block_size * head_dim + inside
+@njit
+def _key_place(kv_index, dim, block_size, head_dim, amx):
+    if amx:
+        return kv_index // 16 * 16 * head_dim + dim // 2 * 32 + kv_index % 16 * 2 + dim % 2
+    return dim * block_size + kv_index
 
-    @njit(nogil=True, error_model="numpy")
-    def store(cache, entries, count, keys, values, sizes):
-        """cache: address and block stride; keys, values: address, strides of rows and heads."""
-        kv_heads, block_size, head_dim = sizes
-        kv_index, head_stride = longs(entries, count), 2 * block_size * head_dim
+
+@njit
+def _value_place(kv_index, dim, block_size, head_dim, amx):
+    if amx:
+        inside = dim // 16 * 16 * block_size + kv_index // 2 * 32 + dim % 16 * 2 + kv_index % 2
+    else:
+        inside = kv_index * head_dim + dim
+    return block_size * head_dim + inside
+
+
+@njit(error_model="numpy")
+def _store(cache, entries, count, keys, values, sizes, amx, like):
+    """cache: address and block stride; keys, values: address, strides of rows and heads."""
+    kv_heads, block_size, head_dim = sizes
+    kv_index, head_stride = view(entries, count, np.int64), 2 * block_size * head_dim
+    size, kind = like.itemsize, like.dtype
+    for row in range(count):
+        if kv_index[row] < 0:
+            continue
+        block, place = kv_index[row] // block_size, kv_index[row] % block_size
+        for head in range(kv_heads):
+            at = cache[0] + (block * cache[1] + head * head_stride) * size
+            page = view(at, head_stride, kind)
+            key = view(keys[0] + (row * keys[1] + head * keys[2]) * size, head_dim, kind)
+            value = view(values[0] + (row * values[1] + head * values[2]) * size, head_dim, kind)
+            for dim in range(head_dim):
+                page[_key_place(place, dim, block_size, head_dim, amx)] = key[dim]
+                page[_value_place(place, dim, block_size, head_dim, amx)] = value[dim]
+
+
+@njit(error_model="numpy")
+def _move(caches, block_stride, slots, count, sizes, amx, like):
+    """caches: address and number of addresses; slots: addresses of sources and targets."""
+    kv_heads, block_size, head_dim = sizes
+    source, target = view(slots[0], count, np.int64), view(slots[1], count, np.int64)
+    cache, head_stride = view(caches[0], caches[1], np.int64), 2 * block_size * head_dim
+    size, kind = like.itemsize, like.dtype
+    for layer in range(len(cache)):
         for row in range(count):
-            if kv_index[row] < 0:
+            if source[row] < 0 or target[row] < 0:
                 continue
-            block, place = kv_index[row] // block_size, kv_index[row] % block_size
+            old, new = source[row] % block_size, target[row] % block_size
+            read = cache[layer] + source[row] // block_size * block_stride * size
+            write = cache[layer] + target[row] // block_size * block_stride * size
             for head in range(kv_heads):
-                at = cache[0] + (block * cache[1] + head * head_stride) * size
-                page = elements(at, head_stride)
-                key = elements(keys[0] + (row * keys[1] + head * keys[2]) * size, head_dim)
-                value = elements(values[0] + (row * values[1] + head * values[2]) * size, head_dim)
+                at = head * head_stride * size
+                there, here = (
+                    view(read + at, head_stride, kind),
+                    view(write + at, head_stride, kind),
+                )
                 for dim in range(head_dim):
-                    page[key_place(place, dim, block_size, head_dim)] = key[dim]
-                    page[value_place(place, dim, block_size, head_dim)] = value[dim]
-
-    @njit(nogil=True, error_model="numpy")
-    def move(caches, block_stride, slots, count, sizes):
-        """caches: address and number of addresses; slots: addresses of sources and targets."""
-        kv_heads, block_size, head_dim = sizes
-        source, target = longs(slots[0], count), longs(slots[1], count)
-        cache, head_stride = longs(caches[0], caches[1]), 2 * block_size * head_dim
-        for layer in range(len(cache)):
-            for row in range(count):
-                if source[row] < 0 or target[row] < 0:
-                    continue
-                old, new = source[row] % block_size, target[row] % block_size
-                read = cache[layer] + source[row] // block_size * block_stride * size
-                write = cache[layer] + target[row] // block_size * block_stride * size
-                for head in range(kv_heads):
-                    at = head * head_stride * size
-                    there = elements(read + at, head_stride)
-                    here = elements(write + at, head_stride)
-                    for dim in range(head_dim):
-                        place = key_place(old, dim, block_size, head_dim)
-                        here[key_place(new, dim, block_size, head_dim)] = there[place]
-                        place = value_place(old, dim, block_size, head_dim)
-                        here[value_place(new, dim, block_size, head_dim)] = there[place]
-
-    return store, move
+                    place = _key_place(old, dim, block_size, head_dim, amx)
+                    here[_key_place(new, dim, block_size, head_dim, amx)] = there[place]
+                    place = _value_place(old, dim, block_size, head_dim, amx)
+                    here[_value_place(new, dim, block_size, head_dim, amx)] = there[place]

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
-from numba import cfunc, njit, types
-
-from .cpu_vectors import view_of
+from numba import cfunc, types
 
 _LIBRARY = ctypes.CDLL(None)  # torch has loaded the library
 _parallel = getattr(_LIBRARY, "GOMP_parallel", None)
@@ -25,8 +24,6 @@ if _parallel is not None:
     _number.restype, _number.argtypes = ctypes.c_int, []
     _team = _LIBRARY.omp_get_num_threads
     _team.restype, _team.argtypes = ctypes.c_int, []
-else:
-    _number, _team = njit(lambda: 0), njit(lambda: 1)
 
 
 def team_size() -> int:
@@ -34,31 +31,26 @@ def team_size() -> int:
     return torch.get_num_threads() if _parallel is not None else 1
 
 
-def on_threads(part: Callable[..., Any]) -> Callable[[int, int], None]:
-    """Make a function that runs on a team of threads.
+def on_threads(part: Callable[..., Any], arguments: int, threads: int) -> None:
+    """Run a function on a team of threads, and wait for all.
 
     Args:
-        part: compiled f(arguments, thread, threads), called once by each of them; arguments is the
-            address of int64 numbers.
-
-    Returns:
-        f(arguments, threads): runs `part` on up to this many threads, and waits for all.
+        part: compiled f(arguments, thread, threads), called once by each of them.
+        arguments: address of int64 numbers.
+        threads: at most this many, and `team_size()`.
     """
+    if _parallel is not None and threads > 1:
+        _parallel(_callback(part).address, arguments, threads, 0)
+    else:
+        part(arguments, 0, 1)
+
+
+@cache
+def _callback(part: Callable[..., Any]) -> Any:
+    """`part` as a C function of `arguments`; not in a cache, since it holds addresses."""
 
     @cfunc(types.void(types.int64))
     def body(arguments):
         part(arguments, _number(), _team())
 
-    address, alone = body.address, body.ctypes
-
-    def run(arguments: int, threads: int) -> None:
-        if _parallel is not None and threads > 1:
-            _parallel(address, arguments, threads, 0)
-        else:
-            alone(arguments)
-
-    return run
-
-
-integers = view_of(types.int64)
-doubles = view_of(types.float64)
+    return body

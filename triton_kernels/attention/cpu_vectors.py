@@ -8,16 +8,19 @@ unless they say bytes. Importing this module needs numba.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterator
+from typing import Any
 
 from llvmlite import binding, ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ..optional_numba import njit
+
 LANES = 16
 FP32, BF16, FP16, FP8 = 0, 1, 2, 3  # FP8: e4m3 without infinities, read only
-BYTES = {FP32: 4, BF16: 2, FP16: 2, FP8: 1}
+BYTES = (4, 2, 2, 1)
 ROWS = 8  # of a register tile: 8 × 2 sums, 2 columns and a broadcast fit into 32 registers
 COLUMNS = 2 * LANES  # tokens or head dimensions that one tile covers
 TILE_ROWS = 16  # of an AMX tile
@@ -41,6 +44,7 @@ _EXP2_BF16 = (
 )
 
 _HOST = binding.get_host_cpu_features()
+_AMX = _HOST.get("amx-bf16", False)
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32 = ir.FloatType()
@@ -145,57 +149,60 @@ def _ints(count):
     return (types.int64,) * count
 
 
-def view_of(dtype):
-    """→ f(address, count): memory as a numpy array; inside numba only."""
-    element = types.CPointer(dtype)
-
-    @intrinsic
-    def pointer(context, address):
-        def generate(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], context.get_value_type(element))
-
-        return element(types.int64), generate
-
-    @njit(nogil=True)
-    def view(address, count):
-        return carray(pointer(address), (count,))
-
-    return view
+def _cases(builder: Any, element: Any, choices: tuple[int, ...]) -> Iterator[int]:
+    """Yield each choice, within code that runs if `element` is that: numba caches one function for
+    all elements, but none that a Python function made for one of them."""
+    for choice in choices:
+        with builder.if_then(builder.icmp_signed("==", element, _I64(choice))):
+            yield choice
 
 
-@lru_cache
-def multiply(element: int):
-    """→ f(a, a_stride, b, b_stride, c, c_stride, depth, add) for 8 × 32 results.
+@intrinsic
+def _void_pointer(context, address):
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
 
-    a [8, depth] fp32, b [depth, 32] of `element`, c [8, 32] fp32: c = a·b, or c += a·b if add.
+    return types.voidptr(types.int64), generate
+
+
+@njit
+def view(address, count, dtype):
+    """Memory as a numpy array; inside numba only."""
+    return carray(_void_pointer(address), (count,), dtype)
+
+
+@intrinsic
+def multiply(context, element, a, a_stride, b, b_stride, c, c_stride, depth, add):
+    """8 × 32 results: c = a·b, or c += a·b if add.
+
+    a [8, depth] fp32, b [depth, 32] of `element`, c [8, 32] fp32.
     """
-    size = BYTES[element]
 
-    @intrinsic
-    def f(context, a, a_stride, b, b_stride, c, c_stride, depth, add):
-        def generate(context, builder, signature, arguments):
-            a, a_stride, b, b_stride, c, c_stride, depth, add = arguments
-            sums = [[cgutils.alloca_once(builder, _V) for _ in range(2)] for _ in range(ROWS)]
-            a_rows, c_rows = [a], [c]
-            a_bytes, c_bytes = (builder.mul(s, _I64(4)) for s in (a_stride, c_stride))
-            for _ in range(ROWS - 1):
-                a_rows.append(builder.add(a_rows[-1], a_bytes))
-                c_rows.append(builder.add(c_rows[-1], c_bytes))
-            with builder.if_else(builder.icmp_signed("!=", add, _I64(0))) as (then, otherwise):
-                with then:
-                    for row, place in zip(sums, c_rows):
-                        for half, total in enumerate(row):
-                            at = builder.add(place, _I64(64 * half))
-                            builder.store(_read(builder, at), total)
-                with otherwise:
-                    for row in sums:
-                        for total in row:
-                            builder.store(_const(0.0), total)
+    def generate(context, builder, signature, arguments):
+        element, a, a_stride, b, b_stride, c, c_stride, depth, add = arguments
+        sums = [[cgutils.alloca_once(builder, _V) for _ in range(2)] for _ in range(ROWS)]
+        a_rows, c_rows = [a], [c]
+        a_bytes, c_bytes = (builder.mul(s, _I64(4)) for s in (a_stride, c_stride))
+        for _ in range(ROWS - 1):
+            a_rows.append(builder.add(a_rows[-1], a_bytes))
+            c_rows.append(builder.add(c_rows[-1], c_bytes))
+        with builder.if_else(builder.icmp_signed("!=", add, _I64(0))) as (then, otherwise):
+            with then:
+                for row, place in zip(sums, c_rows):
+                    for half, total in enumerate(row):
+                        at = builder.add(place, _I64(64 * half))
+                        builder.store(_read(builder, at), total)
+            with otherwise:
+                for row in sums:
+                    for total in row:
+                        builder.store(_const(0.0), total)
+        for stored in _cases(builder, element, (FP32, BF16, FP16, FP8)):
+            size = BYTES[stored]
             b_bytes = builder.mul(b_stride, _I64(size))
             with cgutils.for_range(builder, depth) as loop:
                 at = builder.add(b, builder.mul(loop.index, b_bytes))
                 columns = [
-                    _read(builder, builder.add(at, _I64(LANES * size * half)), element)
+                    _read(builder, builder.add(at, _I64(LANES * size * half)), stored)
                     for half in range(2)
                 ]
                 for row, place in zip(sums, a_rows):
@@ -203,23 +210,25 @@ def multiply(element: int):
                     x = _splat(builder, builder.load(here))
                     for total, column in zip(row, columns):
                         builder.store(_fma(builder, x, column, builder.load(total)), total)
-            for row, place in zip(sums, c_rows):
-                for half, total in enumerate(row):
-                    _write(builder, builder.load(total), builder.add(place, _I64(64 * half)))
-            return context.get_dummy_value()
+        for row, place in zip(sums, c_rows):
+            for half, total in enumerate(row):
+                _write(builder, builder.load(total), builder.add(place, _I64(64 * half)))
+        return context.get_dummy_value()
 
-        return types.void(*_ints(8)), generate
-
-    return f
+    return types.void(*_ints(9)), generate
 
 
 @intrinsic
 def amx_begin(context, config):
-    """Configure the tiles by the 64 bytes at `config`."""
+    """Configure the tiles by the 64 bytes at `config`. Without AMX the three functions end the
+    process."""
 
     def generate(context, builder, signature, arguments):
-        at = _pointer(builder, arguments[0], _I8)
-        _call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), at)
+        if _AMX:
+            at = _pointer(builder, arguments[0], _I8)
+            _call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), at)
+        else:
+            _call(builder, "llvm.trap", ir.VoidType())
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -228,7 +237,7 @@ def amx_begin(context, config):
 @intrinsic
 def amx_end(context):
     def generate(context, builder, signature, arguments):
-        _call(builder, "llvm.x86.tilerelease", ir.VoidType())
+        _call(builder, "llvm.x86.tilerelease" if _AMX else "llvm.trap", ir.VoidType())
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -246,6 +255,9 @@ def amx_multiply(context, a, a_bytes, b, b_step, c, c_bytes, steps, add):
     def generate(context, builder, signature, arguments):
         a, a_bytes, b, b_step, c, c_bytes, steps, add = arguments
         void = ir.VoidType()
+        if not _AMX:
+            _call(builder, "llvm.trap", void)
+            return context.get_dummy_value()
 
         def load(tile, address, stride):
             at = _pointer(builder, address, _I8)
@@ -317,76 +329,70 @@ def row_max(context, x, count, mask, mask_from):
     return types.float32(*_ints(4)), generate
 
 
-@lru_cache
-def row_exp2(element: int):
-    """→ f(x, out, count, scale, shift) → the sum: out = 2^(scale·x − shift) as `element`.
+@intrinsic
+def row_exp2(context, element, x, out, count, scale, shift):
+    """Return the sum of out = 2^(scale·x − shift), written as `element` (fp32 or bf16).
 
     x [count] fp32; out [count], which may lie on x; count a multiple of 16. What is below 2^-126
     becomes 0.
     """
-    size = BYTES[element]
 
-    @intrinsic
-    def f(context, x, out, count, scale, shift):
-        def generate(context, builder, signature, arguments):
-            x, out, count, scale, shift = arguments
-            scale, shift = _splat(builder, scale), _splat(builder, builder.fneg(shift))
-            totals = [cgutils.alloca_once(builder, _V) for _ in range(2)]
-            for total in totals:
-                builder.store(_const(0.0), total)
+    def generate(context, builder, signature, arguments):
+        element, x, out, count, scale, shift = arguments
+        scale, shift = _splat(builder, scale), _splat(builder, builder.fneg(shift))
+        totals = [cgutils.alloca_once(builder, _V) for _ in range(2)]
+        for total in totals:
+            builder.store(_const(0.0), total)
 
-            def one(index, total):
-                power = _fma(builder, _read(builder, _at(builder, x, index, 64)), scale, shift)
-                # Masked scores are −inf, and subnormal results are slow.
-                tiny = builder.fcmp_ordered("<", power, _const(-126.0))
-                power = builder.select(tiny, _const(-126.0), power)
-                whole = _call(builder, "llvm.rint.v16f32", _V, power)
-                rest = builder.fsub(power, whole)
-                factors = _EXP2_BF16 if element == BF16 else _EXP2
-                value = _const(factors[-1])
-                for factor in factors[-2::-1]:
-                    value = _fma(builder, value, rest, _const(factor))
-                value = _times_power_of_two(builder, value, whole)
-                value = builder.select(tiny, _const(0.0), value)
-                builder.store(builder.fadd(builder.load(total), value), total)
-                _write(builder, value, _at(builder, out, index, LANES * size), element)
+        def one(index, total, target):
+            power = _fma(builder, _read(builder, _at(builder, x, index, 64)), scale, shift)
+            # Masked scores are −inf, and subnormal results are slow.
+            tiny = builder.fcmp_ordered("<", power, _const(-126.0))
+            power = builder.select(tiny, _const(-126.0), power)
+            whole = _call(builder, "llvm.rint.v16f32", _V, power)
+            rest = builder.fsub(power, whole)
+            factors = _EXP2_BF16 if target == BF16 else _EXP2
+            value = _const(factors[-1])
+            for factor in factors[-2::-1]:
+                value = _fma(builder, value, rest, _const(factor))
+            value = _times_power_of_two(builder, value, whole)
+            value = builder.select(tiny, _const(0.0), value)
+            builder.store(builder.fadd(builder.load(total), value), total)
+            _write(builder, value, _at(builder, out, index, LANES * BYTES[target]), target)
 
-            vectors = builder.ashr(count, _I64(4))
-            pairs = builder.ashr(vectors, _I64(1))
+        vectors = builder.ashr(count, _I64(4))
+        pairs = builder.ashr(vectors, _I64(1))
+        done = builder.shl(pairs, _I64(1))
+        for target in _cases(builder, element, (FP32, BF16)):
             with cgutils.for_range(builder, pairs) as loop:
                 first = builder.shl(loop.index, _I64(1))
-                one(first, totals[0])
-                one(builder.add(first, _I64(1)), totals[1])
-            done = builder.shl(pairs, _I64(1))
+                one(first, totals[0], target)
+                one(builder.add(first, _I64(1)), totals[1], target)
             with builder.if_then(builder.icmp_signed("<", done, vectors)):
-                one(done, totals[0])
-            total = builder.fadd(*(builder.load(total) for total in totals))
-            name = "llvm.vector.reduce.fadd.v16f32"
-            kind = ir.FunctionType(_F32, [_F32, _V])
-            add = cgutils.get_or_insert_function(builder.module, kind, name)
-            return builder.call(add, [_F32(-0.0), total], fastmath=("reassoc",))
+                one(done, totals[0], target)
+        total = builder.fadd(*(builder.load(total) for total in totals))
+        name = "llvm.vector.reduce.fadd.v16f32"
+        kind = ir.FunctionType(_F32, [_F32, _V])
+        add = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(add, [_F32(-0.0), total], fastmath=("reassoc",))
 
-        wide = types.float32
-        return wide(types.int64, types.int64, types.int64, wide, wide), generate
-
-    return f
+    return types.float32(*_ints(4), types.float32, types.float32), generate
 
 
-@lru_cache
-def scale_row(source: int, target: int):
-    """→ f(x, out, count, factor): out = factor · x, from `source` to `target` elements."""
+@intrinsic
+def scale_row(context, source, target, x, out, count, factor):
+    """out = factor · x [count], from `source` to `target` elements (fp32, bf16 or fp16)."""
 
-    @intrinsic
-    def f(context, x, out, count, factor):
-        def generate(context, builder, signature, arguments):
-            x, out, count, factor = arguments
-            factor = _splat(builder, factor)
-            with cgutils.for_range(builder, builder.ashr(count, _I64(4))) as loop:
-                at = _at(builder, x, loop.index, LANES * BYTES[source])
-                value = builder.fmul(_read(builder, at, source), factor)
-                _write(builder, value, _at(builder, out, loop.index, LANES * BYTES[target]), target)
-            return context.get_dummy_value()
+    def generate(context, builder, signature, arguments):
+        source, target, x, out, count, factor = arguments
+        factor, vectors = _splat(builder, factor), builder.ashr(count, _I64(4))
+        elements = FP32, BF16, FP16
+        for old in _cases(builder, source, elements):
+            for new in _cases(builder, target, elements):
+                with cgutils.for_range(builder, vectors) as loop:
+                    at = _at(builder, x, loop.index, LANES * BYTES[old])
+                    value = builder.fmul(_read(builder, at, old), factor)
+                    _write(builder, value, _at(builder, out, loop.index, LANES * BYTES[new]), new)
+        return context.get_dummy_value()
 
-        return types.void(*_ints(3), types.float32), generate
-
-    return f
+    return types.void(*_ints(5), types.float32), generate
