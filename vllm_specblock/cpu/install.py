@@ -20,6 +20,7 @@ from vllm_specblock.cpu.runner import hidden
 from vllm_specblock.cpu.top_k_top_p import apply_top_k_top_p
 from vllm_specblock.drafters.common.layers import RMSNorm
 from vllm_specblock.engine import compat
+from vllm_specblock.engine.compile_cache import load_compiled_models
 from vllm_specblock.engine.device import DEVICES
 from vllm_specblock.engine.patches import PATCHES, Function, patch, replaces
 from vllm_specblock.options import TargetError
@@ -71,21 +72,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     torch.ops._C.rms_norm(out, x, weight, eps)
     return out
-
-
-def load_compiled_models() -> None:
-    """Let vLLM load the compiled models that it has stored, instead of compiling for a minute.
-
-    It calls `finalize_loading`, which Inductor's function for a CPU lacks.
-    """
-
-    @replaces(torch.compiler, "load_compiled_function")
-    def load_compiled_function(original: Function, *args: Any, **kwargs: Any) -> Any:
-        loaded = original(*args, **kwargs)
-        compiled = loaded._artifacts.compiled_fn
-        if not hasattr(compiled, "finalize_loading"):
-            compiled.finalize_loading = lambda config: None
-        return loaded
 
 
 def _accept_custom_attention() -> None:

@@ -18,8 +18,9 @@ At start-up on a CPU (`cpu/runner.py`):
 With the first engine on a CPU (`cpu/install.py`, `cpu/sleeping_waits.py`):
     kernels of Model Runner V2, block tables, top-k/top-p: have no CPU form.
     CpuPlatform.get_attn_backend_cls: always returns CPU_ATTN.
-    torch.compiler.load_compiled_function: misses the cache of compiled models on a CPU.
     SpinCondition: waiting processes use the cores that the model needs.
+There, and in a plain engine that is measured beside ours (`compile_cache.py`):
+    torch.compiler.load_compiled_function: misses the cache of compiled models on a CPU.
 With the first engine on a CPU with LoRA adapters (`cpu/device.py`):
     bgmv_shrink, bgmv_expand, bgmv_expand_slice: take −1, no adapter, for the last adapter.
 With the first engine with adaptive budgets (`adaptive.py`, on a CPU `host_budget.py`):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_specblock.cpu.install import load_compiled_models
+from vllm_specblock.engine.compile_cache import load_compiled_models
 from vllm_specblock.engine.patches import PATCHES
 
 

@@ -84,6 +84,9 @@ class Answering:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
+        from vllm_specblock.engine.compile_cache import load_compiled_models
+
+        load_compiled_models()  # of plain vLLM, too
         self.llm = LLM(**arguments)
         method = (arguments.get("speculative_config") or {}).get("method", "specblock")
         self.stopwatch = None if method == "specblock" else stopwatch_of(self.llm)
