@@ -58,6 +58,23 @@ def test_whatever_it_started_ends_with_it(start, stubborn, monkeypatch):
     assert state(engine.process.pid) == ""
 
 
+def test_a_stopped_engine_of_many_threads_exits_by_itself(start):
+    """Another thread may take the signal, while the main thread waits for a job."""
+    code = """if True:
+        import signal, sys, threading, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+        for _ in range(32):
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        print("{}", flush=True)
+        sys.stdin.readline()
+        sys.stdin.read()
+    """
+    engine = start(command=(sys.executable, "-c", code))
+    wait(lambda: state(engine.process.pid) == "T")
+    end_all([engine])
+    assert engine.process.returncode == 7
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_it_goes_when_its_maker_is_killed(tmp_path, journal, busy):
     """Stopped or at work; the maker has no time to do anything about it."""

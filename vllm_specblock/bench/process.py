@@ -170,7 +170,10 @@ def end_all(processes: Iterable[GuardedProcess]) -> None:
     """End the processes and their children, except those that have been ended before."""
     alive = [each for each in processes if each.guard.stdin and not each.guard.stdin.closed]
     for each in alive:
-        each.signal(signal.SIGTERM)
+        with contextlib.suppress(BrokenPipeError):  # ends the wait of a main thread for a job
+            if each.process.stdin:
+                each.process.stdin.close()
+        each.signal(signal.SIGTERM)  # another thread may get it
         each.signal(signal.SIGCONT)
     until = time.monotonic() + GRACE
     for each in alive:
@@ -180,9 +183,8 @@ def end_all(processes: Iterable[GuardedProcess]) -> None:
         each.process.wait()
         with contextlib.suppress(BrokenPipeError):
             each.guard.communicate(b"let go\n")
-        for pipe in filter(None, (each.process.stdin, each.process.stdout)):
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        if each.process.stdout:
+            each.process.stdout.close()
 
 
 def cache_bytes(config: Any, length: int, batch: int, dtype_bytes: int, spare: int = 64) -> int:
