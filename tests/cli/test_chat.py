@@ -60,6 +60,12 @@ def test_prompts_from_a_pipe_become_one_chat(engines):
     assert "  root" in result.stdout and "✓ accepted" in result.stdout
 
 
+def test_the_tree_has_the_size_that_was_asked_for(engines):
+    given = json.dumps({"model": str(DRAFTER), "num-speculative-tokens": 2, "num-blocks": 1})
+    result = run(TARGET, "--speculative-config", given, said="import re\n/tree\n")
+    assert result.stdout.count("  b1") == 2 and "  b2" not in result.stdout, result.output
+
+
 def test_a_chat_goes_on_where_there_is_no_tree(engines):
     result = run(TARGET, said="import re\n/tree\nimport io\n")
     assert "/tree shows the tree of a drafter with weights: give --model." in result.stdout
@@ -83,8 +89,8 @@ class Handler(BaseHTTPRequestHandler):
     asked: ClassVar[list[dict]] = []
     only_v1, models = False, ("m",)
 
-    def reply(self, text: str, kind: str = "application/json") -> None:
-        self.send_response(200)
+    def reply(self, text: str, kind: str = "application/json", status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Type", kind)
         self.end_headers()
         self.wfile.write(text.encode())
@@ -100,6 +106,9 @@ class Handler(BaseHTTPRequestHandler):
                 return self.send_error(404)
             return self.reply(json.dumps({"prompt": "".join(chr(97 + i) for i in body["tokens"])}))
         self.asked.append(body)
+        if body["messages"][-1]["content"] == "too long":
+            error = {"message": "longer than 512 tokens", "type": "BadRequestError", "code": 400}
+            return self.reply(json.dumps({"error": error}), status=400)
         common = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m"}
         steps = [[0], [1, 2, 3]] if "vllm_xargs" not in body else [[0], [1], [2], [3]]
         events = [
@@ -127,6 +136,13 @@ def test_a_proxy_that_hides_vllms_own_paths_is_one_sentence(address, monkeypatch
     monkeypatch.setattr(Handler, "only_v1", True)
     result = run(address, said="why?\n")
     assert result.exit_code == 1 and "gave no answer: Client error '404" in result.stderr
+    Handler.asked.clear()
+
+
+def test_a_chat_goes_on_where_a_server_refuses_a_question(address):
+    result = run(address, said="too long\nwhy?\n")
+    assert result.exit_code == 0, result.exception
+    assert "longer than 512 tokens" in result.stdout and "> why?" in result.stdout
     Handler.asked.clear()
 
 

@@ -179,12 +179,10 @@ def end_all(processes: Iterable[GuardedProcess]) -> None:
     for each in alive:
         with contextlib.suppress(subprocess.TimeoutExpired):
             each.process.wait(max(0.0, until - time.monotonic()))
-        each.signal(signal.SIGKILL)
-        each.process.wait()
+        with contextlib.suppress(BrokenPipeError), each.process:  # closes its pipes and waits
+            each.signal(signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError):
             each.guard.communicate(b"let go\n")
-        if each.process.stdout:
-            each.process.stdout.close()
 
 
 def cache_bytes(config: Any, length: int, batch: int, dtype_bytes: int, spare: int = 64) -> int:

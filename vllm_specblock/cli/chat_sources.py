@@ -18,6 +18,8 @@ from vllm_specblock.cli.draft_tree import drawing, steps_of_text
 from vllm_specblock.config import default_nodes
 from vllm_specblock.drafters.common.hub import target_folder
 from vllm_specblock.train.config import TrainError
+from vllm_specblock.train.data.chat import BrokenLine
+from vllm_specblock.train.data.chat_tokens import ChatTokens
 from vllm_specblock.train.eval.loaded import load_drafter, pair
 from vllm_specblock.train.target.features import load_target, load_tokenizer
 
@@ -46,17 +48,16 @@ def talk(console: Console, source: EngineSource | ServerSource) -> None:
                 with shown(console, line, answers):
                     source.ask(asked, answers)
                 messages = [*asked, {"role": "assistant", "content": answers[-1].text.plain}]
-        except TrainError as error:  # the chat goes on
+        except (TrainError, BrokenLine, openai.BadRequestError) as error:  # the chat goes on
             console.print(str(error), markup=False, soft_wrap=True)
 
 
 def prompt_line(console: Console) -> str | None:
     """Return a line of the terminal or the pipe; None at its end."""
     try:
-        line = console.input("> ") if console.is_terminal else next(sys.stdin)
+        return (console.input("> ") if console.is_terminal else next(sys.stdin)).strip()
     except (EOFError, KeyboardInterrupt, StopIteration):
         return None
-    return line.strip()
 
 
 class EngineSource:
@@ -68,7 +69,7 @@ class EngineSource:
         self, target: str, speculative: dict[str, Any], tokens: int, temperature: float
     ) -> None:
         self.target, self.speculative = target_folder(target), speculative
-        self.tokenizer = load_tokenizer(self.target)
+        self.tokens = ChatTokens(load_tokenizer(self.target), sys.maxsize)
         self.max_tokens, self.temperature = tokens, temperature
         self.engines: list[EngineProcess] = []
         self.prompt: list[int] = []
@@ -77,15 +78,11 @@ class EngineSource:
         both = {"vLLM": None, "drafts": self.speculative}
         self.room = start_engines(self.engines, self.target, both, Path("runs/chat"), dtype, eager)
         for engine in self.engines:  # first calls allocate and compile
-            engine.ask(job_of([self.tokenizer("Hello").input_ids], 16))
+            engine.ask(job_of([self.tokens.raw("Hello")], 16))
 
     def ask(self, messages: Messages, answers: list[Answer]) -> None:
-        if self.tokenizer.chat_template:
-            self.prompt = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
-        else:
-            self.prompt = self.tokenizer("\n".join(each["content"] for each in messages)).input_ids
+        text = "\n".join(each["content"] for each in messages)
+        self.prompt = self.tokens.question(messages) if self.tokens.chat else self.tokens.raw(text)
         if len(self.prompt) + self.max_tokens > self.room:
             raise TrainError(f"Chat and answer exceed {self.room:,} tokens: /new starts another.")
         job = job_of([self.prompt], self.max_tokens, self.temperature)
@@ -104,10 +101,11 @@ class EngineSource:
         steps = list(steps_of_text(model, drafter, text, len(self.prompt)))
         if not steps:
             raise TrainError("The answer is too short: nothing was drafted.")
-        console.print(drawing(steps[-1], self.tokenizer, drafter.forward_name), soft_wrap=True)
+        tree = drawing(steps[-1], self.tokens.tokenizer, drafter.forward_name)
+        console.print(tree, soft_wrap=True)
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.tokens.said(ids)
 
 
 class ServerSource:

@@ -18,10 +18,11 @@ MARKS = {"right": ("✓", "green"), "note": ("!", "yellow"), "wrong": ("✗", "r
 
 
 def chosen_drafter(model: str | None, config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the `speculative_config` of one of two options, or None."""
+    """Return the `speculative_config` of one of two options, its keys without dashes, or None."""
     if model is not None and config is not None:
         raise typer.BadParameter("--model and --speculative-config are both given: drop one.")
-    return config if model is None else {"model": model}
+    given = config if model is None else {"model": model}
+    return given and {key.replace("-", "_"): value for key, value in given.items()}
 
 
 def doctor(
