@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from vllm_specblock.bench.live import Answer, ask_together, shown, start_engines
@@ -66,7 +66,7 @@ def main(
     drafter: Annotated[
         str, typer.Option(help="A drafter's folder, or ngram: the text itself is looked up.")
     ] = str(DRAFTER),
-    max_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 96,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32 or bfloat16. Default: bfloat16 where the machine has it."),
@@ -137,7 +137,7 @@ def answer_all(
         return job_of([ids], tokens)
 
     for engine in engines:  # first calls allocate, and compile what was not compiled before
-        engine.ask(job(PROMPTS["Chat"], 24))
+        engine.ask(job(PROMPTS["Chat"], 8))
     found = []
     for kind, prompt in PROMPTS.items():
         answers = Answer("vLLM", decode), Answer("vLLM with SpecBlock", decode)
@@ -184,6 +184,8 @@ def explain(
     A tie: in float32 both logits are below the best one by at most three standard deviations of
     the error that bfloat16 makes in a difference of two logits there.
     """
+    from transformers import AutoModelForCausalLM  # takes seconds, and most answers are identical
+
     logging.disable_progress_bar()
     tokenizer, dtypes = AutoTokenizer.from_pretrained(target), (torch.float32, torch.bfloat16)
     models = [AutoModelForCausalLM.from_pretrained(target, dtype=each).eval() for each in dtypes]
