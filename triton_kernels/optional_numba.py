@@ -33,16 +33,16 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         return lambda function: njit(function, **options)
     if numba is None:
         return function
-    try:
-        compiled = numba.njit(cache=True, nogil=True, **options)(function)
-    except RuntimeError:  # no place to write to
-        return numba.njit(nogil=True, **options)(function)
-    # numba itself would notice a change of the function's own file only.
-    file = compiled._cache._cache_file
     folder = Path(function.__code__.co_filename).parent
     changed = sum(each.stat().st_mtime_ns for each in folder.glob("*.py"))
-    file._source_stamp = *file._source_stamp, changed
-    return compiled
+    try:
+        compiled = numba.njit(cache=True, nogil=True, **options)(function)
+        # numba itself would notice a change of the function's own file only.
+        file = compiled._cache._cache_file
+        file._source_stamp = *file._source_stamp, changed
+        return compiled
+    except (RuntimeError, AttributeError):  # no place to write to, or another numba
+        return numba.njit(nogil=True, **options)(function)
 
 
 def takes(tensor: torch.Tensor) -> bool:
