@@ -75,7 +75,7 @@ def capability(request) -> int:
 
 
 @pytest.fixture
-def compiler(monkeypatch, tmp_path, capability):
+def compiler(monkeypatch, request, capability):
     """Swap the kernels of modules for a `Compile` each; all of them have to be launched."""
     triton = pytest.importorskip("triton")
     if "nvidia" not in pytest.importorskip("triton.backends").backends:
@@ -83,7 +83,7 @@ def compiler(monkeypatch, tmp_path, capability):
     jitted, swapped = triton.runtime.jit.JITFunction, []
     if not isinstance(triton.language.max, jitted):
         pytest.skip(OWN_PROCESS)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(request.config.cache.mkdir("triton")))
 
     def swap(*modules, limit=SHARED_LIMIT, may_spill=True) -> list[Compile]:
         made = []
