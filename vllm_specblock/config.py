@@ -24,7 +24,8 @@ DEFAULT_NODES = 60
 def default_nodes(on_cpu: bool) -> int:
     """Return the nodes of a tree when `num_speculative_tokens` is not given.
 
-    CPU matrix products of a root and 12 nodes cost as much as one row; rows beyond 16 cost more.
+    With AVX-512, products of a root and 12 nodes cost about as much as of one row, those beyond 16
+    rows more; with AVX2 they cost twice to three times as much.
     """
     return 12 if on_cpu else DEFAULT_NODES
 
