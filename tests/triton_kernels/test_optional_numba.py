@@ -19,7 +19,7 @@ LOOP = """
 from numba import njit as plain
 from vllm_specblock.triton_kernels.optional_numba import njit
 
-inner = plain(lambda x: x + {})
+inner = plain(lambda x: x + 1)
 
 @njit
 def loop(x):
@@ -34,7 +34,7 @@ def test_a_changed_neighbour_counts(tmp_path):
         spec.loader.exec_module(module)
         return module.loop(1), sum(module.loop.stats.cache_hits.values())
 
-    (tmp_path / "loops.py").write_text(LOOP.format(1))
+    (tmp_path / "loops.py").write_text(LOOP)
     (tmp_path / "neighbour.py").touch()
     assert run() == (2, 0)
     assert run() == (2, 1)

@@ -165,10 +165,8 @@ def _move(caches, block_stride, slots, count, sizes, amx, like):
             write = cache[layer] + target[row] // block_size * block_stride * size
             for head in range(kv_heads):
                 at = head * head_stride * size
-                there, here = (
-                    view(read + at, head_stride, kind),
-                    view(write + at, head_stride, kind),
-                )
+                there = view(read + at, head_stride, kind)
+                here = view(write + at, head_stride, kind)
                 for dim in range(head_dim):
                     place = _key_place(old, dim, block_size, head_dim, amx)
                     here[_key_place(new, dim, block_size, head_dim, amx)] = there[place]
