@@ -145,33 +145,18 @@ def _choose_starts(
     width,
 ):
     requests, starts = node.shape
-    room = 1
-    while room < 2 * count:
-        room *= 2
-    first = np.empty(room, np.int64)  # by hash: the best candidate of a text, + 1
     best, chosen = np.empty(starts, np.int64), np.empty(starts, np.int64)
     for r in range(requests):
-        first[:] = 0
         best[:], chosen[:] = CLOSED, first_open
-        if block > 1:
-            for c in range(count):
-                at = (path_hash[r, c] ^ (path_hash[r, c] >> 29)) & (room - 1)
-                while first[at] and path_hash[r, first[at] - 1] != path_hash[r, c]:
-                    at = (at + 1) & (room - 1)
-                if first[at] == 0 or key[r, c] < key[r, first[at] - 1]:
-                    first[at] = c + 1
         for c in range(first_open, count):
             now = start_key[r, c]
             if now >= best[starts - 1]:
                 continue
             if block > 1:
-                at = (path_hash[r, c] ^ (path_hash[r, c] >> 29)) & (room - 1)
-                while path_hash[r, first[at] - 1] != path_hash[r, c]:
-                    at = (at + 1) & (room - 1)
-                again = first[at] != c + 1
-                for earlier in range(block - 1):
-                    for s in range(starts):
-                        again = again or started[r, earlier, s] == path_hash[r, c]
+                # The best candidate of each text, unless a block has started from the text.
+                again = (started[r, : block - 1] == path_hash[r, c]).any()
+                for d in range(count):
+                    again |= (path_hash[r, d] == path_hash[r, c]) & (key[r, d] < key[r, c])
                 if again:
                     continue
             s = starts - 1
