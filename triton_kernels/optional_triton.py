@@ -4,7 +4,7 @@ Without Triton only the torch references run. Kernels list numbers that change b
 `do_not_specialize`: otherwise serving recompiles them for each value that is 1 or a multiple of 16.
 Triton applies that to parameters only, not to members of a NamedTuple.
 
-Kernels take related arguments as one NamedTuple, at no cost. In Triton 3.6 a member of a constant
+Kernels take related arguments as one NamedTuple, at no cost. In Triton 3.7 a member of a constant
 is a plain number, which `tl.static_range` and `tl.zeros` refuse: assign it to a `tl.constexpr`, or
 use `tl.full`.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-__all__ = ["cdiv", "jit", "next_power_of_2", "strides_of", "tl"]
+__all__ = ["cdiv", "constexpr_function", "jit", "larger", "next_power_of_2", "strides_of", "tl"]
 
 Tensors = TypeVar("Tensors", bound=tuple[Any, ...])
 
@@ -21,13 +21,15 @@ try:
     import triton
     import triton.language as tl
 
-    jit = triton.jit
+    constexpr_function, jit = triton.constexpr_function, triton.jit
 except ImportError:  # the references do without
     triton = tl = None
 
     def jit(kernel: Any = None, **options: Any) -> Any:
         """Return `kernel` unchanged: it is never launched without Triton."""
         return kernel if kernel is not None else lambda kernel: kernel
+
+    constexpr_function = jit
 
 
 def strides_of(tensors: Tensors) -> Tensors:
@@ -41,6 +43,13 @@ def cdiv(x: int, y: int) -> int:
     return -(-x // y)
 
 
+@constexpr_function
 def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two >= n, for n >= 1."""
+    """Return the smallest power of two >= n, for n >= 1; also in kernels, of constants."""
     return 1 << (n - 1).bit_length()
+
+
+@jit
+def larger(a, b):
+    """Return the larger one, for scans."""
+    return tl.maximum(a, b)

@@ -14,7 +14,7 @@ from support.trees import best_paths, texts
 from torch import nn
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
-from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head import DraftLogits, lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
 
@@ -300,8 +300,8 @@ def test_reading_the_heads(read, vocab, width, scope, dtype, sharp, seed, share)
         if fill is not None:
             logits[0] = fill
         normed = torch.full((3, 2, size), NAN, dtype=dtype)
-        given = normed, logits.to(dtype), offset, head, width, scope, beta
-        logprob, token, bucket = read(*given)
+        given = DraftLogits(normed, logits.to(dtype), offset, head, width, scope, beta)
+        logprob, token, bucket = read(given)
         assert logprob.shape == token.shape == (3, 2, width)
         assert ((token >= 0) & (token <= 2 * (vocab - 1)) & (token % 2 == 0)).all()
         assert ((bucket >= 0) & (bucket < classes)).all()

@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.verification import DEPTH, verified_of
+from support.verification import DEPTH, falling_rates, verified_of
+from vllm_specblock.triton_kernels.feedback.write_survival import Later
 
 from vllm_specblock.feedback.acceptance_estimator import (
     BINS_PER_NAT,
     NUM_BINS,
-    PRIOR,
     AcceptanceEstimator,
+    write_survival,
 )
 from vllm_specblock.feedback.calibration import GREEDY, RATES, SAMPLING, DraftCalibration
 from vllm_specblock.feedback.skip_gate import DrafterGate, first_token
@@ -77,8 +78,23 @@ def scores(*rows):
     return torch.tensor(rows, dtype=torch.float32).log()
 
 
+def steps_of(table, logprob, heat=0.0):
+    """What is written for one tree, none of whose nodes is of a later block."""
+    depth, origin = torch.ones(1, logprob.shape[1] + 1).long(), torch.ones_like(logprob).byte()
+    slot, steps = torch.zeros(1, dtype=torch.int64), torch.empty_like(logprob)
+    given = slot, logprob, torch.tensor([heat]), table.seen, steps
+    write_survival(*given, Later(depth, origin, 1, 0))
+    return steps
+
+
 def survival_of(table, logprob, heat=0.0):
-    return table.steps(torch.tensor([heat]), logprob).cumprod(1)
+    return steps_of(table, logprob, heat).cumprod(1)
+
+
+def rates_of(table, kind):
+    """Survival at the middles of bins."""
+    middles = -(torch.arange(NUM_BINS) + 0.5) / BINS_PER_NAT
+    return survival_of(table, middles[None], float(kind))[0]
 
 
 def test_before_anything_is_seen_scores_are_believed():
@@ -100,7 +116,8 @@ def learn(table, logprob, reached, judged, kind=0):
 
 
 def test_nodes_are_worth_what_such_nodes_were():
-    table = AcceptanceEstimator("cpu", decay=1.0)
+    table = AcceptanceEstimator("cpu")
+    table.decay = 1.0
     logprob = torch.tensor([[-0.125, -1.125, -2.125]])  # the middles of bins
     teach(table, logprob, [0.5, 0.3, 0.02])
     found = survival_of(table, logprob)
@@ -110,40 +127,27 @@ def test_nodes_are_worth_what_such_nodes_were():
     torch.testing.assert_close(other, logprob.exp(), atol=0.01, rtol=0.0)
 
 
-def naive_falling(counts, sums):
-    """Pool adjacent violators, from left to right."""
-    pools = []
-    for n, s in zip(counts, sums):
-        pools.append([n, s, 1])
-        while len(pools) > 1 and pools[-2][1] / pools[-2][0] < pools[-1][1] / pools[-1][0]:
-            n2, s2, w2 = pools.pop()
-            pools[-1] = [pools[-1][0] + n2, pools[-1][1] + s2, pools[-1][2] + w2]
-    return [s / n for n, s, width in pools for _ in range(width)]
-
-
 @quick
 @given(st.data())
 def test_rates_are_the_nearest_that_fall(data):
     table = AcceptanceEstimator("cpu")
     numbers = st.lists(st.floats(0, 50), min_size=NUM_BINS, max_size=NUM_BINS)
     for kind in range(2):
-        table.judged[kind] = torch.tensor(data.draw(numbers))
-        table.reached[kind] = table.judged[kind] * torch.tensor(data.draw(numbers)) / 50
-    believed = (-(torch.arange(NUM_BINS) + 0.5) / BINS_PER_NAT).exp()
-    for kind, found in enumerate(table.rates()):
-        sums = table.reached[kind] + PRIOR * believed
-        wanted = naive_falling((table.judged[kind] + PRIOR).tolist(), sums.tolist())
-        torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-3, atol=1e-4)
+        table.seen.judged[kind] = torch.tensor(data.draw(numbers))
+        table.seen.reached[kind] = table.seen.judged[kind] * torch.tensor(data.draw(numbers)) / 50
+        wanted = torch.tensor(falling_rates(table.seen, kind))
+        torch.testing.assert_close(rates_of(table, kind), wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_old_steps_fade_when_something_new_is_seen_and_unverified_nodes_do_not_count():
-    table = AcceptanceEstimator("cpu", decay=0.5)
+    table = AcceptanceEstimator("cpu")
+    table.decay = 0.5
     logprob, seen = torch.tensor([[-0.1, -0.2, NEVER]]), torch.ones(1, 3).bool()
     for _ in range(2):
         learn(table, logprob, seen, torch.tensor([[True, False, True]]))
-    assert table.reached.sum() == table.judged.sum() == 1.5
+    assert table.seen.reached.sum() == table.seen.judged.sum() == 1.5
     learn(table, logprob, seen, ~seen)
-    assert table.reached.sum() == 1.5
+    assert table.seen.reached.sum() == 1.5
 
 
 @quick
@@ -151,16 +155,16 @@ def test_old_steps_fade_when_something_new_is_seen_and_unverified_nodes_do_not_c
 def test_survival_never_rises(data):
     table = AcceptanceEstimator("cpu")
     shares = st.lists(st.floats(0, 1), min_size=NUM_BINS, max_size=NUM_BINS)
-    table.judged[:] = 50 * torch.tensor(data.draw(shares))
-    table.reached[:] = table.judged * torch.tensor(data.draw(shares))
+    table.seen.judged[:] = 50 * torch.tensor(data.draw(shares))
+    table.seen.reached[:] = table.seen.judged * torch.tensor(data.draw(shares))
     row = data.draw(st.lists(st.floats(-12, 0), min_size=1, max_size=40))
     row = sorted(row, reverse=True) + [NEVER] * data.draw(st.integers(0, 3))
-    logprob, heat = torch.tensor([row]), torch.tensor([data.draw(st.sampled_from([0.0, 0.7]))])
-    steps = table.steps(heat, logprob)
+    logprob, heat = torch.tensor([row]), data.draw(st.sampled_from([0.0, 0.7]))
+    steps = steps_of(table, logprob, heat)
     assert (steps[:, 1:] <= 1).all() and ((steps >= 0) & (steps <= 1.001)).all()
     assert (steps[logprob == NEVER] == 0).all()
     # Between the rates of the bins beside it.
-    rates = table.rates()[int(heat > 0)]
+    rates = rates_of(table, heat)
     survival = steps.cumprod(1)[logprob > NEVER]
     place = (-BINS_PER_NAT * logprob[logprob > NEVER]).clamp(0, NUM_BINS - 1)
     assert (survival <= rates[(place.long() - 1).clamp(min=0)] + 1e-5).all()

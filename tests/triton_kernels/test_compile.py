@@ -173,7 +173,7 @@ def test_cache_kernels_compile(compiler, width):
     rows = commit.AcceptedRows(path[:, 0], path[:, 0], path, row.int())
     commit.move_path_triton(commit.KVCacheSet(caches), path.flatten(), rows, 24)
     table = torch.zeros(2, width, dtype=torch.int32)
-    mask_holes.mask_holes_triton(whole(9), table, row, row, 16, row, row)
+    mask_holes.mask_holes_triton(mask_holes.RowsToWrite(whole(9), table, *[row] * 4), 16)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,8 @@ def test_reading_heads_compiles(compiler, dtype, vocab, scope, width, sharp):
     head = torch.nn.Sequential(first, torch.nn.SiLU(), second)
     normed, logits = torch.empty(2, 4, 64, dtype=dtype), torch.empty(2, 4, vocab, dtype=dtype)
     offset, beta = whole(vocab), torch.ones(2) if sharp else None
-    lm_and_rank_head.lm_and_rank_head_triton(normed, logits, offset, head, 10, scope, beta)
+    given = lm_and_rank_head.DraftLogits(normed, logits, offset, head, 10, scope, beta)
+    lm_and_rank_head.lm_and_rank_head_triton(given)
     topk_tokens.topk_tokens_triton(logits, offset, width, 0.5, beta)
 
 
@@ -230,9 +231,10 @@ def test_committing_and_feedback_compile(compiler, num_nodes, known):
     for drafted in (None, one, two):
         count_step.count_step_triton(whole(30), result, drafted)
     counts, steps = torch.zeros(2, 32), torch.zeros(4, num_nodes)
-    write_survival.write_survival_triton(
-        result.req_idx, result.score, heat[:3], counts, counts, counts[0], 4.0, 4, steps
-    )
+    seen = write_survival.SeenNodes(counts, counts, counts[0], 4.0, 4)
+    later = write_survival.Later(whole(5, num_nodes + 1), result.origin, 4, 2)
+    given = result.req_idx, result.score, heat[:3], seen, steps, later
+    write_survival.write_survival_triton(*given)
     dtype = torch.float32 if num_nodes == 12 else torch.bfloat16
     slabs, states = SlabTensors.empty(2, 256, 4096, 5, dtype), torch.zeros(7, 4096, dtype=dtype)
     committed = *[rows] * 5, rows[:3], (states,) * 3, states
@@ -282,12 +284,12 @@ def test_metadata_of_blocks_compiles(compiler, size, starts, mask_words):
     step = SimpleNamespace(**of_step, row_start=first[:4].int())
     first_block_metadata.first_block_metadata_triton(step, size)
     row, known, rows = whole(2, starts), whole(5, 3), 1 + 3 * starts
+    seen = whole(rows, size, mask_words), whole(2, rows), whole(2, rows, mask_words)
     for last, reach in ((known[:2, 0], None), (row[:, 0], whole(2, 5))):
         later_block_metadata.later_block_metadata_triton(
             expand.NextStarts(row, row, row, row, row.bool()),
             later_block_metadata.CommittedRows(known[:, 1], known[:, 1], last, whole(2, 9).int()),
-            whole(rows, size, mask_words),
-            later_block_metadata.RowPointers(whole(2, rows), whole(2, rows, mask_words), reach),
+            later_block_metadata.DraftedRows(*seen, reach),
             3,
             16,
             4096,
@@ -302,8 +304,8 @@ def test_rope_and_norms_compile(compiler, dtype, size):
     query, key = both[..., :32, :], both[..., 32:40, :]
     keep, norm = whole(3, 3)[:, 0], torch.nn.RMSNorm(size, 1e-6, dtype=dtype)
     angles = rope.Rope(keep, torch.empty(size), None)
-    rope.rotate_pair_triton(query, key, angles)
-    rope.rotate_pair_triton(query[:2], key, angles, keep[:2], [norm, norm])
+    rope.rotate_pair(query, key, angles)
+    rope.rotate_pair(query[:2], key, angles, keep[:2], [norm, norm])
     # Quick sines are far off at far positions.
     assert not any("sin.approx" in each.asm["ptx"] for each in rotating.compiled)
     row, query = torch.empty(3, 1, 4096, dtype=dtype), torch.empty(1, 4, 4096, dtype=dtype)
@@ -340,9 +342,8 @@ def test_trees_compile(compiler, num_nodes):
     rows = accept_path.DrawnRows(row.int(), row, start, column)
     accept_path.accept_path_triton(rows, store_tree.KeptTrees(*trees))
     starts, confidence = row[:9].int(), torch.zeros(5, num_nodes)
-    reallocate_drafts.reallocate_drafts_triton(
-        confidence, row[:3], whole(2, 3).int(), 1, 1, starts, starts
-    )
+    drafts = reallocate_drafts.DraftStarts(confidence, whole(2, 3).int(), starts, starts)
+    reallocate_drafts.reallocate_drafts_triton(drafts, row[:3], 1)
 
 
 def test_device_clock_compiles(compiler):
@@ -360,5 +361,5 @@ def test_following_compiles(compiler, width, branches, depth):
     table, known = torch.zeros(1, width, dtype=torch.int32), whole(1, 3)
     earlier = torch.zeros(16_384, dtype=torch.int32)
     texts = occurrences.Texts(table, known[:, 0], known[0], known[:, 1], earlier)
-    how = continuations.Following(1, 8, branches, depth, 60, 0.32, 1.2, 4096, 1024)
+    how = occurrences.Following(1, 8, branches, depth, 60, 0.32, 1.2, 4096, 1024)
     continuations.follow_triton(texts, how)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..optional_triton import jit, next_power_of_2, tl
+from ..optional_triton import constexpr_function, jit, next_power_of_2, tl
 from ..tree.candidate_keys import (
     CLOSED,
     DEPTH_ONE,
@@ -22,7 +22,7 @@ from ..tree.candidate_keys import (
     PATH_FACTOR,
     ROOT_HASH,
 )
-from ..tree.select_tree import TreeTensors, by_text, select_constants, select_part, warps_for
+from ..tree.select_tree import SelectConstants, TreeTensors, by_text, select_part, warps_for
 
 _DEPTH_BITS = MAX_DEPTH * DEPTH_ONE  # of a key
 
@@ -120,16 +120,8 @@ class Growing:
         rows, count = shape.rows(block) - done, shape.count(block)
         # Block 1 reads no starts.
         node, valid = (self.branching,) * 2 if starts is None else (starts.node, starts.valid)
-        drafts = BlockDrafts(
-            logprob.contiguous(),
-            token.contiguous(),
-            None if bucket is None else bucket.contiguous(),
-            self.branching,
-            node.contiguous(),
-            valid.contiguous(),
-        )
-        # tl.topk needs two values at least in Triton 3.6.
-        slots = max(2, next_power_of_2(shape.num_starts))
+        given = logprob, token, bucket, self.branching, node, valid
+        drafts = BlockDrafts._make(None if x is None else x.contiguous() for x in given)
         constants = BlockConstants(
             ROOT=starts is None,
             BLOCKS=shape.num_blocks,
@@ -138,7 +130,6 @@ class Growing:
             K=shape.block_size,
             B=shape.width,
             S=shape.num_starts,
-            CELLS=max(slots, next_power_of_2(rows * shape.block_size * shape.width)),
             STARTED=0 if last or shape.by_level else (block - 1) * shape.num_starts,
             REOPENS=not last and not shape.by_level,
         )
@@ -146,34 +137,30 @@ class Growing:
         grid = (self.num_requests,)
         if last:
             tree = TreeTensors.empty(self.num_requests, shape.budget, self.fields[5])
-            if self.num_requests:
-                _attach_and_select_kernel[grid](
-                    drafts,
-                    *kept,
-                    tree,
-                    *numbers,
-                    constants,
-                    JOINS=not shape.by_level,
-                    SELECT=select_constants(count, shape.budget, shape.max_depth),
-                    num_warps=warps_for(count),
-                )
+            _attach_and_select_kernel[grid](
+                drafts,
+                *kept,
+                tree,
+                *numbers,
+                constants,
+                JOINS=not shape.by_level,
+                SELECT=SelectConstants(count, shape.budget, shape.max_depth),
+                num_warps=warps_for(count),
+            )
             return tree
         size, dtypes = (self.num_requests, shape.num_starts), (*[torch.int64] * 4, torch.bool)
         next_starts = NextStarts._make([torch.empty(size, dtype=x, device=device) for x in dtypes])
-        if self.num_requests:
-            # The levels after the first are one program, whichever their number.
-            looks_at = constants.CELLS if shape.by_level else count
-            _attach_and_start_kernel[grid](
-                drafts,
-                *kept,
-                next_starts,
-                *numbers,
-                constants,
-                COUNT=0 if shape.by_level else count,
-                PLACES=max(next_power_of_2(looks_at), slots),
-                STARTS=slots,
-                num_warps=1 if shape.by_level and looks_at <= 128 else warps_for(looks_at),
-            )
+        # The levels after the first are one program, whichever their number.
+        looks_at = cells_of(constants) if shape.by_level else count
+        _attach_and_start_kernel[grid](
+            drafts,
+            *kept,
+            next_starts,
+            *numbers,
+            constants,
+            COUNT=0 if shape.by_level else count,
+            num_warps=1 if shape.by_level and looks_at <= 128 else warps_for(looks_at),
+        )
         return next_starts
 
 
@@ -198,9 +185,14 @@ class BlockConstants(NamedTuple):
     K: int
     B: int
     S: int
-    CELLS: int  # >= ROWS · K · B
     STARTED: int  # texts that blocks have started from, and that start no other one
     REOPENS: bool  # later blocks may start from any block's nodes
+
+
+@constexpr_function
+def cells_of(constants: BlockConstants) -> int:
+    """Return the size of a block's tensors: ROWS · K · B and S, as tl.topk takes them."""
+    return next_power_of_2(max(2, constants.S, constants.ROWS * constants.K * constants.B))
 
 
 class NextStarts(NamedTuple):
@@ -241,7 +233,8 @@ def _attach_block(
         token_ptr + 2 * size,
         token_ptr + 3 * size,
     )
-    cell = tl.arange(0, GROW.CELLS)
+    CELLS: tl.constexpr = cells_of(GROW)
+    cell = tl.arange(0, CELLS)
     inside = cell < GROW.ROWS * GROW.K * GROW.B
     row, position, branch = cell // (GROW.K * GROW.B), cell // GROW.B % GROW.K, cell % GROW.B
     if GROW.ROOT:
@@ -250,10 +243,10 @@ def _attach_block(
         tl.store(key_ptr, 0)
         tl.store(parent_ptr, 0)
         tl.store(score_ptr, 0.0)
-        node = tl.full([GROW.CELLS], 0, tl.int64)
-        total = tl.full([GROW.CELLS], 0.0, tl.float32)
-        text = tl.full([GROW.CELLS], ROOT_TEXT, tl.int64)
-        above = tl.full([GROW.CELLS], 0, tl.int64)
+        node = tl.full([CELLS], 0, tl.int64)
+        total = tl.full([CELLS], 0.0, tl.float32)
+        text = tl.full([CELLS], ROOT_TEXT, tl.int64)
+        above = tl.full([CELLS], 0, tl.int64)
     else:
         start = request * GROW.ROWS + row
         node = tl.load(drafts.start_node + start, mask=inside, other=0)
@@ -315,12 +308,12 @@ def _attach_and_start_kernel(
     done,  # drafted rows of earlier blocks
     GROW: tl.constexpr,  # BlockConstants
     COUNT: tl.constexpr,  # candidates so far; not read unless some texts have started blocks
-    PLACES: tl.constexpr,  # >= COUNT
-    STARTS: tl.constexpr,  # >= S
     CLOSED: tl.constexpr = CLOSED,
     INDEX: tl.constexpr = INDEX_BITS,
 ):
     """Attach a block, and choose the S best nodes as starts, each text once."""
+    STARTS: tl.constexpr = next_power_of_2(max(2, GROW.S))
+    PLACES: tl.constexpr = next_power_of_2(max(STARTS, COUNT))
     request = tl.program_id(0).to(tl.int64)
     token = fields_ptr + request * GROW.C
     score_ptr += request * GROW.C

@@ -40,7 +40,7 @@ def first_block_metadata_triton(rows: Any, block_size: int) -> FirstBlockMetadat
     given = rows.position, rows.index, rows.kv_slot, rows.row_start, rows.last
     most = max(num_rows * K, requests * K, requests + 1)
     _first_block_metadata_kernel[(cdiv(most, _CELLS),)](
-        *(x.contiguous() for x in given), made, num_rows, requests, K=K, num_warps=4
+        *(x.contiguous() for x in given), made, num_rows, requests, K=K
     )
     return made
 

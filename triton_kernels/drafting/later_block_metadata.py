@@ -28,15 +28,15 @@ class LaterBlockMetadata(NamedTuple):
 def later_block_metadata_triton(
     starts: NextStarts,
     committed: CommittedRows,
-    own: torch.Tensor,
-    kept: RowPointers,
+    drafted: DraftedRows,
     block: int,
     token_block: int,
     max_position: int,
     by_level: bool = False,
 ) -> LaterBlockMetadata:
     """Launch the kernel; arguments as `later_block_metadata` has them."""
-    (requests, count), (rows, block_size, num_words) = starts.row.shape, own.shape
+    own, (requests, count) = drafted.own, starts.row.shape
+    rows, block_size, num_words = own.shape
     cells = requests * count * block_size
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -53,13 +53,11 @@ def later_block_metadata_triton(
         source=empty(requests * count, dtype=torch.int64),
         base=empty(requests * count, dtype=torch.int64),
     )
-    places = next_power_of_2(count * block_size)
     _later_block_metadata_kernel[(requests + 1,)](
         NextStarts._make(x.contiguous() for x in starts),
         committed,
         strides_of(committed),
-        own,
-        kept,
+        drafted,
         metadata,
         requests,
         committed.block_table.shape[1],
@@ -71,8 +69,7 @@ def later_block_metadata_triton(
         W=num_words,
         TOKENS=token_block,
         BY_LEVEL=by_level,
-        PLACES=places,
-        num_warps=1 if places <= 64 else 4,
+        num_warps=1 if count * block_size <= 64 else 4,
     )
     return metadata
 
@@ -81,39 +78,37 @@ def later_block_metadata_triton(
 def later_block_metadata(
     starts: NextStarts,
     committed: CommittedRows,
-    own: torch.Tensor,
-    kept: RowPointers,
+    drafted: DraftedRows,
     block: int,
     token_block: int,
     max_position: int,
     by_level: bool = False,
 ) -> LaterBlockMetadata:
-    """Return the metadata of block `block` ≥ 2, and fill in its rows of `kept`.
+    """Return the metadata of block `block` ≥ 2, and fill in its rows of `drafted`.
 
     Args:
         starts: of the block.
         committed: of the step.
-        own: [rows, K, W] int64 contiguous, the bits up to each position of a row.
-        kept: row 0's is not read.
         token_block: tokens in one block of the table.
         max_position: positions at or beyond it have no slot.
         by_level: `source` counts the rows of the last block only, and a row's base is one less: a
             level's rows stand where EAGLE-3's do.
     """
     row, position = starts.row, starts.position
-    (requests, S), (_, K, width) = row.shape, own.shape
+    own, (requests, S) = drafted.own, row.shape
+    _, K, width = own.shape
     first_row, device = 1 + (block - 2) * S, row.device
     here, k = slice(first_row, first_row + S), torch.arange(K, device=device)
     newest, rope = committed.place[committed.last], committed.position[committed.last]  # [R]
-    drafted = row > 0
-    before = torch.where(drafted, kept.prefix.gather(1, row), newest[:, None] * K + position + 1)
-    path = kept.bits.gather(1, row[..., None].expand(-1, -1, width))
-    path = path.masked_fill(~drafted[..., None], 0) | own[row, position]  # [R, S, W]
-    kept.prefix[:, here], kept.bits[:, here] = before, path
+    later = row > 0  # goes on from a row of this struct
+    before = torch.where(later, drafted.prefix.gather(1, row), newest[:, None] * K + position + 1)
+    path = drafted.bits.gather(1, row[..., None].expand(-1, -1, width))
+    path = path.masked_fill(~later[..., None], 0) | own[row, position]  # [R, S, W]
+    drafted.prefix[:, here], drafted.bits[:, here] = before, path
     base = (rope[:, None] + (not by_level)).expand_as(row)
-    if kept.reach is not None:
-        reach = kept.reach.gather(1, row).masked_fill(~drafted, 0) + position + 1
-        kept.reach[:, here], base = reach, base + reach
+    if drafted.reach is not None:
+        reach = drafted.reach.gather(1, row).masked_fill(~later, 0) + position + 1
+        drafted.reach[:, here], base = reach, base + reach
 
     limit = max_position - (rope - newest)  # [R]
     at = newest[:, None] + first_row + torch.arange(S, device=device)  # [R, S] places to borrow
@@ -147,9 +142,10 @@ class CommittedRows(NamedTuple):
     block_table: torch.Tensor  # [R, max blocks] int32
 
 
-class RowPointers(NamedTuple):
-    """What is kept of drafted rows; contiguous."""
+class DraftedRows(NamedTuple):
+    """What rows see of earlier ones; contiguous. Of row 0, the drafting row, only `own` is read."""
 
+    own: torch.Tensor  # [ROWS, K, W] int64, the bits up to each position of a row
     prefix: torch.Tensor  # [R, ROWS] int64, entries that a row sees as prefix
     bits: torch.Tensor  # [R, ROWS, W] int64, what it sees behind them
     # [R, ROWS] int64, tokens drafted before it; None: RoPE does not count them.
@@ -161,8 +157,7 @@ def _later_block_metadata_kernel(
     starts,  # NextStarts, contiguous
     committed,  # CommittedRows
     strides,  # CommittedRows, their strides
-    own_ptr,  # [ROWS, K, W] int64
-    kept,  # RowPointers
+    kept,  # DraftedRows
     out,  # LaterBlockMetadata
     num_requests,  # R
     table_width,
@@ -174,7 +169,6 @@ def _later_block_metadata_kernel(
     W: tl.constexpr,
     TOKENS: tl.constexpr,  # in one block of the table
     BY_LEVEL: tl.constexpr,
-    PLACES: tl.constexpr,  # >= S · K
 ):
     """Handle the S·K positions of one request; one more program ends `query_start`."""
     request = tl.program_id(0)
@@ -190,7 +184,7 @@ def _later_block_metadata_kernel(
     limit = tl.minimum(ends + (first_row - 1 + S) * K, longest * K)
     tl.store(out.seq_len + request, limit.to(tl.int32))
 
-    place = tl.arange(0, PLACES)
+    place = tl.arange(0, next_power_of_2(S * K))
     inside = place < S * K
     start, k = place // K, place % K
     once = inside & (k == 0)  # what is one of a row, of the row's first position
@@ -215,9 +209,9 @@ def _later_block_metadata_kernel(
     tl.store(out.base + of_start, ahead, mask=once)
     for w in range(W):
         path = tl.load(kept.bits + (request * ROWS + from_row) * W + w, mask=drafted, other=0)
-        path |= tl.load(own_ptr + (from_row * K + from_k) * W + w, mask=inside, other=0)
+        path |= tl.load(kept.own + (from_row * K + from_k) * W + w, mask=inside, other=0)
         tl.store(kept.bits + (request * ROWS + first_row + start) * W + w, path, mask=once)
-        mine = tl.load(own_ptr + ((first_row + start) * K + k) * W + w, mask=inside, other=0)
+        mine = tl.load(kept.own + ((first_row + start) * K + k) * W + w, mask=inside, other=0)
         tl.store(out.mask_words + cell * W + w, path | mine, mask=inside)
 
     at = newest + first_row + start  # the place to borrow

@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..optional_triton import jit, next_power_of_2, strides_of, tl
-from ..verify.verification_result import VerificationResult
-
-_TILE = 2048  # nodes of several requests that the program looks at together
+from ..optional_triton import jit, strides_of, tl
+from ..verify.verification_result import VerificationResult, authors_of, requests_at_once
 
 
 class LearnRates(NamedTuple):
@@ -44,8 +42,7 @@ def update_calibration_triton(
         own, own_trees: [S] fp32, likewise; empty: requests share one calibration.
         drafter: 0 or 1, the bit of `result.origin`.
     """
-    num_nodes, path_len = result.score.shape[1], result.path.shape[1]
-    nodes, beta = next_power_of_2(num_nodes), log.new_empty(len(result.req_idx))
+    beta = log.new_empty(len(result.req_idx))
     _learn_kernel[(1,)](
         log,
         trees,
@@ -57,12 +54,8 @@ def update_calibration_triton(
         rates,
         len(result.req_idx),
         BIT=1 << drafter,
-        NUM_NODES=num_nodes,
-        NODES=nodes,
-        PATH_LEN=path_len,
-        PLACES=next_power_of_2(path_len),
-        BLOCK=max(1, _TILE // nodes),
-        num_warps=4,
+        NUM_NODES=result.score.shape[1],
+        PLACES=result.path.shape[1],
     )
     return beta
 
@@ -80,37 +73,21 @@ def _learn_kernel(
     num_requests,  # R
     BIT: tl.constexpr,
     NUM_NODES: tl.constexpr,
-    NODES: tl.constexpr,
-    PATH_LEN: tl.constexpr,
     PLACES: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    node, place = tl.arange(0, NODES)[None, :], tl.arange(0, PLACES)[None, :]
+    BLOCK: tl.constexpr = requests_at_once(NUM_NODES)
     greedy, sampling = tl.exp(tl.load(log_ptr)), tl.exp(tl.load(log_ptr + 1))
     kind = tl.arange(0, 2)  # of requests: greedy, and sampling
     pull, learned = tl.zeros([2], tl.float32), tl.zeros([2], tl.float32)
     for first in range(0, num_requests, BLOCK):
         request = first + tl.arange(0, BLOCK)
-        there = request < num_requests
-        at = tl.load(result.req_idx + request * strides.req_idx, mask=there, other=0).to(tl.int64)
-        run = tl.load(result.num_run + request * strides.num_run, mask=there, other=0)
-        run = run.to(tl.int32)[:, None]
-        # Verified nodes are nodes of the tree: at most N are scheduled.
-        wanted = node < tl.minimum(run, NUM_NODES)
-        tree = at[:, None] * NUM_NODES
-        by = tl.load(result.origin + tree + node, mask=wanted, other=0)
+        at, by, on_path = authors_of(result, strides, request, num_requests, NUM_NODES, PLACES)
         mine = (by.to(tl.int32) & BIT) > 0
-        logprob = tl.load(result.score + tree + node, mask=mine, other=float("-inf"))
-        expected = tl.sum(tl.exp(logprob), 1)
+        node = tl.arange(0, by.shape[1])[None, :]
+        score = result.score + (at * NUM_NODES)[:, None] + node
+        expected = tl.sum(tl.exp(tl.load(score, mask=mine, other=float("-inf"))), 1)
         counts = tl.max(mine.to(tl.int32), 1) > 0
-
-        end = tl.load(result.accepted + request * strides.accepted, mask=there, other=0)
-        end = end.to(tl.int32)[:, None]
-        on_path = (place > 0) & (place <= end) & (place < PATH_LEN)
-        step = tl.load(result.path + request[:, None] * strides.path + place, mask=on_path, other=0)
-        on_path = on_path & (step > 0) & (step <= run)
-        by = tl.load(result.origin + tree + step - 1, mask=on_path, other=0)
-        kept = tl.sum(((by.to(tl.int32) & BIT) > 0).to(tl.float32), 1)
+        kept = tl.sum(((on_path.to(tl.int32) & BIT) > 0).to(tl.float32), 1)
 
         error = tl.where(counts, (kept - expected) / (1 + expected), 0.0)
         if own_ptr is not None:
@@ -122,7 +99,7 @@ def _learn_kernel(
             tl.debug_barrier()  # every warp reads these, one writes them
             tl.store(own_trees_ptr + at, count, mask=counts)
             tl.store(own_ptr + at, moved, mask=counts)
-        is_greedy = greedy * tl.load(result.temperatures + at, mask=there, other=0.0) <= sampling
+        is_greedy = greedy * tl.load(result.temperatures + at, mask=counts, other=0.0) <= sampling
         decides = counts[:, None] & (is_greedy[:, None] == (kind == 0)[None, :])
         pull += tl.sum(tl.where(decides, error[:, None], 0.0), 0)
         learned += tl.sum(decides.to(tl.float32), 0)

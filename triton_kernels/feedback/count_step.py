@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..optional_triton import cdiv, jit, next_power_of_2, strides_of, tl
-from ..verify.verification_result import VerificationResult
-
-_TILE = 2048  # nodes of several requests that a program looks at
+from ..optional_triton import cdiv, jit, strides_of, tl
+from ..verify.verification_result import VerificationResult, authors_of, requests_at_once
 
 
 class Drafted(NamedTuple):
@@ -32,24 +30,17 @@ def count_step_triton(
     total: torch.Tensor, result: VerificationResult, drafted: Drafted | None = None
 ) -> None:
     """Launch the kernel; see `DrafterCounters.count`."""
-    count, nodes, places = len(result.req_idx), result.origin.shape[1], result.path.shape[1]
-    block = max(1, _TILE // next_power_of_2(nodes))
-    if count:
-        _count_step_kernel[(cdiv(count, block),)](
-            total,
-            result,
-            strides_of(result),
-            drafted,
-            None if drafted is None else strides_of(drafted),
-            count,
-            DRAFTED=drafted is not None,  # Triton before 3.7 cannot ask a tuple with a None in it
-            NUM_NODES=nodes,
-            NODES=next_power_of_2(nodes),
-            PATH_LEN=places,
-            PLACES=next_power_of_2(places),
-            BLOCK=block,
-            num_warps=4,
-        )
+    count, nodes = len(result.req_idx), result.origin.shape[1]
+    _count_step_kernel[(cdiv(count, requests_at_once(nodes)),)](
+        total,
+        result,
+        strides_of(result),
+        drafted,
+        None if drafted is None else strides_of(drafted),
+        count,
+        NUM_NODES=nodes,
+        PLACES=result.path.shape[1],
+    )
 
 
 @jit(do_not_specialize=["num_requests"])
@@ -60,32 +51,21 @@ def _count_step_kernel(
     drafted,  # Drafted; or None
     by_request,  # Drafted, their strides; or None
     num_requests,  # R
-    DRAFTED: tl.constexpr,
     NUM_NODES: tl.constexpr,
-    NODES: tl.constexpr,
-    PATH_LEN: tl.constexpr,
     PLACES: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
+    BLOCK: tl.constexpr = requests_at_once(NUM_NODES)
     request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = request < num_requests
-    at = tl.load(result.req_idx + request * strides.req_idx, mask=there, other=0).to(tl.int64)
-    run = tl.load(result.num_run + request * strides.num_run, mask=there, other=0)
-    run = tl.minimum(run, NUM_NODES)[:, None]
-    tree = result.origin + (at * NUM_NODES)[:, None]
-    node, place = tl.arange(0, NODES)[None, :], tl.arange(0, PLACES)[None, :]
-    by = tl.load(tree + node, mask=node < run, other=0)
-    # The root, 0, also fills the path beyond its end.
-    path = result.path + (request * strides.path)[:, None] + place
-    step = tl.load(path, mask=there[:, None] & (place < PATH_LEN), other=0)
-    kept = tl.load(tree + step - 1, mask=(step > 0) & (step <= run), other=0)
+    _, by, kept = authors_of(result, strides, request, num_requests, NUM_NODES, PLACES)
+    first = tl.arange(0, by.shape[1])[None, :] == 0
     for kind in tl.static_range(3):
         mine = by == kind + 1
         _add(total_ptr + 3 * kind, mine)
         _add(total_ptr + 3 * kind + 1, kept == kind + 1)
-        _add(total_ptr + 3 * kind + 2, mine & (node == 0))
-    if DRAFTED:
+        _add(total_ptr + 3 * kind + 2, mine & first)
+    if drafted is not None:
         total_ptr += 9
+        there = request < num_requests
         live = tl.load(drafted.live + request * by_request.live, mask=there, other=0)
         there = there & (live != 0)
         TWO: tl.constexpr = 0 if drafted.other_size is None else 1

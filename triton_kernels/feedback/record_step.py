@@ -86,18 +86,16 @@ def record_step_triton(slabs: SlabTensors, step: StepToRecord) -> None:
     low, mid, high, last = (x if x.stride(1) == 1 else x.contiguous() for x in of_step)
     step = step._replace(states=(low, mid, high), last=last)
     rows, count, hidden = len(step.request), len(result.req_idx), slabs.last.shape[2]
-    if rows + count:
-        _record_step_kernel[(rows + count, cdiv(hidden, _COLUMNS))](
-            slabs,
-            step,
-            tuple(x.stride(0) for x in (low, mid, high, last)),
-            strides_of(result),
-            rows,
-            WIDTH=slabs.token.shape[1],
-            HIDDEN=hidden,
-            NUM_NODES=step.parent.shape[1],
-            NODES=next_power_of_2(step.parent.shape[1]),
-        )
+    _record_step_kernel[(rows + count, cdiv(hidden, _COLUMNS))](
+        slabs,
+        step,
+        tuple(x.stride(0) for x in (low, mid, high, last)),
+        strides_of(result),
+        rows,
+        WIDTH=slabs.token.shape[1],
+        HIDDEN=hidden,
+        NUM_NODES=step.parent.shape[1],
+    )
 
 
 @op(record_step_triton)
@@ -141,7 +139,6 @@ def _record_step_kernel(
     WIDTH: tl.constexpr,
     HIDDEN: tl.constexpr,
     NUM_NODES: tl.constexpr,
-    NODES: tl.constexpr,
     BLOCK: tl.constexpr = _COLUMNS,
 ):
     """Copy BLOCK columns of one row, or add the sums of one request."""
@@ -177,7 +174,7 @@ def _record_step_kernel(
             if (run > 0) & (tl.load(result.origin + owner * NUM_NODES) > 0):
                 depth = tl.load(result.accepted + of * strides.accepted)
                 stopped = tl.load(result.path + of * strides.path + depth)
-                node = tl.arange(0, NODES)
+                node = tl.arange(0, next_power_of_2(NUM_NODES))
                 seen = (node < NUM_NODES) & (node < run)
                 above = tl.load(step.parent + owner * NUM_NODES + node, mask=seen, other=-1)
                 wrong = tl.max((above == stopped).to(tl.int32), 0)

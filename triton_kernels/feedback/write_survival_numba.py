@@ -1,7 +1,4 @@
-"""Survival probabilities of new trees' nodes, for CPUs; see `write_survival.py`.
-
-At one request it takes 6 µs, where forty torch calls on tables of 32 entries take 90 µs.
-"""
+"""Survival probabilities of new trees' nodes, for CPUs; see `write_survival.py`."""
 
 from __future__ import annotations
 
@@ -9,25 +6,20 @@ import numpy as np
 import torch
 
 from ..optional_numba import njit
+from .write_survival import Later, SeenNodes
 
 
-def node_steps_numba(
+def write_survival_numba(
+    req_idx: torch.Tensor,
+    score: torch.Tensor,
     temperature: torch.Tensor,
-    judged: torch.Tensor,
-    reached: torch.Tensor,
-    believed: torch.Tensor,
-    prior: float,
-    bins_per_nat: int,
-    logprob: torch.Tensor,
+    seen: SeenNodes,
     steps: torch.Tensor,
+    later: Later,
 ) -> None:
-    """Write `steps`; arguments as in `write_survival_triton`.
-
-    Args:
-        logprob: [R, N] fp32, cumulative draft log-scores in nats, −inf where there is no node.
-    """
-    seen = (x.numpy() for x in (temperature, judged, reached, believed))
-    _steps(*seen, prior, bins_per_nat, logprob.numpy(), steps.numpy())
+    """Write `steps`; arguments as in `write_survival_triton`."""
+    given = (x.numpy() for x in (req_idx.long(), score, temperature, steps, *seen[:3], *later[:2]))
+    _steps(*given, *seen[3:], *later[2:])
 
 
 @njit
@@ -55,37 +47,46 @@ def _fit(judged, reached, believed, prior, rates):
 
 @njit
 def _steps(
+    req_idx,  # [R] int64
+    score,  # [S, N] fp32
     temperature,  # [R] fp32
+    steps,  # [≥ R, N] fp32; the first R rows are written
     judged,  # [2, bins] fp32
     reached,  # [2, bins] fp32
     believed,  # [bins] fp32
+    depth,  # [S, N+1] int64
+    origin,  # [S, N] uint8
     prior,
     bins_per_nat,
-    logprob,  # [R, N] fp32
-    steps,  # [≥ R, N] fp32; the first R rows are written
+    first,  # depth of the first block
+    others,  # bits of drafters without blocks
 ):
-    num_bins = len(believed)
+    num_bins, bits = len(believed), steps.view(np.int32)
     rates = np.empty((2, num_bins))
     fitted = np.zeros(2, np.bool_)
-    for request in range(len(temperature)):
-        kind = 1 if temperature[request] > 0 else 0
+    for request in range(len(req_idx)):
+        at, kind = req_idx[request], 1 if temperature[request] > 0 else 0
         if not fitted[kind]:
             _fit(judged[kind], reached[kind], believed, prior, rates[kind])
             fitted[kind] = True
         lowest, before = 2.0, 1.0
-        for node in range(logprob.shape[1]):
-            score = logprob[request, node]
+        for node in range(score.shape[1]):
+            logprob = score[at, node]
             survival = 0.0
-            if not np.isnan(score):
+            if not np.isnan(logprob):
                 # Between bin centres.
-                place = min(max(-bins_per_nat * score, 0.0), num_bins - 1e-3) - 0.5
+                place = min(max(-bins_per_nat * logprob, 0.0), num_bins - 1e-3) - 0.5
                 place = min(max(place, 0.0), num_bins - 1.0)
                 below = int(place)
                 above = min(below + 1, num_bins - 1)
                 share = place - below
                 likely = (1 - share) * rates[kind, below] + share * rates[kind, above]
                 lowest = min(lowest, likely)
-                if np.isfinite(score):
+                if np.isfinite(logprob):
                     survival = lowest
             steps[request, node] = survival / before if before > 0 else 0.0
             before = survival
+            bits[request, node] &= -2
+            deep = depth[at, node + 1] > first and origin[at, node] & others == 0
+            if deep and bits[request, node] > 0:
+                bits[request, node] -= 1

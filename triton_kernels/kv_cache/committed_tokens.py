@@ -55,16 +55,9 @@ def committed_tokens_triton(step: StepRows, num_rows: int) -> CommittedRows:
     sizes = [rows] * 5 + [count]
     numbers = [torch.empty(size, dtype=torch.int64, device=device) for size in sizes]
     out = CommittedRows._make([*numbers, step.temperature.new_empty(count)])
-    if rows:
-        _committed_tokens_kernel[(cdiv(rows, _ROWS),)](
-            step,
-            strides_of(step),
-            out,
-            step.text.shape[1],
-            rows,
-            count,
-            num_rows - 1,
-        )
+    _committed_tokens_kernel[(cdiv(rows, _ROWS),)](
+        step, strides_of(step), out, step.text.shape[1], rows, count, num_rows - 1
+    )
     return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..op import op
@@ -10,62 +12,45 @@ from ..optional_triton import jit, next_power_of_2, tl
 COLUMNS = 1024  # of a table, at a time
 
 
-def mask_holes_triton(
-    missing: torch.Tensor,
-    table: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-    block_size: int,
-    hidden: torch.Tensor,
-    start: torch.Tensor,
-) -> torch.Tensor:
-    """Launch the kernel, one program per request; arguments as in `mask_holes`."""
-    requests, width = table.shape
-    blind = torch.empty(requests, dtype=torch.bool, device=table.device)
-    if requests:
-        _mask_holes_kernel[(requests,)](
-            missing,
-            table,
-            table.stride(0),
-            first,
-            last,
-            hidden,
-            start,
-            blind,
-            width,
-            BLOCK_SIZE=block_size,
-            COLUMNS=min(next_power_of_2(width), COLUMNS),
-            num_warps=4,
-        )
+class RowsToWrite(NamedTuple):
+    """The next rows that drafters of R requests write, and their block tables."""
+
+    # [blocks + 1] int64, the first missing row of each block, `block_size` where it is complete;
+    # changed in place.
+    missing: torch.Tensor
+    # [R, columns] int32, changed in place; zeros take the place of removed blocks.
+    table: torch.Tensor
+    first: torch.Tensor  # [R] int64, positions of the first row, and of the last one
+    last: torch.Tensor
+    hidden: torch.Tensor  # [R] int64, written: tokens in removed blocks
+    start: torch.Tensor  # [R] int64, written: the first position to store, 0 for all
+
+
+def mask_holes_triton(rows: RowsToWrite, block_size: int) -> torch.Tensor:
+    """Launch the kernel, one program per request; see `mask_holes`."""
+    requests, width = rows.table.shape
+    blind = torch.empty(requests, dtype=torch.bool, device=rows.table.device)
+    _mask_holes_kernel[(requests,)](
+        rows,
+        rows.table.stride(0),
+        blind,
+        width,
+        BLOCK_SIZE=block_size,
+        COLUMNS=min(next_power_of_2(width), COLUMNS),
+    )
     return blind
 
 
 @op(mask_holes_triton)
-def mask_holes(
-    missing: torch.Tensor,
-    table: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-    block_size: int,
-    hidden: torch.Tensor,
-    start: torch.Tensor,
-) -> torch.Tensor:
+def mask_holes(rows: RowsToWrite, block_size: int) -> torch.Tensor:
     """Remove incomplete blocks from the tables of requests whose next rows will be written.
 
     A block that a request writes from its first missing row on becomes complete. A block with
     missing rows before the request's stays in the table, and is not written.
 
-    Args:
-        missing: [blocks + 1] int64, the first missing row of each block, `block_size` where it is
-            complete; changed in place.
-        table: [R, columns] int32, changed in place; zeros take the place of removed blocks.
-        first, last: [R] int64, positions of the first and the last row to write.
-        hidden, start: [R] int64, written: tokens in removed blocks, and the first position to
-            store, 0 for all.
-
-    Returns:
-        [R] bool, requests whose rows all lie in an incomplete block.
+    Returns [R] bool, requests whose rows all lie in an incomplete block.
     """
+    missing, table, first, last, hidden, start = rows
     index, column = table.long(), torch.arange(table.shape[1], device=table.device)
     gap = missing[index]
     current, end = (first // block_size)[:, None], (last // block_size)[:, None]
@@ -86,25 +71,20 @@ def mask_holes(
     return blind
 
 
-@jit(do_not_specialize=["hidden", "start", "width"])
+@jit(do_not_specialize=["width"])
 def _mask_holes_kernel(
-    missing,  # [blocks + 1] int64
-    table,  # [R, width] int32
+    rows,  # RowsToWrite
     table_stride,
-    first,  # [R] int64
-    last,  # [R] int64
-    hidden,  # [R] int64
-    start,  # [R] int64
-    blind,  # [R] bool
+    blind_ptr,  # [R] bool
     width,
     BLOCK_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Handle one request, COLUMNS columns of its table at a time."""
     request = tl.program_id(0).to(tl.int64)
-    table += request * table_stride
-    begin = tl.load(first + request)
-    current, end = begin // BLOCK_SIZE, tl.load(last + request) // BLOCK_SIZE
+    table, missing = rows.table + request * table_stride, rows.missing
+    begin = tl.load(rows.first + request)
+    current, end = begin // BLOCK_SIZE, tl.load(rows.last + request) // BLOCK_SIZE
     first_block = tl.load(table + current, mask=current < width, other=0)
     first_gap = tl.load(missing + first_block, mask=current < width, other=BLOCK_SIZE)
     begun = first_gap < begin % BLOCK_SIZE
@@ -128,6 +108,6 @@ def _mask_holes_kernel(
     for at in range(0, width, COLUMNS):
         column = at + tl.arange(0, COLUMNS)
         tl.store(table + column, 0, mask=(column >= kept) & (column < width))
-    tl.store(hidden + request, (width - kept).to(tl.int64) * BLOCK_SIZE)
-    tl.store(start + request, tl.where(begun, (current + 1) * BLOCK_SIZE, 0))
-    tl.store(blind + request, without)
+    tl.store(rows.hidden + request, (width - kept).to(tl.int64) * BLOCK_SIZE)
+    tl.store(rows.start + request, tl.where(begun, (current + 1) * BLOCK_SIZE, 0))
+    tl.store(blind_ptr + request, without)

@@ -26,8 +26,6 @@ class MergeConstants(NamedTuple):
     """Compile-time constants of `merge_chunks`."""
 
     CHUNKS: int
-    CHUNK_PLACES: int  # >= CHUNKS
-    MERGED: int  # >= CHUNKS · TOP
     TOP: int  # best of a chunk
 
 
@@ -58,24 +56,17 @@ def best_of_chunks(
     best = torch.empty(rows, chunks, top, dtype=torch.int64, device=logits.device)
     sums = torch.empty(rows, 4, chunks, dtype=torch.float32, device=logits.device)
     found = Chunks(best, sums, beta, 1 if beta is None or not rows else rows // len(beta))
-    if rows:
-        _best_of_chunk_kernel[(rows, chunks)](
-            logits,
-            found,
-            vocab,
-            scale,
-            CHUNK=chunk,
-            TOP=top,
-            SPREAD=spread,
-            num_warps=4 if chunk <= 1024 else 8,
-        )
-    constants = MergeConstants(
-        CHUNKS=chunks,
-        CHUNK_PLACES=next_power_of_2(chunks),
-        MERGED=next_power_of_2(chunks * top),
+    _best_of_chunk_kernel[(rows, chunks)](
+        logits,
+        found,
+        vocab,
+        scale,
+        CHUNK=chunk,
         TOP=top,
+        SPREAD=spread,
+        num_warps=4 if chunk <= 1024 else 8,
     )
-    return found, constants
+    return found, MergeConstants(chunks, top)
 
 
 def top_logprobs(
@@ -145,19 +136,16 @@ def merge_chunks(
     Returns its TOP best x, the largest, per chunk how far its own largest is below that and its
     sum of e^d, and the row's sum of e^(x - largest).
     """
-    place = tl.arange(0, MERGE.MERGED)
+    KEYS: tl.constexpr = MERGE.CHUNKS * MERGE.TOP
     nothing: tl.constexpr = -0x8000000000000000
-    keys = tl.load(
-        chunks.best + row * (MERGE.CHUNKS * MERGE.TOP) + place,
-        mask=place < MERGE.CHUNKS * MERGE.TOP,
-        other=nothing,
-    )
+    place = tl.arange(0, next_power_of_2(KEYS))
+    keys = tl.load(chunks.best + row * KEYS + place, mask=place < KEYS, other=nothing)
     keys = tl.topk(keys, MERGE.TOP)
     ordered = (keys >> 32).to(tl.int32)
     values = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
     index = 0x7FFFFFFF - (keys & 0x7FFFFFFF)
 
-    chunk = tl.arange(0, MERGE.CHUNK_PLACES)
+    chunk = tl.arange(0, next_power_of_2(MERGE.CHUNKS))
     at = chunks.sums + row * 4 * MERGE.CHUNKS + chunk
     largest = tl.load(at, mask=chunk < MERGE.CHUNKS, other=float("-inf"))
     weight = tl.load(at + MERGE.CHUNKS, mask=chunk < MERGE.CHUNKS, other=0.0)

@@ -39,33 +39,32 @@ def fp8_linear_triton(
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     num_rows, (out_size, in_size) = len(rows), weight.shape
     out = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
-    if num_rows:
-        # Few rows: narrow column tiles keep all SMs reading. Many: arithmetic, square tiles.
-        few, full = num_rows <= 64, x.dtype == torch.float32
-        square = 64 if full else 128
-        block_m = max(16, next_power_of_2(num_rows)) if few else square
-        block_n = square if not few else 32 if out_size <= 8192 else 64
-        # With more rows a warp has several sums at hand, and activations take long to convert.
-        parts = _PARTS if num_rows <= 32 and not full else 1
-        block_k = 32 if full else 256 if few else 64
-        if parts > 1:  # as much at once as fits three times over
-            block_k = min(8192 // block_m, 16384 // block_n)
-        _fp8_linear_kernel[(cdiv(out_size, block_n), cdiv(num_rows, block_m))](
-            rows,
-            weight,
-            scale,
-            residual,
-            out,
-            num_rows,
-            out_size,
-            in_size,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            PARTS=parts,
-            num_warps=parts if parts > 1 else 4 if few else 8,
-            num_stages=3,
-        )
+    # Few rows: narrow column tiles keep all SMs reading. Many: arithmetic, square tiles.
+    few, full = num_rows <= 64, x.dtype == torch.float32
+    square = 64 if full else 128
+    block_m = max(16, next_power_of_2(num_rows)) if few else square
+    block_n = square if not few else 32 if out_size <= 8192 else 64
+    # With more rows a warp has several sums at hand, and activations take long to convert.
+    parts = _PARTS if num_rows <= 32 and not full else 1
+    block_k = 32 if full else 256 if few else 64
+    if parts > 1:  # as much at once as fits three times over
+        block_k = min(8192 // block_m, 16384 // block_n)
+    _fp8_linear_kernel[(cdiv(out_size, block_n), cdiv(num_rows, block_m))](
+        rows,
+        weight,
+        scale,
+        residual,
+        out,
+        num_rows,
+        out_size,
+        in_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        PARTS=parts,
+        num_warps=parts if parts > 1 else 4 if few else 8,
+        num_stages=3,
+    )
     return out.view(*x.shape[:-1], out_size)
 
 

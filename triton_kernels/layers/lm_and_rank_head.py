@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,19 +42,27 @@ def top_and_features(
     return found, torch.cat([logprob, *gaps, logprob[..., :1].exp(), entropy], dim=-1)
 
 
+class DraftLogits(NamedTuple):
+    """What a drafter computes of its positions, and what is wanted."""
+
+    normed: torch.Tensor  # [R, ..., H], input of the LM head
+    logits: torch.Tensor  # [R, ..., Vd], its output; Vd at least 10
+    offset: torch.Tensor  # [Vd] int64, target id − draft id
+    rank_head: nn.Sequential  # linear [hidden, H + 15], SiLU, linear [classes, hidden]; no biases
+    width: int  # B, tokens per position, at most Vd
+    scope: int | None  # logits over which the rank features are taken, at least 10; None: all
+    # [R] fp32, above 0, factor of the logits for log-probabilities, not for the rank head. None: 1.
+    beta: torch.Tensor | None = None
+
+
 def lm_and_rank_head_triton(
-    normed: torch.Tensor,
-    logits: torch.Tensor,
-    offset: torch.Tensor,
-    rank_head: nn.Sequential,
-    width: int,
-    scope: int | None,
-    beta: torch.Tensor | None = None,
+    given: DraftLogits,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch the kernels; arguments and results as in `lm_and_rank_head`.
+    """Launch the kernels; see `lm_and_rank_head`.
 
     torch computes the rank head's product with `normed`; the kernel adds the features' part.
     """
+    normed, logits, offset, rank_head, width, scope, beta = given
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     size = normed.shape[-1]
     layers: Any = rank_head  # Sequential is untyped
@@ -66,58 +74,35 @@ def lm_and_rank_head_triton(
     logprob = torch.empty(rows, width, dtype=torch.float32, device=device)
     token = torch.empty(rows, width, dtype=torch.int64, device=device)
     bucket = torch.empty(rows, dtype=torch.int64, device=device)
-    if rows:
-        _merge_and_rank_kernel[(rows,)](
-            chunks,
-            offset,
-            of_state,
-            first,
-            first.stride(0),
-            second,
-            logprob,
-            token,
-            bucket,
-            size,
-            MERGE=constants,
-            WIDTH=width,
-            SCOPE=0 if scope is None else min(scope, most),
-            LOGPROBS=FEATURE_LOGPROBS,
-            FEATURES=next_power_of_2(FEATURE_LOGPROBS + 5),
-            HIDDEN=len(first),
-            HIDDEN_PLACES=next_power_of_2(len(first)),
-            CLASSES=len(second),
-            CLASS_PLACES=next_power_of_2(len(second)),
-            num_warps=4,
-        )
+    _merge_and_rank_kernel[(rows,)](
+        chunks,
+        offset,
+        of_state,
+        first,
+        first.stride(0),
+        second,
+        logprob,
+        token,
+        bucket,
+        size,
+        MERGE=constants,
+        WIDTH=width,
+        SCOPE=0 if scope is None else min(scope, most),
+        HIDDEN=len(first),
+        CLASSES=len(second),
+    )
     return logprob.view(*lead, width), token.view(*lead, width), bucket.view(lead)
 
 
 @op(lm_and_rank_head_triton)
-def lm_and_rank_head(
-    normed: torch.Tensor,
-    logits: torch.Tensor,
-    offset: torch.Tensor,
-    rank_head: nn.Sequential,
-    width: int,
-    scope: int | None,
-    beta: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def lm_and_rank_head(given: DraftLogits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return tokens, log-probabilities and rank buckets of positions.
-
-    Args:
-        normed: [R, ..., H], input of the LM head.
-        logits: [R, ..., Vd], its output; Vd at least 10.
-        offset: [Vd] int64, target id − draft id.
-        rank_head: linear [hidden, H + 15], SiLU, linear [classes, hidden]; no biases.
-        width: B, tokens per position, at most Vd.
-        scope: logits over which the rank features are taken, at least 10; None: all.
-        beta: [R] fp32, above 0, factor of the logits for log-probabilities, not for the rank head.
-            None: 1.
 
     Returns:
         [R, ..., B] float32, log-probabilities over the draft vocabulary, descending;
         [R, ..., B] int64, target ids; [R, ...] int64, the predicted rank bucket.
     """
+    normed, logits, offset, rank_head, width, scope, beta = given
     top, features = top_and_features(logits, width, scope)
     index = top.indices[..., :width]
     rank_logits = rank_head(torch.cat([normed, features.to(normed.dtype)], dim=-1))
@@ -140,12 +125,9 @@ def _merge_and_rank_kernel(
     MERGE: tl.constexpr,  # MergeConstants
     WIDTH: tl.constexpr,
     SCOPE: tl.constexpr,  # logits that the rank features are taken over; 0: the whole vocabulary
-    LOGPROBS: tl.constexpr,
-    FEATURES: tl.constexpr,  # >= LOGPROBS + 5
     HIDDEN: tl.constexpr,
-    HIDDEN_PLACES: tl.constexpr,  # >= HIDDEN
     CLASSES: tl.constexpr,
-    CLASS_PLACES: tl.constexpr,  # >= CLASSES
+    LOGPROBS: tl.constexpr = FEATURE_LOGPROBS,
 ):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
@@ -154,7 +136,7 @@ def _merge_and_rank_kernel(
     )
     rank = tl.arange(0, MERGE.TOP)
     if SCOPE == 0:
-        chunk = tl.arange(0, MERGE.CHUNK_PLACES)
+        chunk = tl.arange(0, next_power_of_2(MERGE.CHUNKS))
         spread = chunks.sums + (row * 4 + 2) * MERGE.CHUNKS + chunk
         spread = tl.load(spread, mask=chunk < MERGE.CHUNKS, other=0.0)
         within = most + tl.log(total)
@@ -166,7 +148,7 @@ def _merge_and_rank_kernel(
         within = most + tl.log(mass)
         entropy = tl.log(mass) - tl.sum(tl.where(rank < SCOPE, share * below, 0.0), 0) / mass
     # Log-probabilities, gaps to ranks 2, 3 and 5, probability of the first, entropy.
-    feature = tl.arange(0, FEATURES)
+    feature = tl.arange(0, next_power_of_2(LOGPROBS + 5))
     behind = feature - LOGPROBS
     source = tl.where(behind < 0, feature, tl.where(behind == 2, 4, behind + 1))
     value = tl.gather(values, tl.where(behind > 2, 0, source), 0)
@@ -176,7 +158,7 @@ def _merge_and_rank_kernel(
     # Rounded to the dtype in which the rank head was trained to read them.
     psi = psi.to(of_state_ptr.dtype.element_ty).to(tl.float32)
 
-    hidden = tl.arange(0, HIDDEN_PLACES)
+    hidden = tl.arange(0, next_power_of_2(HIDDEN))
     real = hidden < HIDDEN
     tile = tl.load(
         first_ptr + hidden[:, None] * first_stride + size + feature[None, :],
@@ -186,7 +168,7 @@ def _merge_and_rank_kernel(
     state = tl.load(of_state_ptr + row * HIDDEN + hidden, mask=real, other=0.0).to(tl.float32)
     state += tl.sum(tile * tl.where(behind < 5, psi, 0.0)[None, :], 1)
     state = state / (1 + tl.exp(-state))  # SiLU
-    kind = tl.arange(0, CLASS_PLACES)
+    kind = tl.arange(0, next_power_of_2(CLASSES))
     tile = tl.load(
         second_ptr + kind[:, None] * HIDDEN + hidden[None, :],
         mask=(kind < CLASSES)[:, None] & real[None, :],

@@ -9,10 +9,9 @@ import math
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..optional_numba import njit
-from .lm_and_rank_head import FEATURE_LOGPROBS
+from .lm_and_rank_head import FEATURE_LOGPROBS, DraftLogits
 
 _CHUNK = 1024
 _F = np.float32
@@ -20,15 +19,10 @@ _FAST = {"nnan", "nsz", "contract", "reassoc"}
 
 
 def lm_and_rank_head_numba(
-    normed: torch.Tensor,
-    logits: torch.Tensor,
-    offset: torch.Tensor,
-    rank_head: nn.Sequential,
-    width: int,
-    scope: int | None,
-    beta: torch.Tensor | None = None,
+    given: DraftLogits,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run both heads; arguments and results as in `lm_and_rank_head`."""
+    """Run both heads; see `lm_and_rank_head`."""
+    normed, logits, offset, rank_head, width, scope, beta = given
     shape, vocab_size = logits.shape[:-1], logits.shape[-1]
     scores = logits.reshape(-1, vocab_size)
     if scores.dtype == torch.bfloat16:
@@ -41,9 +35,9 @@ def lm_and_rank_head_numba(
     features = torch.empty(rows, FEATURE_LOGPROBS + 5)
     each = rows // max(1, logits.shape[0])
     factor = torch.ones(logits.shape[0]) if beta is None else beta
-    given = (x.contiguous().numpy() for x in (scores, offset, factor))
+    read = (x.contiguous().numpy() for x in (scores, offset, factor))
     made = (x.numpy() for x in (logprob, token, features))
-    _read(*given, max(1, each), reach, scope or 0, *made)
+    _read(*read, max(1, each), reach, scope or 0, *made)
     features = features.view(*shape, -1).to(normed.dtype)
     rank_logits = rank_head(torch.cat([normed, features], dim=-1))
     return logprob.view(*shape, width), token.view(*shape, width), rank_logits.argmax(-1)

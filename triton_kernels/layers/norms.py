@@ -21,24 +21,21 @@ def add_norm_triton(
         left = left.expand(shape)
     left, right = (x[:, None] if x.dim() == 2 else x for x in (left, right.expand(shape)))
     rows, places, size = right.shape
-    columns = next_power_of_2(size)
-    if rows * places:
-        _add_norm_kernel[(rows * places,)](
-            left,
-            left.stride(),
-            right,
-            right.stride(),
-            keep,
-            0 if keep is None else keep.stride(0),
-            norm.weight,
-            total,
-            normed,
-            size,
-            norm.eps,
-            PLACES=places,
-            COLUMNS=columns,
-            num_warps=_warps(columns),
-        )
+    _add_norm_kernel[(rows * places,)](
+        left,
+        left.stride(),
+        right,
+        right.stride(),
+        keep,
+        0 if keep is None else keep.stride(0),
+        norm.weight,
+        total,
+        normed,
+        norm.eps,
+        PLACES=places,
+        SIZE=size,
+        num_warps=_warps(size),
+    )
     return total, normed
 
 
@@ -55,27 +52,24 @@ def norm_pair_triton(
     *lead, size = right.shape
     out = torch.empty(*lead, 2 * size, dtype=right.dtype, device=right.device)
     left, right = left.flatten(0, -2), right.flatten(0, -2)
-    columns = next_power_of_2(size)
-    if len(right):
-        _norm_pair_kernel[(len(right), 2)](
-            left,
-            left.stride(0),
-            rows,
-            right,
-            right.stride(0),
-            left_norm.weight,
-            right_norm.weight,
-            out,
-            size,
-            left_norm.eps,
-            COLUMNS=columns,
-            num_warps=_warps(columns),
-        )
+    _norm_pair_kernel[(len(right), 2)](
+        left,
+        left.stride(0),
+        rows,
+        right,
+        right.stride(0),
+        left_norm.weight,
+        right_norm.weight,
+        out,
+        left_norm.eps,
+        SIZE=size,
+        num_warps=_warps(size),
+    )
     return out
 
 
-def _warps(columns: int) -> int:
-    return 4 if columns <= 2048 else 8
+def _warps(size: int) -> int:
+    return 4 if size <= 2048 else 8
 
 
 @op(add_norm_triton)
@@ -112,25 +106,24 @@ def norm_pair(
 
 @jit(do_not_specialize=["keep_stride"])
 def _add_norm_kernel(
-    left_ptr,  # [T, PLACES, size]
+    left_ptr,  # [T, PLACES, SIZE]
     left_strides,
-    right_ptr,  # [Q, PLACES, size]
+    right_ptr,  # [Q, PLACES, SIZE]
     right_strides,
     keep_ptr,  # [Q]; or None
     keep_stride,
-    weight_ptr,  # [size]
-    total_ptr,  # [Q, PLACES, size] contiguous
-    normed_ptr,  # [Q, PLACES, size] contiguous
-    size,
+    weight_ptr,  # [SIZE]
+    total_ptr,  # [Q, PLACES, SIZE] contiguous
+    normed_ptr,  # [Q, PLACES, SIZE] contiguous
     eps,
     PLACES: tl.constexpr,
-    COLUMNS: tl.constexpr,  # >= size
+    SIZE: tl.constexpr,
 ):
     """One entry."""
     entry = tl.program_id(0).to(tl.int64)
     row, place = entry // PLACES, entry % PLACES
-    column = tl.arange(0, COLUMNS)
-    inside = column < size
+    column = tl.arange(0, next_power_of_2(SIZE))
+    inside = column < SIZE
     right_ptr += row * right_strides[0] + place * right_strides[1]
     if keep_ptr is not None:
         row = tl.load(keep_ptr + row * keep_stride).to(tl.int64)
@@ -139,39 +132,39 @@ def _add_norm_kernel(
     x += tl.load(right_ptr + column * right_strides[2], mask=inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = total_ptr.dtype.element_ty
     x = x.to(dtype)
-    tl.store(total_ptr + entry * size + column, x, mask=inside)
-    x = _rms_norm(x.to(tl.float32), weight_ptr, column, size, eps)
-    tl.store(normed_ptr + entry * size + column, x.to(dtype), mask=inside)
+    tl.store(total_ptr + entry * SIZE + column, x, mask=inside)
+    x = _rms_norm(x.to(tl.float32), weight_ptr, column, eps, SIZE)
+    tl.store(normed_ptr + entry * SIZE + column, x.to(dtype), mask=inside)
 
 
 @jit
 def _norm_pair_kernel(
-    left_ptr,  # [n, size]
+    left_ptr,  # [n, SIZE]
     left_stride,
     rows_ptr,  # [T] int64; or None
-    right_ptr,  # [T, size]
+    right_ptr,  # [T, SIZE]
     right_stride,
-    left_weight_ptr,  # [size]
-    right_weight_ptr,  # [size]
-    out_ptr,  # [T, 2 size] contiguous
-    size,
+    left_weight_ptr,  # [SIZE]
+    right_weight_ptr,  # [SIZE]
+    out_ptr,  # [T, 2 SIZE] contiguous
     eps,
-    COLUMNS: tl.constexpr,  # >= size
+    SIZE: tl.constexpr,
 ):
     """One half of a row."""
     row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, COLUMNS)
+    column = tl.arange(0, next_power_of_2(SIZE))
+    inside = column < SIZE
     at, weight = right_ptr + row * right_stride, right_weight_ptr
     if half == 0:
         source = row if rows_ptr is None else tl.load(rows_ptr + row)
         at, weight = left_ptr + source * left_stride, left_weight_ptr
-    x = tl.load(at + column, mask=column < size, other=0.0).to(tl.float32)
-    x = _rms_norm(x, weight, column, size, eps).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (2 * row + half) * size + column, x, mask=column < size)
+    x = tl.load(at + column, mask=inside, other=0.0).to(tl.float32)
+    x = _rms_norm(x, weight, column, eps, SIZE).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (2 * row + half) * SIZE + column, x, mask=inside)
 
 
 @jit
-def _rms_norm(x, weight, column, size, eps):
-    """x [COLUMNS] float32, 0 from `size` on."""
-    gain = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * gain
+def _rms_norm(x, weight_ptr, column, eps, SIZE: tl.constexpr):
+    """x: [≥ SIZE] float32, 0 from SIZE on."""
+    gain = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * gain

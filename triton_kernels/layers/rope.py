@@ -41,44 +41,26 @@ def rotate_pair(
         keep: [Q] int64, rows of the queries; None: all, and Q = T.
         norms: Qwen3's over D, of the queries and of the keys, with one epsilon; None: none.
     """
-    if rope.table is None:
-        return rotate_pair_triton(query, key, rope, keep, norms)
-    if norms is not None:
-        query, key = norms[0](query), norms[1](key)
-    # The cast only matters under autocast.
-    cos, sin = (x.to(key.dtype).view(*key.shape[:-2], 1, key.shape[-1]) for x in rope.table)
-    key = _rotate(key, cos, sin)
-    if keep is not None:
-        cos, sin = cos[keep], sin[keep]
-    return _rotate(query, cos, sin), key
-
-
-def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """states [..., heads, D] by cos and signed sin [..., 1, D]."""
-    swapped = states.roll(states.shape[-1] // 2, -1)
-    return torch.addcmul(states * cos, swapped, sin)
-
-
-def rotate_pair_triton(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    rope: Rope,
-    keep: torch.Tensor | None = None,
-    norms: tuple[nn.RMSNorm, nn.RMSNorm] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the kernel; arguments as in `rotate_pair`. Elements of a head are consecutive."""
-    query_out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
-    queries, keys = (x.shape[:-2].numel() for x in (query_out, key_out))
-    (query_heads, size), key_heads = query.shape[-2:], key.shape[-2]
-    half_places = next_power_of_2(size // 2)
-    heads = min(next_power_of_2(max(query_heads, key_heads)), max(1, 1024 // half_places))
-    query_tiles = cdiv(query_heads, heads)
     query_norm, key_norm = norms or (None, None)
+    if rope.table is not None:
+        if norms is not None:
+            query, key = norms[0](query), norms[1](key)
+        # The cast only matters under autocast.
+        cos, sin = (x.to(key.dtype).view(*key.shape[:-2], 1, key.shape[-1]) for x in rope.table)
+        key = _rotate(key, cos, sin)
+        if keep is not None:
+            cos, sin = cos[keep], sin[keep]
+        return _rotate(query, cos, sin), key
+    asked, seen = HeadStates.of(query, query_norm), HeadStates.of(key, key_norm)
+    queries, keys, half = len(asked.source), len(seen.source), query.shape[-1] // 2
+    fits = max(1, 1024 // next_power_of_2(half))
+    heads = min(next_power_of_2(max(asked.heads, seen.heads)), fits)
+    query_tiles = cdiv(asked.heads, heads)
     if keys:
-        _rotate_pair_kernel[(max(queries, keys), query_tiles + cdiv(key_heads, heads))](
-            HeadStates.of(query, query_out, query_norm),
+        _rotate_pair_kernel[(max(queries, keys), query_tiles + cdiv(seen.heads, heads))](
+            asked,
             queries,
-            HeadStates.of(key, key_out, key_norm),
+            seen,
             keys,
             rope.base,
             rope.base.stride(0),
@@ -86,16 +68,15 @@ def rotate_pair_triton(
             keep,
             0 if keep is None else keep.stride(0),
             0.0 if key_norm is None else key_norm.eps,
-            RopeConstants(
-                EACH=keys // len(rope.base),
-                HALF=size // 2,
-                QUERY_TILES=query_tiles,
-                HEADS=heads,
-                HALF_PLACES=half_places,
-            ),
-            num_warps=4,
+            RopeConstants(keys // len(rope.base), half, query_tiles, heads),
         )
-    return query_out, key_out
+    return asked.out, seen.out
+
+
+def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """states [..., heads, D] by cos and signed sin [..., 1, D]."""
+    swapped = states.roll(states.shape[-1] // 2, -1)
+    return torch.addcmul(states * cos, swapped, sin)
 
 
 class HeadStates(NamedTuple):
@@ -109,10 +90,13 @@ class HeadStates(NamedTuple):
     heads: int
 
     @classmethod
-    def of(cls, states: torch.Tensor, out: torch.Tensor, norm: nn.RMSNorm | None) -> HeadStates:
-        """states: [..., heads, D], such as a view of the joint projection of queries and keys."""
+    def of(cls, states: torch.Tensor, norm: nn.RMSNorm | None) -> HeadStates:
+        """states: [..., heads, D], such as a view of the joint projection of queries and keys.
+
+        Elements of a head are consecutive.
+        """
         flat, weight = states.flatten(0, -3), None if norm is None else norm.weight
-        row, head, _ = flat.stride()
+        (row, head, _), out = flat.stride(), states.new_empty(states.shape)
         return cls(flat, row, head, out, weight, flat.shape[1])
 
 
@@ -123,7 +107,6 @@ class RopeConstants(NamedTuple):
     HALF: int  # D / 2
     QUERY_TILES: int
     HEADS: int  # of a tile
-    HALF_PLACES: int  # >= HALF
 
 
 # Positions may be a slice: do not specialise on alignment.
@@ -149,7 +132,7 @@ def _rotate_pair_kernel(
         if keep_ptr is not None:
             row = tl.load(keep_ptr + row * keep_stride, mask=asks, other=row).to(tl.int64)
         position = tl.load(base_ptr + row * base_stride) + at % ROPE.EACH
-        column = tl.arange(0, ROPE.HALF_PLACES)
+        column = tl.arange(0, next_power_of_2(ROPE.HALF))
         frequency = tl.load(turn_ptr + ROPE.HALF + column, mask=column < ROPE.HALF, other=0.0)
         angle = position.to(tl.float32) * frequency
         if asks:
@@ -163,12 +146,12 @@ def _rotate_tile(
     of,  # HeadStates
     at,  # the position
     tile,
-    angle,  # [HALF_PLACES] fp32
+    angle,  # [≥ HALF] fp32
     eps,
     ROPE: tl.constexpr,  # RopeConstants
 ):
     head = tile * ROPE.HEADS + tl.arange(0, ROPE.HEADS)[:, None]
-    column = tl.arange(0, ROPE.HALF_PLACES)[None, :]
+    column = tl.arange(0, next_power_of_2(ROPE.HALF))[None, :]
     within = column < ROPE.HALF
     inside = (head < of.heads) & within
     dtype: tl.constexpr = of.out.dtype.element_ty

@@ -24,10 +24,7 @@ def topk_tokens_triton(
     chunks, constants = best_of_chunks(logits, width, beta, scale=scale)
     logprob = torch.empty(*lead, width, dtype=torch.float32, device=logits.device)
     token = torch.empty(*lead, width, dtype=torch.int64, device=logits.device)
-    if rows := lead.numel():
-        _merge_kernel[(rows,)](
-            chunks, offset, logprob, token, WIDTH=width, MERGE=constants, num_warps=4
-        )
+    _merge_kernel[(lead.numel(),)](chunks, offset, logprob, token, WIDTH=width, MERGE=constants)
     return logprob, token
 
 

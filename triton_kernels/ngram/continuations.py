@@ -5,35 +5,12 @@ The reference is `continuations_numba.py`, up to the last digits of logarithms a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 
 from ..optional_triton import jit, next_power_of_2, strides_of, tl
 from ..tree.candidate_keys import DEPTH_ONE
-from ..tree.select_tree import TreeTensors, select_constants, select_part, warps_for
-from .occurrences import Texts, length_of, occurrences_triton, stretch_of
-
-
-@dataclass(frozen=True)
-class Following:
-    """Settings of the continuations."""
-
-    min_match: int  # this and the next two: see `NGramConfig`
-    max_match: int
-    branches: int
-    depth: int  # D, tokens per continuation
-    budget: int  # N
-    vote: float  # VOTE of `drafters/ngram/drafter.py`
-    power: float  # POWER, likewise
-    votes: int  # votes are multiples of 1 / votes
-    nats: int  # scores are multiples of 1 / nats
-
-    @property
-    def candidates(self) -> int:
-        """C, the root included."""
-        return 1 + self.branches * self.depth
+from ..tree.select_tree import SelectConstants, TreeTensors, select_part, warps_for
+from .occurrences import Following, Texts, length_of, occurrences_triton, stretch_of
 
 
 def follow_triton(texts: Texts, how: Following) -> TreeTensors:
@@ -42,64 +19,40 @@ def follow_triton(texts: Texts, how: Following) -> TreeTensors:
     fields = torch.empty(4, count, candidates, dtype=torch.int64, device=device)
     score = torch.empty(count, candidates, device=device)
     tree = TreeTensors.empty(count, how.budget, fields[3])
-    found = occurrences_triton(texts, how.min_match, how.max_match, how.branches)
-    if count:
-        stretches = found.shape[1]
-        constants = _Constants(
-            STRETCH=stretch_of(texts.places, how.branches),
-            KEYS=next_power_of_2(stretches * how.branches),
-            B=how.branches,
-            BRANCHES=next_power_of_2(how.branches),
-            D=how.depth,
-            DEPTH=next_power_of_2(how.depth),
-            VOTES=how.votes,
-            NATS=how.nats,
-        )
-        _follow_kernel[(count,)](
-            *texts,
-            strides_of(texts),
-            texts.width,
-            len(texts.earlier),
-            found,
-            fields,
-            score,
-            tree,
-            score.numel(),
-            stretches,
-            how.vote * how.votes,
-            how.power,
-            FOLLOW=constants,
-            SELECT=select_constants(candidates, how.budget, how.depth),
-            num_warps=warps_for(candidates),
-        )
+    found = occurrences_triton(texts, how)
+    _follow_kernel[(count,)](
+        *texts,
+        strides_of(texts),
+        texts.width,
+        len(texts.earlier),
+        found,
+        fields,
+        score,
+        tree,
+        score.numel(),
+        STRETCH=stretch_of(texts.places, how.branches),
+        KEYS=found.shape[1] * how.branches,
+        HOW=how,
+        SELECT=SelectConstants(candidates, how.budget, how.depth),
+        num_warps=warps_for(candidates),
+    )
     return tree
 
 
-class _Constants(NamedTuple):
-    """Compile-time constants of `_follow_kernel`, beside its tree's."""
-
-    STRETCH: int
-    KEYS: int  # >= all stretches' best places
-    B: int
-    BRANCHES: int  # >= B
-    D: int
-    DEPTH: int  # >= D
-    VOTES: int
-    NATS: int
-
-
 @jit
-def _best_places(found_ptr, request, stretches, end, places, FOLLOW: tl.constexpr):
-    """[BRANCHES] int32 twice: the best places of all stretches, and how many tokens agree; 0, 0.
+def _best_places(
+    found_ptr, request, end, places, STRETCH: tl.constexpr, KEYS: tl.constexpr, B: tl.constexpr
+):
+    """[≥ B] int32 twice: the best places of all stretches, and how many tokens agree; 0, 0.
 
     end: the place of the text's last token.
     """
-    at = tl.arange(0, FOLLOW.KEYS)
-    written = (at < stretches * FOLLOW.B) & (at // FOLLOW.B * FOLLOW.STRETCH < end)
-    key = tl.load(found_ptr + request * stretches * FOLLOW.B + at, mask=written, other=-1)
-    branch = tl.arange(0, FOLLOW.BRANCHES)
-    chosen = tl.full([FOLLOW.BRANCHES], 0, tl.int32)
-    for b in range(FOLLOW.B):
+    at = tl.arange(0, next_power_of_2(KEYS))
+    written = (at < KEYS) & (at // B * STRETCH < end)
+    key = tl.load(found_ptr + request * KEYS + at, mask=written, other=-1)
+    branch = tl.arange(0, next_power_of_2(B))
+    chosen = tl.zeros_like(branch)
+    for b in range(B):
         best = tl.max(key, 0)
         chosen = tl.where(branch == b, tl.maximum(best, 0), chosen)
         key = tl.where(key == best, -1, key)
@@ -136,40 +89,41 @@ def _follow_kernel(
     score_ptr,  # [R, C] fp32
     tree,  # TreeTensors
     size,  # R · C
-    stretches,
-    vote,
-    power,
-    FOLLOW: tl.constexpr,  # _Constants
+    STRETCH: tl.constexpr,
+    KEYS: tl.constexpr,  # of a request's stretches
+    HOW: tl.constexpr,  # Following
     SELECT: tl.constexpr,  # SelectConstants
     DEPTH_ONE: tl.constexpr = DEPTH_ONE,
 ):
     """Build the tree of one request: its B best occurrences, D tokens of each."""
+    B: tl.constexpr = HOW.branches
+    D: tl.constexpr = HOW.depth
     request = tl.program_id(0).to(tl.int64)
     length = length_of(position_ptr, last_ptr, strides, request)
     text = table_ptr + tl.load(row_ptr + request * strides.row).to(tl.int64) * strides.table
     end, places = begin + length - 1, begin + width
-    place, matched = _best_places(found_ptr, request, stretches, end, places, FOLLOW)
-    b, k = tl.arange(0, FOLLOW.BRANCHES), tl.arange(0, FOLLOW.DEPTH)
-    inside = (b < FOLLOW.B)[:, None] & (k < FOLLOW.D)[None, :]
+    place, matched = _best_places(found_ptr, request, end, places, STRETCH, KEYS, B)
+    b, k = tl.arange(0, next_power_of_2(B)), tl.arange(0, next_power_of_2(D))
+    inside = (b < B)[:, None] & (k < D)[None, :]
     token = _following(text, earlier_ptr, place[:, None], k[None, :], length, width, begin, inside)
     # Up to the end of an earlier text.
     goes_on = tl.cumsum((token < 0).to(tl.int32), 1) == 0
 
     # Votes for each node, and at its parent.
-    votes = tl.full([FOLLOW.BRANCHES, FOLLOW.DEPTH], 0.0, tl.float32)
-    before = tl.full([FOLLOW.BRANCHES, FOLLOW.DEPTH], 0.0, tl.float32)
+    votes = tl.zeros_like(token).to(tl.float32)
+    before = votes
     # A continuation branches off the first earlier one with the longest common prefix.
-    parts, leader = tl.full([FOLLOW.BRANCHES], 0, tl.int32), tl.full([FOLLOW.BRANCHES], 0, tl.int32)
-    weight = vote * tl.exp2(-0.25 * tl.log2((b + 1).to(tl.float32)))
-    for other in range(FOLLOW.B):
+    parts, leader = tl.zeros_like(b), tl.zeros_like(b)
+    weight = HOW.vote * HOW.votes * tl.exp2(-0.25 * tl.log2((b + 1).to(tl.float32)))
+    for other in range(B):
         its_place = tl.sum(tl.where(b == other, place, 0), 0) + tl.zeros_like(k)
         its_match = tl.sum(tl.where(b == other, matched, 0), 0)
-        said = _following(text, earlier_ptr, its_place, k, length, width, begin, k < FOLLOW.D)
+        said = _following(text, earlier_ptr, its_place, k, length, width, begin, k < D)
         same = token == said[None, :]
-        shared = tl.min(tl.where(same | (k >= FOLLOW.D)[None, :], FOLLOW.D, k[None, :]), 1)
+        shared = tl.min(tl.where(same | (k >= D)[None, :], D, k[None, :]), 1)
         agreed = tl.where(its_match > 0, its_match + k, 1).to(tl.float32)
         its_vote = tl.sum(tl.where(b == other, weight, 0.0), 0)
-        cast = its_vote * tl.exp2(power * tl.log2(agreed))
+        cast = its_vote * tl.exp2(HOW.power * tl.log2(agreed))
         goes_there = tl.cumsum((said < 0).to(tl.int32), 0) == 0
         cast = tl.where((its_match > 0) & goes_there, tl.floor(cast + 0.5), 0.0)
         heard = tl.where(shared[:, None] >= k[None, :], cast[None, :], 0.0)
@@ -182,13 +136,13 @@ def _follow_kernel(
     follows = inside & (matched > 0)[:, None] & goes_on
     # Unused entries have no votes: a quotient of 1 avoids NaN.
     whole = tl.where(follows, before, 1.0)
-    gain = tl.log(tl.where(follows, votes / whole * votes / (votes + FOLLOW.VOTES), 1.0))
-    total = tl.cumsum(tl.minimum(tl.floor(gain * FOLLOW.NATS + 0.5), 0.0), 1) / FOLLOW.NATS
+    gain = tl.log(tl.where(follows, votes / whole * votes / (votes + HOW.votes), 1.0))
+    total = tl.cumsum(tl.minimum(tl.floor(gain * HOW.nats + 0.5), 0.0), 1) / HOW.nats
     drafted = follows & (k[None, :] >= parts[:, None])
     total = tl.where(drafted, total, float("-inf"))
     owner = tl.where(k[None, :] == parts[:, None], leader[:, None], b[:, None])
-    parent = tl.where(k[None, :] > 0, owner * FOLLOW.D + k[None, :], 0)
-    index = 1 + b[:, None] * FOLLOW.D + k[None, :]
+    parent = tl.where(k[None, :] > 0, owner * D + k[None, :], 0)
+    index = 1 + b[:, None] * D + k[None, :]
     tie = (k[None, :] + 1).to(tl.int64) * DEPTH_ONE + index
     key = (tl.abs(total).to(tl.int32, bitcast=True).to(tl.int64) << 32) + tie
 

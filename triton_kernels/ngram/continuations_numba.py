@@ -15,8 +15,7 @@ from ..optional_numba import njit
 from ..tree.candidate_keys import CLOSED, DEPTH_ONE
 from ..tree.select_tree import Candidates, TreeTensors
 from ..tree.select_tree_numba import select_numba
-from .continuations import Following
-from .occurrences import Texts
+from .occurrences import Following, Texts
 
 
 def follow_numba(texts: Texts, how: Following) -> TreeTensors:
@@ -26,9 +25,7 @@ def follow_numba(texts: Texts, how: Following) -> TreeTensors:
     score = torch.empty(shape)
     places = (x.contiguous().numpy() for x in texts[1:])
     made = (x.numpy() for x in (token, parent, score, key))
-    search = how.min_match, how.max_match, how.branches, how.depth
-    weights = how.vote, how.power, how.votes, how.nats
-    _follow(texts.table.numpy(), *places, *search, *weights, *made)
+    _follow(texts.table.numpy(), *places, how, *made)
     return select_numba(Candidates(token, parent, score, key, None), how.budget)
 
 
@@ -61,19 +58,13 @@ def _follow(
     position,  # [T] int64
     last,  # [R] int64
     earlier,  # [E] int32
-    min_match,
-    max_match,
-    branches,
-    depth,
-    vote,
-    power,
-    votes,
-    nats,
+    how,  # Following
     token,  # [R, 1 + B·D] int64, the root first, as the others
     parent,
     score,  # fp32
     key,
 ):
+    min_match, max_match, branches, depth, _, vote, power, votes, nats = how
     begin = len(earlier)  # the place of a text's first token
     width, places = table.shape[1], begin + table.shape[1]
     best, found = np.empty(branches, np.int64), np.empty((branches, depth), np.int64)

@@ -37,6 +37,25 @@ class Texts(NamedTuple):
         return len(self.earlier) + self.width
 
 
+class Following(NamedTuple):
+    """Settings of the continuations; compile-time constants of the kernels."""
+
+    min_match: int  # this and the next two: see `NGramConfig`
+    max_match: int
+    branches: int  # B
+    depth: int  # D, tokens per continuation
+    budget: int  # N
+    vote: float  # VOTE of `drafters/ngram/drafter.py`
+    power: float  # POWER, likewise
+    votes: int  # votes are multiples of 1 / votes
+    nats: int  # scores are multiples of 1 / nats
+
+    @property
+    def candidates(self) -> int:
+        """C, the root included."""
+        return 1 + self.branches * self.depth
+
+
 def stretch_of(places: int, branches: int) -> int:
     """Return the places that one program searches."""
     stretch = _STRETCH
@@ -45,30 +64,27 @@ def stretch_of(places: int, branches: int) -> int:
     return stretch
 
 
-def occurrences_triton(texts: Texts, min_match: int, max_match: int, branches: int) -> torch.Tensor:
-    """Return the best places of every stretch; numbers as in `NGramConfig`.
+def occurrences_triton(texts: Texts, how: Following) -> torch.Tensor:
+    """Return the best places of every stretch.
 
     Returns:
         [R, stretches, branches] int32, descending per stretch: place + places · (matching tokens
         backwards from there and from the text's end), or −1; a text begins at place E.
         Uninitialised for stretches from a text's last token on.
     """
-    count, stretch = len(texts.row), stretch_of(texts.places, branches)
+    count, stretch = len(texts.row), stretch_of(texts.places, how.branches)
     stretches = cdiv(texts.places, stretch)
-    found = texts.table.new_empty(count, stretches, branches)
-    if count:
-        _occurrences_kernel[(count, stretches)](
-            *texts,
-            strides_of(texts),
-            texts.width,
-            len(texts.earlier),
-            found,
-            LEAST=min_match,
-            MOST=max_match,
-            B=branches,
-            STRETCH=stretch,
-            num_warps=4 if stretch == _STRETCH else 8,
-        )
+    found = texts.table.new_empty(count, stretches, how.branches)
+    _occurrences_kernel[(count, stretches)](
+        *texts,
+        strides_of(texts),
+        texts.width,
+        len(texts.earlier),
+        found,
+        HOW=how,
+        STRETCH=stretch,
+        num_warps=4 if stretch == _STRETCH else 8,
+    )
     return found
 
 
@@ -91,9 +107,7 @@ def _occurrences_kernel(
     width,
     begin,  # E, the place of a text's first token
     found_ptr,  # [R, stretches, B] int32
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    B: tl.constexpr,
+    HOW: tl.constexpr,  # Following
     STRETCH: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -107,6 +121,7 @@ def _occurrences_kernel(
         reach = tl.minimum(tl.where(own, place - begin, place), length - 1)
         agrees = place < begin + tl.minimum(length - 1, width)
         count = tl.zeros([STRETCH], tl.int32)
+        MOST: tl.constexpr = HOW.max_match  # see `optional_triton.py`
         for back in tl.static_range(MOST):
             # A length beyond the table is padding, and reads the last column.
             end = tl.load(text + tl.minimum(tl.maximum(length - 1 - back, 0), width - 1))
@@ -115,9 +130,9 @@ def _occurrences_kernel(
             other = tl.load(earlier_ptr + place - back, mask=there & (place < begin), other=0)
             agrees = agrees & there & (tl.where(own, said, other) == end)
             count += agrees.to(tl.int32)
-        key = tl.where(count < LEAST, -1, place + count * (begin + width))
-        found_ptr += (request * tl.num_programs(1) + tl.program_id(1)) * B
-        for b in range(B):
+        key = tl.where(count < HOW.min_match, -1, place + count * (begin + width))
+        found_ptr += (request * tl.num_programs(1) + tl.program_id(1)) * HOW.branches
+        for b in range(HOW.branches):
             best = tl.max(key, 0)
             tl.store(found_ptr + b, best)
             key = tl.where(key == best, -1, key)

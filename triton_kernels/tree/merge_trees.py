@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..optional_triton import jit, tl
+from ..optional_triton import jit, next_power_of_2, tl
 from .candidate_keys import DEPTH_ONE, PATH_FACTOR, ROOT_HASH
-from .select_tree import TreeTensors, select_constants, select_part, warps_for
+from .select_tree import SelectConstants, TreeTensors, select_part, warps_for
 
 
 def merge_trees_triton(
@@ -31,23 +31,21 @@ def merge_trees_triton(
     tree = TreeTensors.empty(num_requests, budget, fields[4])
     origin = torch.empty(num_requests, budget, dtype=torch.uint8, device=device)
     agreed = torch.empty(num_requests, dtype=torch.bool, device=device)
-    if num_requests:
-        _merge_kernel[(num_requests,)](
-            TreeTensors.of(first),
-            TreeTensors.of(second),
-            fields,
-            score,
-            tree,
-            origin,
-            agreed,
-            score.numel(),
-            OURS=ours,
-            THEIRS=theirs,
-            JOINS=joins,
-            CLIMBS=max(0, max_depth - 1).bit_length(),
-            SELECT=select_constants(count, budget, max_depth),
-            num_warps=warps_for(count),
-        )
+    _merge_kernel[(num_requests,)](
+        TreeTensors.of(first),
+        TreeTensors.of(second),
+        fields,
+        score,
+        tree,
+        origin,
+        agreed,
+        score.numel(),
+        OURS=ours,
+        THEIRS=theirs,
+        JOINS=joins,
+        SELECT=SelectConstants(count, budget, max_depth),
+        num_warps=warps_for(count),
+    )
     return tree, origin, agreed
 
 
@@ -64,15 +62,17 @@ def _merge_kernel(
     OURS: tl.constexpr,
     THEIRS: tl.constexpr,
     JOINS: tl.constexpr,
-    CLIMBS: tl.constexpr,
     SELECT: tl.constexpr,  # SelectConstants
     ROOT: tl.constexpr = ROOT_HASH,
     DEPTH_ONE: tl.constexpr = DEPTH_ONE,
     FACTOR: tl.constexpr = PATH_FACTOR,
 ):
     """Merge one request's root, the nodes of its first tree, and those of its second."""
+    PLACES: tl.constexpr = next_power_of_2(SELECT.COUNT)
+    NODES: tl.constexpr = next_power_of_2(SELECT.BUDGET + 1)
+    CLIMBS: tl.constexpr = max(0, SELECT.MAX_DEPTH - 1).bit_length()
     request = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, SELECT.PLACES)
+    place = tl.arange(0, PLACES)
     inside = place < SELECT.COUNT
     ours = (place > 0) & (place <= OURS)
     theirs = (place > OURS) & inside
@@ -100,7 +100,7 @@ def _merge_kernel(
     tl.store(to_score + place, total, mask=inside)
     if JOINS:
         # By pointer doubling. The root's hash counts once per path, in its topmost node.
-        factor = tl.full([SELECT.PLACES], FACTOR, tl.int64)
+        factor = tl.full([PLACES], FACTOR, tl.int64)
         path = tl.where(place == 0, 0, word + tl.where(above == 0, ROOT, 0) * factor)
         jump = above
         for step in tl.static_range(CLIMBS):
@@ -114,14 +114,14 @@ def _merge_kernel(
 
     # Several candidates may be one node: those of a drafter write the same value, the drafters in
     # turn.
-    slot = tl.arange(0, SELECT.NODES)
+    slot = tl.arange(0, NODES)
     origin_ptr += request * SELECT.BUDGET - 1  # node 1 is entry 0
     blank = (slot > 0) & (slot <= SELECT.BUDGET)
-    tl.store(origin_ptr + slot, tl.full([SELECT.NODES], 0, tl.uint8), mask=blank)
+    tl.store(origin_ptr + slot, tl.full([NODES], 0, tl.uint8), mask=blank)
     became = tl.load(tree.node + request * SELECT.COUNT + place, mask=inside, other=0)
     kept = (total > float("-inf")) & (became > 0) & (became <= SELECT.BUDGET)
     tl.debug_barrier()
-    tl.store(origin_ptr + became, tl.full([SELECT.PLACES], 1, tl.uint8), mask=kept & ours)
+    tl.store(origin_ptr + became, tl.full([PLACES], 1, tl.uint8), mask=kept & ours)
     tl.debug_barrier()
     by = tl.load(origin_ptr + became, mask=kept & theirs, other=0)
     tl.debug_barrier()  # all threads must have read before one adds a bit

@@ -12,8 +12,6 @@ from .candidate_keys import CLOSED, DEPTH_ONE, PATH_FACTOR, ROOT_HASH
 from .select_tree import Candidates, TreeTensors
 from .select_tree_numba import select_numba
 
-_FIELDS = ("token", "parent", "depth", "logprob")
-
 
 def merge_trees_numba(
     first: Any, second: Any, joins: bool, budget: int, max_depth: int
@@ -24,9 +22,9 @@ def merge_trees_numba(
     token, parent, key, path_hash = torch.empty(4, requests, count, dtype=torch.int64)
     score = torch.empty(requests, count)
     for tree, at in (first, 0), (second, ours):
-        fields = (getattr(tree, name).contiguous().numpy() for name in _FIELDS)
+        fields = tree.token, tree.parent, tree.depth, tree.logprob
         lay_out = (x.numpy() for x in (token, parent, score, key, path_hash))
-        _lay_side_by_side(*fields, at, *lay_out)
+        _lay_side_by_side(*(x.contiguous().numpy() for x in fields), at, *lay_out)
     texts = path_hash if joins else None
     made = select_numba(Candidates(token, parent, score, key, texts), budget)
     origin = torch.zeros(requests, budget, dtype=torch.uint8)

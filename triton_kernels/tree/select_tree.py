@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..optional_triton import cdiv, jit, next_power_of_2, tl
+from ..optional_triton import cdiv, jit, larger, next_power_of_2, tl
 from .candidate_keys import CLOSED, INDEX_BITS, PATH_FACTOR
 
 MOST_CANDIDATES = 2048
@@ -60,15 +60,11 @@ class Candidates(NamedTuple):
 
 
 class SelectConstants(NamedTuple):
-    """Compile-time constants of `select_part`; see `select_constants`."""
+    """Compile-time constants of `select_part`."""
 
     COUNT: int  # C
-    PLACES: int  # >= COUNT
     BUDGET: int  # N
-    NODES: int  # >= N + 1
-    W: int
-    WORDS: int  # >= W
-    STEPS: int  # doublings that reach from the deepest node to the root
+    MAX_DEPTH: int  # no path is longer
 
 
 def warps_for(candidates: int) -> int:
@@ -79,40 +75,20 @@ def warps_for(candidates: int) -> int:
     return min(max(next_power_of_2(candidates) // 32, 4), 16)
 
 
-def select_constants(count: int, budget: int, max_depth: int) -> SelectConstants:
-    """Return the compile-time constants of `select_part`; arguments as in `select_triton`."""
-    words = cdiv(budget + 1, 64)
-    return SelectConstants(
-        COUNT=count,
-        PLACES=next_power_of_2(count),
-        BUDGET=budget,
-        NODES=next_power_of_2(budget + 1),
-        W=words,
-        WORDS=next_power_of_2(words),
-        STEPS=max(0, min(max_depth, budget) - 1).bit_length(),
-    )
-
-
 def select_triton(given: Candidates, budget: int, max_depth: int) -> TreeTensors:
     """Launch the selection; see `vllm_specblock.candidates.select`; C: at most MOST_CANDIDATES."""
     key, joins = given.key, given.path_hash is not None
     fields = Candidates._make((key if x is None else x).contiguous() for x in given)
     num_requests, count = key.shape
     tree = TreeTensors.empty(num_requests, budget, torch.empty_like(key).contiguous())
-    if num_requests:
-        _select_kernel[(num_requests,)](
-            fields,
-            tree,
-            JOINS=joins,
-            SELECT=select_constants(count, budget, max_depth),
-            num_warps=warps_for(count),
-        )
+    _select_kernel[(num_requests,)](
+        fields,
+        tree,
+        JOINS=joins,
+        SELECT=SelectConstants(count, budget, max_depth),
+        num_warps=warps_for(count),
+    )
     return tree
-
-
-@jit
-def _larger(a, b):
-    return tl.maximum(a, b)
 
 
 @jit
@@ -145,7 +121,7 @@ def by_text(
         leads = (place == 0) | ((by_hash & -PLACES) != (before & -PLACES))
         # Places ascend: of the leaders so far the largest number is the latest leader's.
         numbered = tl.where(leads, place.to(tl.int64) * PLACES + rank, 0)
-        leader = (tl.associative_scan(numbered, 0, _larger) & (PLACES - 1)).to(tl.int32)
+        leader = (tl.associative_scan(numbered, 0, larger) & (PLACES - 1)).to(tl.int32)
     return ranked, candidate, rank, leader
 
 
@@ -163,12 +139,16 @@ def select_part(
     CLOSED: tl.constexpr = CLOSED,
 ):
     """Build the tree of one request's candidates."""
-    place = tl.arange(0, SELECT.PLACES)
+    PLACES: tl.constexpr = next_power_of_2(SELECT.COUNT)
+    NODES: tl.constexpr = next_power_of_2(SELECT.BUDGET + 1)
+    W: tl.constexpr = SELECT.BUDGET // 64 + 1
+    WORDS: tl.constexpr = next_power_of_2(W)
+    # Doublings that reach from the deepest node to the root.
+    STEPS: tl.constexpr = max(0, min(SELECT.MAX_DEPTH, SELECT.BUDGET) - 1).bit_length()
+    place = tl.arange(0, PLACES)
     inside = place < SELECT.COUNT
     node = tree.node + request * SELECT.COUNT
-    ranked, candidate, rank, leader = by_text(
-        key_ptr, path_hash_ptr, SELECT.COUNT, SELECT.PLACES, JOINS
-    )
+    ranked, candidate, rank, leader = by_text(key_ptr, path_hash_ptr, SELECT.COUNT, PLACES, JOINS)
     kept = inside & (ranked < CLOSED)
     winner = place
     if JOINS:
@@ -197,32 +177,31 @@ def select_part(
 
     # Ancestors by pointer doubling: after step s a node knows 2^s nodes of its path. Those are
     # new nodes, so sums are unions. Unused slots are children of the root.
-    slot = tl.arange(0, SELECT.NODES)
+    slot = tl.arange(0, NODES)
     stored = (slot > 0) & (slot <= SELECT.BUDGET)
     out = request * SELECT.BUDGET + slot - 1
     used = stored & (slot <= size)
     unused = stored & (slot > size)
     jump = tl.load(tree.parent + out, mask=used, other=0)
-    tl.store(tree.parent + out, tl.full([SELECT.NODES], -1, tl.int32), mask=unused)
-    tl.store(tree.token + out, tl.full([SELECT.NODES], 0, tl.int64), mask=unused)
-    tl.store(tree.logprob + out, tl.full([SELECT.NODES], float("-inf"), tl.float32), mask=unused)
-    word = tl.arange(0, SELECT.WORDS)
-    bit = tl.full([SELECT.NODES], 1, tl.int64) << (slot % 64)
+    tl.store(tree.parent + out, tl.full([NODES], -1, tl.int32), mask=unused)
+    tl.store(tree.token + out, tl.full([NODES], 0, tl.int64), mask=unused)
+    tl.store(tree.logprob + out, tl.full([NODES], float("-inf"), tl.float32), mask=unused)
+    word = tl.arange(0, WORDS)
+    bit = tl.full([NODES], 1, tl.int64) << (slot % 64)
     own = (slot[:, None] // 64 == word[None, :]) & (slot > 0)[:, None]
     path = tl.where(own, bit[:, None], 0)
     depth = (slot > 0).to(tl.int32)
-    STEPS: tl.constexpr = SELECT.STEPS  # see `optional_triton.py`
     for step in tl.static_range(STEPS):
         if step > 0:
             jump = tl.gather(jump, jump, 0)
-        path += tl.gather(path, tl.broadcast_to(jump[:, None], [SELECT.NODES, SELECT.WORDS]), 0)
+        path += tl.gather(path, tl.broadcast_to(jump[:, None], [NODES, WORDS]), 0)
         depth += tl.gather(depth, jump, 0)
     path = tl.where((word == 0)[None, :], path | 1, path)
-    at = (request * (SELECT.BUDGET + 1) + slot) * SELECT.W
+    at = (request * (SELECT.BUDGET + 1) + slot) * W
     tl.store(
         tree.ancestors + at[:, None] + word[None, :],
         path,
-        mask=(slot <= SELECT.BUDGET)[:, None] & (word < SELECT.W)[None, :],
+        mask=(slot <= SELECT.BUDGET)[:, None] & (word < W)[None, :],
     )
     tl.store(tree.depth + out, depth, mask=stored)
 

@@ -36,25 +36,21 @@ def store_trees_triton(
 ) -> torch.Tensor:
     """Launch the kernel; see `store_trees`; `tree`: a `DraftTree`."""
     new, origin = TreeTensors.of(tree), None if tree.origin is None else tree.origin.contiguous()
-    requests, nodes, words = new.ancestors.shape
+    requests, num_nodes = new.token.shape
     tokens = torch.empty_like(new.token) if tokens is None else tokens
-    if requests:
-        _store_trees_kernel[(requests,)](
-            req_idx,
-            req_idx.stride(0),
-            chain,
-            0 if chain is None else chain.stride(0),
-            paused,
-            new,
-            origin,
-            kept,
-            tokens,
-            NUM_NODES=nodes - 1,
-            NODES=next_power_of_2(nodes),
-            W=words,
-            WORDS=next_power_of_2(words),
-            num_warps=4 if nodes <= 128 else 8,
-        )
+    _store_trees_kernel[(requests,)](
+        req_idx,
+        req_idx.stride(0),
+        chain,
+        0 if chain is None else chain.stride(0),
+        paused,
+        new,
+        origin,
+        kept,
+        tokens,
+        NUM_NODES=num_nodes,
+        num_warps=4 if num_nodes < 128 else 8,
+    )
     return tokens
 
 
@@ -70,11 +66,11 @@ def _store_trees_kernel(
     kept,  # KeptTrees
     token_ptr,  # [R, NUM_NODES] int64
     NUM_NODES: tl.constexpr,
-    NODES: tl.constexpr,  # > NUM_NODES: the root and all nodes
-    W: tl.constexpr,
-    WORDS: tl.constexpr,  # >= W
 ):
     """One request."""
+    NODES: tl.constexpr = next_power_of_2(NUM_NODES + 1)  # with the root
+    W: tl.constexpr = NUM_NODES // 64 + 1
+    WORDS: tl.constexpr = next_power_of_2(W)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(req_idx_ptr + request * req_idx_stride).to(tl.int64)
     last = tl.where(slot >= 0, NUM_NODES, -1)  # -1: nothing is read, not even the root

@@ -29,7 +29,6 @@ def accept_path_triton(rows: DrawnRows, trees: KeptTrees) -> tuple[torch.Tensor,
     num_requests, num_nodes, places = len(rows.req_idx), trees.parent.shape[1], trees.path.shape[1]
     output = trees.path.new_empty(num_requests, places)
     num_sampled = trees.accepted.new_empty(num_requests)
-    nodes = next_power_of_2(max(num_nodes, 1))
     _accept_path_kernel[(num_requests,)](
         *rows,
         rows.req_idx.stride(0),
@@ -37,11 +36,9 @@ def accept_path_triton(rows: DrawnRows, trees: KeptTrees) -> tuple[torch.Tensor,
         output,
         num_sampled,
         NUM_NODES=num_nodes,
-        NODES=nodes,
         W=trees.ancestors.shape[2],
         PLACES=places,
-        PADDED=next_power_of_2(places),
-        num_warps=1 if nodes <= 64 else 4,
+        num_warps=1 if num_nodes <= 64 else 4,
     )
     return output, num_sampled
 
@@ -58,11 +55,11 @@ def _accept_path_kernel(
     output_ptr,  # [R, PLACES] int64
     num_sampled_ptr,  # [R] int32
     NUM_NODES: tl.constexpr,
-    NODES: tl.constexpr,  # of a tile
     W: tl.constexpr,
     PLACES: tl.constexpr,  # D + 1
-    PADDED: tl.constexpr,
 ):
+    NODES: tl.constexpr = next_power_of_2(NUM_NODES)
+    PADDED: tl.constexpr = next_power_of_2(PLACES)
     request = tl.program_id(0)
     first = tl.load(first_row_ptr + request)
     count = tl.load(first_row_ptr + request + 1) - first

@@ -55,7 +55,6 @@ def build_tree_mask_triton(
         out,
         COLUMNS=depth.shape[1],
         W=out.mask_words.shape[1],
-        num_warps=4,
     )
 
 

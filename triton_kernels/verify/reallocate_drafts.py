@@ -10,6 +10,8 @@ threshold is found digit by digit, since non-negative floats order like their bi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..op import op
@@ -20,79 +22,59 @@ _REQUESTS = 64  # whose rows it bisects together
 _DIGIT_BITS, _DIGITS = 5, 6  # enough for keys of 30 bits, and 1.0 is 0x3f800000
 
 
-def reallocate_drafts_triton(
-    confidence: torch.Tensor,
-    req_idx: torch.Tensor,
-    counts: torch.Tensor,
-    budget: int,
-    num_bonus: int,
-    logit_start: torch.Tensor,
-    row_start: torch.Tensor,
-) -> None:
-    """Launch the kernel; rows of `confidence` and `counts` are contiguous."""
-    count, num_nodes = len(req_idx), confidence.shape[1]
+class DraftStarts(NamedTuple):
+    """Drafts of R requests in S request slots, and the rows to be written; contiguous."""
+
+    # [S, N] fp32, how likely a draft is accepted if the one before was; at most 1.
+    confidence: torch.Tensor
+    counts: torch.Tensor  # [2, R] int32: every request's drafts (at most N), and its other tokens
+    logit_start: torch.Tensor  # [≥ R + 1] int32, first logit of each request, then the end
+    row_start: torch.Tensor  # [≥ R + 1] int32, likewise its rows; the end from R + 1 on
+
+
+def reallocate_drafts_triton(drafts: DraftStarts, req_idx: torch.Tensor, budget: int) -> None:
+    """Launch the kernel; see `reallocate_drafts`."""
+    count, num_nodes = len(req_idx), drafts.confidence.shape[1]
     key = torch.empty(count, num_nodes, dtype=torch.int32, device=req_idx.device)
     _reallocate_drafts_kernel[(1,)](
-        confidence,
-        confidence.stride(0),
+        drafts,
         req_idx,
         req_idx.stride(0),
-        counts,
         key,
-        logit_start,
-        row_start,
-        len(row_start),
+        len(drafts.row_start),
         count,
         budget,
-        num_bonus,
         NUM_NODES=num_nodes,
-        NODES=next_power_of_2(num_nodes),
-        PROBES=num_nodes.bit_length(),
         num_warps=8,
     )
 
 
 @op(reallocate_drafts_triton)
-def reallocate_drafts(
-    confidence: torch.Tensor,
-    req_idx: torch.Tensor,
-    counts: torch.Tensor,
-    budget: int,
-    num_bonus: int,
-    logit_start: torch.Tensor,
-    row_start: torch.Tensor,
-) -> None:
+def reallocate_drafts(drafts: DraftStarts, req_idx: torch.Tensor, budget: int) -> None:
     """Write `logit_start` and `row_start`.
 
-    Args:
-        confidence: [S, N] fp32 by request slot, how likely a draft is accepted if the one before
-            was; at most 1.
-        req_idx: [R] integers.
-        counts: [2, R] int32: every request's drafts (at most N), and its other tokens.
-        budget: number of admitted drafts, at most all.
-        num_bonus: logits of a request beside those of its drafts.
-        logit_start: [≥ R + 1] int32, first logit of each request, then the end.
-        row_start: [≥ R + 1] int32, likewise its rows; the end from R + 1 on.
+    req_idx: [R] integers. budget: number of admitted drafts, at most all.
     """
-    drafts, others = counts
+    confidence, (scheduled, others), logit_start, row_start = drafts
     survival = confidence[req_idx].double().cumprod(1).float().clamp(min=0)
-    known = torch.arange(survival.shape[1], device=req_idx.device) < drafts[:, None]
+    known = torch.arange(survival.shape[1], device=req_idx.device) < scheduled[:, None]
     order = survival.masked_fill(~known, -1.0).flatten().argsort(descending=True, stable=True)
     rank = order.argsort()
     admitted = (known & (rank.view_as(known) < budget)).sum(1)
     count = len(req_idx)
     logit_start[0] = row_start[0] = 0
-    logit_start[1 : count + 1] = (admitted + num_bonus).cumsum(0)
+    logit_start[1 : count + 1] = (admitted + 1).cumsum(0)
     row_start[1 : count + 1] = (admitted + others).cumsum(0)
     row_start[count + 1 :] = row_start[count]
 
 
 @jit
-def _above(key_ptr, row, there, threshold, NUM_NODES: tl.constexpr, PROBES: tl.constexpr):
+def _above(key_ptr, row, there, threshold, NUM_NODES: tl.constexpr):
     """Return how many keys of each row are above the threshold; keys of a row never rise.
 
     row, there, threshold: broadcastable; -1 ≤ threshold.
     """
+    PROBES: tl.constexpr = NUM_NODES.bit_length()
     found = tl.zeros_like(row + threshold)
     for probe in tl.static_range(PROBES):
         more = found + (1 << (PROBES - 1 - probe))
@@ -103,28 +85,22 @@ def _above(key_ptr, row, there, threshold, NUM_NODES: tl.constexpr, PROBES: tl.c
 
 
 # Only what is always the same is compiled for.
-@jit(do_not_specialize=["req_idx_ptr", "num_starts", "num_requests", "budget", "num_bonus"])
+@jit(do_not_specialize=["req_idx_ptr", "num_starts", "num_requests", "budget"])
 def _reallocate_drafts_kernel(
-    confidence_ptr,  # [S, NUM_NODES] fp32
-    confidence_stride,
+    drafts,  # DraftStarts
     req_idx_ptr,  # [R]
     req_idx_stride,
-    counts_ptr,  # [2, R] int32
     key_ptr,  # [R, NUM_NODES] int32, memory of this launch alone
-    logit_start_ptr,  # [≥ R + 1] int32
-    row_start_ptr,  # [num_starts] int32
-    num_starts,
+    num_starts,  # entries of `row_start`
     num_requests,  # R
     budget,
-    num_bonus,
     NUM_NODES: tl.constexpr,
-    NODES: tl.constexpr,
-    PROBES: tl.constexpr,
     TILE: tl.constexpr = _TILE,
     REQUESTS: tl.constexpr = _REQUESTS,
     DIGIT_BITS: tl.constexpr = _DIGIT_BITS,
     DIGITS: tl.constexpr = _DIGITS,
 ):
+    NODES: tl.constexpr = next_power_of_2(NUM_NODES)
     # Survivals as whole numbers of the same order, and -1 where there is no draft.
     node, some = tl.arange(0, NODES)[None, :], tl.arange(0, TILE // NODES)
     most: tl.constexpr = (1 << (DIGIT_BITS * DIGITS)) - 1
@@ -132,15 +108,15 @@ def _reallocate_drafts_kernel(
         request = first + some
         there = request < num_requests
         at = tl.load(req_idx_ptr + request * req_idx_stride, mask=there, other=0)
-        at = at.to(tl.int64)[:, None]
+        at = at.to(tl.int64)[:, None] * NUM_NODES + node
         inside = there[:, None] & (node < NUM_NODES)
-        survival = tl.load(confidence_ptr + at * confidence_stride + node, mask=inside, other=1.0)
+        survival = tl.load(drafts.confidence + at, mask=inside, other=1.0)
         survival = tl.cumprod(survival.to(tl.float64), 1).to(tl.float32)
         # The bounds are for values that are not probabilities, which also get budget.
         own = tl.minimum(tl.maximum(survival.to(tl.int32, bitcast=True), 0), most)
-        drafts = tl.load(counts_ptr + request, mask=there, other=0)[:, None]
+        known = node < tl.load(drafts.counts + request, mask=there, other=0)[:, None]
         to = key_ptr + request.to(tl.int64)[:, None] * NUM_NODES + node
-        tl.store(to, tl.where(node < drafts, own, -1), mask=inside)
+        tl.store(to, tl.where(known, own, -1), mask=inside)
     tl.debug_barrier()
 
     # The key of the last draft admitted, the largest that as many as the budget reach.
@@ -152,31 +128,31 @@ def _reallocate_drafts_kernel(
         for first in range(0, num_requests, REQUESTS):
             row = (first + some)[:, None]
             there = row < num_requests
-            above = _above(key_ptr, row, there, larger[None, :] - 1, NUM_NODES, PROBES)
+            above = _above(key_ptr, row, there, larger[None, :] - 1, NUM_NODES)
             reached += tl.sum(above, 0)
         last = tl.max(tl.where((digit == 0) | (reached >= budget), larger, 0), 0)
 
     left = budget  # for those with that very key
     for first in range(0, num_requests, REQUESTS):
         row = first + some
-        left -= tl.sum(_above(key_ptr, row, row < num_requests, last, NUM_NODES, PROBES), 0)
+        left -= tl.sum(_above(key_ptr, row, row < num_requests, last, NUM_NODES), 0)
 
     logits, rows = 0, 0
     for first in range(0, num_requests, REQUESTS):
         row = first + some
         there = row < num_requests
-        sure = _above(key_ptr, row, there, last, NUM_NODES, PROBES)
-        tied = _above(key_ptr, row, there, last - 1, NUM_NODES, PROBES) - sure
+        sure = _above(key_ptr, row, there, last, NUM_NODES)
+        tied = _above(key_ptr, row, there, last - 1, NUM_NODES) - sure
         before = tl.cumsum(tied, 0) - tied
         admitted = sure + tl.minimum(tl.maximum(left - before, 0), tied)
         left = tl.maximum(left - tl.sum(tied, 0), 0)
-        own = tl.where(there, admitted + num_bonus, 0)
-        tl.store(logit_start_ptr + 1 + row, logits + tl.cumsum(own, 0), mask=there)
+        own = tl.where(there, admitted + 1, 0)
+        tl.store(drafts.logit_start + 1 + row, logits + tl.cumsum(own, 0), mask=there)
         logits += tl.sum(own, 0)
-        own = admitted + tl.load(counts_ptr + num_requests + row, mask=there, other=0)
-        tl.store(row_start_ptr + 1 + row, rows + tl.cumsum(own, 0), mask=there)
+        own = admitted + tl.load(drafts.counts + num_requests + row, mask=there, other=0)
+        tl.store(drafts.row_start + 1 + row, rows + tl.cumsum(own, 0), mask=there)
         rows += tl.sum(own, 0)
-    tl.store(logit_start_ptr, 0)
-    tl.store(row_start_ptr, 0)
+    tl.store(drafts.logit_start, 0)
+    tl.store(drafts.row_start, 0)
     for first in range(num_requests + 1, num_starts, REQUESTS):
-        tl.store(row_start_ptr + first + some, rows, mask=first + some < num_starts)
+        tl.store(drafts.row_start + first + some, rows, mask=first + some < num_starts)

@@ -39,8 +39,7 @@ def prefill_inputs(
             continue
         start, end = query_start_loc[request], query_start_loc[request + 1]
         after = done + end - start
-        for i in range(end - start):
-            input_ids[start + i] = all_token_ids[at, done + i]
+        input_ids[start:end] = all_token_ids[at, done:after]
         for ahead in range(num_lookahead):
             inside = after + ahead < length
             next_prefill_tokens[ahead, at] = all_token_ids[at, after + ahead] if inside else 0
@@ -77,8 +76,7 @@ def combine_drafts(
             continue
         if NUM_NEW_SAMPLED_TOKENS and length - count >= prefill:
             input_ids[end - count] = last_sampled_tokens[at, 0]
-        for i in range(num_drafts):
-            input_ids[end - num_drafts + i] = draft_tokens[at, i]
+        input_ids[end - num_drafts : end] = draft_tokens[at, :num_drafts]
 
 
 @replaces_kernel("input_batch._get_num_sampled_and_rejected_kernel", compiled=True)

@@ -31,7 +31,7 @@ from vllm_specblock.feedback.controller import Step
 from vllm_specblock.feedback.step_cost import BRIEF, LOOKUP, WHOLE
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.triton_kernels.feedback.write_survival import Later
-from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
+from vllm_specblock.triton_kernels.verify.reallocate_drafts import DraftStarts, reallocate_drafts
 
 if TYPE_CHECKING:
     from vllm_specblock.engine.runner.speculator import TreeSpeculator
@@ -85,7 +85,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         blocks = [drafter.first_block for drafter in speculator.draft_policy.drafters]
         first, others = max(blocks), sum(1 << at for at, each in enumerate(blocks) if not each)
         self.lengths = [False, True] if first else [False]
-        self.later = Later(states.depth, states.origin, first, others) if first else None
+        self.later = Later(states.depth, states.origin, first or states.max_depth, others)
 
     # ---- before a step: its budget ----
 
@@ -104,20 +104,19 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         trees = bool(draft_tokens) and not self.all_paused
         if trees:
             confidence = self._stale_confidences[self._stale_idx].np[slots]
-            later = None if self.later is None else marked(confidence)
+            later = marked(confidence)
             survival = confidence.cumprod(axis=1, dtype=np.float64)
             # The confidences of a new request are 1 until it has drafts.
             survival[survival[:, -1] == 1] = self._unknown
             survival[np.arange(survival.shape[1]) >= np.array([*drafts.values()])[:, None]] = 0
-            room = self._max_total_logits - count * self.num_bonus_tokens
-            most = max(0, min(sum(drafts.values()), room))
+            most = max(0, min(sum(drafts.values()), self._max_total_logits - count))
             given = survival, count, rows, most, sampling, self._padded, later
             nodes = self.controller.budget(*given)
         self._batch_budget = drafts, others, nodes
         if decodes:
             behind = self.skipped.behind(slots)
             self.all_paused = not self.controller.drafts(count, sampling, behind)
-            if self.later is not None and not self.all_paused:
+            if len(self.lengths) > 1 and not self.all_paused:
                 self.brief = self.controller.brief(count, sampling)
             step = Step(count, rows + nodes, trees, not self.all_paused, read=behind)
             self._begun = requests, step, now
@@ -161,8 +160,9 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         if counts != self._counts[0]:  # they change only when the batch does
             there = async_tensor_h2d(np.array(counts, dtype=np.int32), device=idx_mapping.device)
             self._counts = counts, there
-        given = self._confidence_probs, idx_mapping, self._counts[1], budget, self.num_bonus_tokens
-        reallocate_drafts(*given, self._cu_num_logits, self.query_start_loc)
+        starts = self._cu_num_logits, self.query_start_loc
+        drafts = DraftStarts(self._confidence_probs, self._counts[1], *starts)
+        reallocate_drafts(drafts, idx_mapping, budget)
         return reallocated(self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget)
 
     # ---- within a step: what the speculator reports ----

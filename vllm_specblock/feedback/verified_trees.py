@@ -12,8 +12,6 @@ from vllm_specblock.triton_kernels.verify.verification_result import Verificatio
 class VerifiedTrees(VerificationResult):
     """A `VerificationResult` with derived tensors for the torch forms of kernels."""
 
-    _fields = VerificationResult._fields  # Triton before 3.7 looks in the class itself
-
     @cached_property
     def temperature(self) -> torch.Tensor:
         """[R] fp32, of each request."""

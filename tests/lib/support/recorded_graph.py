@@ -25,6 +25,8 @@ from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAtt
 from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.ngram import continuations_numba
 
+from vllm_specblock.feedback.acceptance_estimator import write_survival
+
 _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
 
 
@@ -137,6 +139,7 @@ def recording(graph: RecordedGraph, *args, **kwargs):
             (recorder.whole, cpu_packing, "store_packed"),
             (recorder.whole, cpu_packing, "move_packed"),
             (recorder.whole, record_step, "reference"),
+            (recorder.whole, write_survival, "reference"),
             (recorder.made, continuations_numba, "follow_numba"),
         ):
             patch.setattr(module, name, partial(note, getattr(module, name)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from vllm_specblock.triton_kernels.feedback.write_survival import SeenNodes
 
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
@@ -38,3 +39,16 @@ def to_be_counted(
 ) -> VerifiedTrees:
     """What counters look at, with nothing in the place of all else."""
     return VerifiedTrees(req_idx, num_run, num_run, path, None, origin, None)
+
+
+def falling_rates(seen: SeenNodes, kind: int) -> list[float]:
+    """How often nodes of each bin are reached: pool adjacent violators, from left to right."""
+    pools: list[list[float]] = []
+    counts = seen.judged[kind].double() + seen.prior
+    sums = seen.reached[kind].double() + seen.prior * seen.believed.double()
+    for n, s in zip(counts.tolist(), sums.tolist()):
+        pools.append([n, s, 1])
+        while len(pools) > 1 and pools[-2][1] / pools[-2][0] < pools[-1][1] / pools[-1][0]:
+            more = pools.pop()
+            pools[-1] = [x + y for x, y in zip(pools[-1], more)]
+    return [s / n for n, s, width in pools for _ in range(int(width))]

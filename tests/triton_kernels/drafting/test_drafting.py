@@ -14,7 +14,7 @@ from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
 from vllm_specblock.triton_kernels.drafting.first_block_metadata import first_block_metadata
 from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     CommittedRows,
-    RowPointers,
+    DraftedRows,
     later_block_metadata,
 )
 from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
@@ -223,7 +223,8 @@ def test_metadata_equals_torch(launches, kernels, requests, size, starts, width,
     table = torch.randint(0, 1 << 30, (requests, 2 * width), dtype=torch.int32)[:, :width]
     committed = CommittedRows(rows.position, rows.index, rows.last, table)
     drafted_rows, _, words = builder.own.shape
-    kept = RowPointers(
+    kept = DraftedRows(
+        builder.own,
         torch.full((requests, drafted_rows), 1 << 60),
         torch.full((requests, drafted_rows, words), 1 << 60),
         torch.full((requests, drafted_rows), 1 << 60) if path_rope else None,
@@ -231,10 +232,9 @@ def test_metadata_equals_torch(launches, kernels, requests, size, starts, width,
     there, everywhere, nowhere = on(device, kept), 0, 0
     for block in range(2, BLOCKS + 1):
         where = some_starts(requests, starts, size, block)
-        given = where, committed, builder.own
         limits = block, TOKENS, MAX, path_rope and size == 1  # as EAGLE-2's levels are
-        found = launch_later(*on(device, given), there, *limits)
-        wanted = later_block_metadata.reference(*given, kept, *limits)
+        found = launch_later(*on(device, (where, committed)), there, *limits)
+        wanted = later_block_metadata.reference(where, committed, kept, *limits)
         assert_equal(tuple(found), tuple(wanted))
         assert_equal(*([x for x in each if x is not None] for each in (there, kept)))
         assert not (wanted.valid & ~where.valid).any()

@@ -10,18 +10,19 @@ import pytest
 import torch
 from support.recorded_rows import some_slabs, some_step
 from support.tensors import assert_equal, column, on
-from support.verification import DEPTH, SPARE_SLOTS, to_be_counted, verified_of
+from support.verification import (
+    DEPTH,
+    SPARE_SLOTS,
+    falling_rates,
+    to_be_counted,
+    verified_of,
+)
 from vllm_specblock.triton_kernels.feedback.count_step import Drafted
 from vllm_specblock.triton_kernels.feedback.record_step import record_step
+from vllm_specblock.triton_kernels.feedback.write_survival import Later, SeenNodes
 
 from vllm_specblock.engine.metrics.counters import DrafterCounters
-from vllm_specblock.feedback.acceptance_estimator import (
-    BINS_PER_NAT,
-    PRIOR,
-    AcceptanceEstimator,
-    mark,
-    marked,
-)
+from vllm_specblock.feedback.acceptance_estimator import NUM_BINS, AcceptanceEstimator, marked
 from vllm_specblock.feedback.calibration import DraftCalibration
 
 from ..random_trees import random_trees
@@ -166,62 +167,57 @@ def test_limits_of_what_is_learned(kernels, accepted):
 
 
 # ---- Survival, in double precision ----
-TABLES = ("judged", "reached", "believed")
+def survival_of(seen: SeenNodes, heat: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+    """Probability to reach each node: on a line between the rates of two bins' middles."""
+    found = torch.zeros(score.shape, dtype=torch.float64)
+    for out, row, kind in zip(found, score, (heat > 0).long()):
+        rates = falling_rates(seen, int(kind))
+        place = np.clip(-seen.bins_per_nat * row.double().numpy(), 0, NUM_BINS - 1e-3) - 0.5
+        likely = np.minimum.accumulate(np.interp(place, np.arange(NUM_BINS), rates))
+        out.copy_(torch.from_numpy(likely).where(row.isfinite(), 0.0))
+    return found
 
 
-def assert_as_torch(forms, score: torch.Tensor, heat: torch.Tensor, most: float = 50.0):
-    """Hold a form to torch after some 600 steps -> its `steps`.
+def assert_exact(forms, score: torch.Tensor, heat: torch.Tensor, most: float = 50.0):
+    """Hold a form's `steps`, and its marks of later blocks' nodes, to exact ones -> those.
 
     Counts neither fall with the score nor are alike by kind; `most` is of a bin.
     """
     draw = torch.Generator().manual_seed(score.shape[1])
-    exact = AcceptanceEstimator("cpu")
-    exact.judged.copy_(most * torch.rand(exact.judged.shape, generator=draw) ** 3)
-    exact.reached.copy_(exact.judged * torch.rand(exact.judged.shape, generator=draw))
-    seen = (*(getattr(exact, name).to(forms.device) for name in TABLES), PRIOR, BINS_PER_NAT)
-    count, num_nodes = score.shape
-    steps = torch.full((count + 2, num_nodes), -7.0, device=forms.device)
-    module = forms.load("write_survival")
-    if hasattr(module, "node_steps_triton"):
-        module.node_steps_triton(heat, *seen, score, steps)
-    else:
-        slots = torch.randperm(count + 4, generator=draw)[:count]
-        by_slot = torch.full((count + 4, num_nodes), float("nan"))
-        by_slot[slots] = score
-        by_slot, *rows = (x.to(forms.device) for x in (by_slot, slots, heat))
-        slots, heat_there = map(column, rows)
-        module.write_survival_triton(slots, by_slot, heat_there, *seen, steps)
-        assert_marks(forms, module, draw, (slots, by_slot, heat_there, *seen), steps[:count])
-    for name in TABLES:
-        setattr(exact, name, getattr(exact, name).double())
-    wanted = exact.steps(heat, score.double()).float()
-    torch.testing.assert_close(steps[:count].cpu(), wanted, atol=1e-6, rtol=3e-5)
+    judged = most * torch.rand(2, NUM_BINS, generator=draw) ** 3
+    reached = judged * torch.rand(2, NUM_BINS, generator=draw)
+    seen = AcceptanceEstimator("cpu").seen._replace(judged=judged, reached=reached)
+    (count, num_nodes), size = score.shape, len(score) + 4
+    slots = torch.randperm(size, generator=draw)[:count]
+    by_slot = torch.full((size, num_nodes), float("nan"))
+    by_slot[slots] = score
+    depth = torch.randint(0, 9, (size, num_nodes + 1), generator=draw)
+    origin = torch.randint(0, 4, (size, num_nodes), generator=draw).byte()
+    steps = torch.full((count + 2, num_nodes), -7.0)
+    given = column(slots), by_slot, column(heat), seen, steps, Later(depth, origin, 4, 2)
+    given = on(forms.device, given)
+    forms.load("write_survival").write_survival_triton(*given)
+
+    survival, steps = survival_of(seen, heat, score), given[4].cpu()
+    before = torch.cat([torch.ones(count, 1), survival[:, :-1]], 1)
+    wanted = torch.where(before > 0, survival / before.clamp(min=1e-300), 0.0).float()
+    torch.testing.assert_close(steps[:count], wanted, atol=1e-6, rtol=3e-5)
     assert (steps[count:] == -7).all()
+    deep = (depth[slots, 1:] > 4) & (origin[slots] < 2) & (wanted > 0)
+    assert np.array_equal(marked(steps[:count].numpy()), deep.numpy())
     return wanted
 
 
-def assert_marks(forms, module, draw, given, plain):
-    """Hold the marks of later blocks' nodes to the reference."""
-    slots, by_slot, *_ = given
-    size, num_nodes = by_slot.shape
-    depth = torch.randint(0, 9, (size, num_nodes + 1), generator=draw).to(forms.device)
-    origin = torch.randint(0, 4, (size, num_nodes), generator=draw).byte().to(forms.device)
-    steps = torch.empty_like(plain)
-    module.write_survival_triton(*given, steps, module.Later(depth, origin, 4, 2))
-    later = (depth[slots.long(), 1:] > 4) & (origin[slots.long()] < 2)
-    wanted = plain.clone()
-    mark(wanted, later)
-    assert torch.equal(steps, wanted)
-    found = marked(steps.cpu().numpy())
-    assert np.array_equal(found, (later & (plain > 0)).cpu().numpy())
-
-
-def test_a_marked_1_is_less():
-    steps = torch.tensor([[1.0, 1.0, 0.0, 0.25]])
-    mark(steps, torch.tensor([[True, False, True, True]]))
-    assert marked(steps.numpy()).tolist() == [[True, False, False, True]]
-    assert steps[0, 0] < 1 and steps[0, 1:3].tolist() == [1, 0]
-    torch.testing.assert_close(steps, torch.tensor([[1.0, 1.0, 0.0, 0.25]]))
+def test_a_marked_1_is_less(forms):
+    later = Later(torch.tensor([[0, 5, 1, 5, 5]]), torch.ones(1, 4).byte(), 4, 2)
+    certain = AcceptanceEstimator("cpu").seen._replace(believed=torch.ones(NUM_BINS))
+    score, slot = torch.tensor([[0.0, 0.0, 0.0, -torch.inf]]), torch.zeros(1, dtype=torch.int64)
+    given = on(forms.device, (slot, score, torch.zeros(1), certain, score, later))
+    forms.load("write_survival").write_survival_triton(*given)
+    steps = given[4].cpu()
+    assert marked(steps.numpy()).tolist() == [[True, False, True, False]]
+    assert steps[0, 0] < 1 and steps[0, 1] == 1 and steps[0, 3] == 0
+    torch.testing.assert_close(steps, torch.tensor([[1.0, 1.0, 1.0, 0.0]]))
 
 
 @pytest.mark.parametrize(
@@ -230,10 +226,10 @@ def test_a_marked_1_is_less():
 )
 # Nothing yet; some steps; a large batch for hours.
 @pytest.mark.parametrize("most", [0.0, 50.0, 3e6])
-def test_survival_as_torch(forms, num_requests, num_nodes, most):
+def test_survival_is_exact(forms, num_requests, num_nodes, most):
     score = random_trees(num_requests, num_nodes, fall=12 / (num_nodes + 8)).logprob
     heat = torch.tensor([0.0, 0.7, 1.3]).repeat(2)[:num_requests]
-    steps = assert_as_torch(forms, score, heat, most)
+    steps = assert_exact(forms, score, heat, most)
     if num_requests > 2:
         assert (steps[1] == 0).all() and (steps[0] > 0).all(), "an empty tree and a full one"
 
@@ -242,5 +238,5 @@ def test_survival_as_torch(forms, num_requests, num_nodes, most):
 def test_scores_at_the_ends(forms, heat):
     """Scores above nothing and below all bins, the middles and the edges of bins."""
     score = torch.tensor([[0.3, 0.0, -0.125, -0.25, -0.26, -0.375, -7.9, -8.0, -300.0]])
-    steps = assert_as_torch(forms, score, torch.tensor([heat]))
+    steps = assert_exact(forms, score, torch.tensor([heat]))
     assert steps.min() < 0.9 and steps.max() == 1, "the counts say too little"

@@ -8,7 +8,7 @@ from support.tensors import assert_equal, column, on, wide
 from torch.nn.functional import pad
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 from vllm_specblock.triton_kernels.kv_cache.committed_tokens import StepRows
-from vllm_specblock.triton_kernels.kv_cache.mask_holes import mask_holes
+from vllm_specblock.triton_kernels.kv_cache.mask_holes import RowsToWrite, mask_holes
 
 from vllm_specblock.commit import committed_tokens, move_path
 
@@ -215,7 +215,8 @@ def test_tables_without_holes(kernels, monkeypatch, width, columns):
         table = torch.zeros(requests, width + 3, dtype=torch.int32, device=to)
         table[:, :width] = own
         state, masks = missing.to(to, copy=True), torch.full((2, requests), -1, device=to)
-        blind = mask(state, table[:, :width], first.to(to), last.to(to), size, *masks)
+        rows = RowsToWrite(state, table[:, :width], first.to(to), last.to(to), *masks)
+        blind = mask(rows, size)
         found.append([x.cpu() for x in (table, masks, blind, state[:-1])])
     assert found[0][2].any() and not found[0][2].all() and (found[0][1][0] > 0).any()
     assert_equal(*found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head import DraftLogits, lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
 
 
@@ -111,9 +111,8 @@ def chosen_is_best(bucket, normed, logits, head, scope, tolerance):
     """Rank logits of the bucket, by the reference: at most `tolerance` below the best."""
     fed = []
     hook = head[2].register_forward_hook(lambda module, args, out: fed.append(out.float()))
-    lm_and_rank_head.reference(
-        normed, logits, torch.zeros_like(logits[0, 0]).long(), head, 1, scope
-    )
+    offset = torch.zeros_like(logits[0, 0]).long()
+    lm_and_rank_head.reference(DraftLogits(normed, logits, offset, head, 1, scope))
     hook.remove()
     mine = fed[0].gather(-1, bucket[..., None])[..., 0]
     return bool((mine >= fed[0].amax(-1) - tolerance).all())
@@ -131,10 +130,11 @@ def test_ranks_as_torch_does(forms, rows, vocab, width, scope, dtype, sharp):
     head = rank_head(dtype, forms.device)
     launch = forms.load("lm_and_rank_head").lm_and_rank_head_triton
     beta = torch.linspace(2.5, 0.4, len(logits), device=forms.device) if sharp else None
-    logprob, token, bucket = launch(normed, logits, offset, head, width, scope, beta)
+    given = DraftLogits(normed, logits, offset, head, width, scope, beta)
+    logprob, token, bucket = launch(given)
     every = logits.float() if beta is None else logits.float() * beta[:, None, None]
     best, index = every.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
-    wanted = lm_and_rank_head.reference(normed, logits, offset, head, width, scope, beta)
+    wanted = lm_and_rank_head.reference(given)
     torch.testing.assert_close(logprob, wanted[0], atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(logprob, best[..., :width], atol=1e-4, rtol=1e-5)
     assert torch.equal(token, (index + offset[index])[..., :width])
@@ -156,7 +156,7 @@ def test_each_rank_feature_to_a_thousandth(forms, numbers, vocab, width, scope):
     seen = []
     hook = head[0].register_forward_hook(lambda module, args, out: seen.append(args[0]))
     normed = torch.zeros(count, 2, SIZE, device=device)
-    lm_and_rank_head.reference(normed, logits, offset, head, width, scope)
+    lm_and_rank_head.reference(given := DraftLogits(normed, logits, offset, head, width, scope))
     hook.remove()
     row, number = torch.arange(count, device=device), torch.tensor(numbers, device=device)
     value = seen[0][row, :, SIZE + number]  # [count, 2]
@@ -172,7 +172,7 @@ def test_each_rank_feature_to_a_thousandth(forms, numbers, vocab, width, scope):
     first[15, 15] = first[15, 16] = 1
     second[0, :15] = second[1, 15] = 1
     launch = forms.load("lm_and_rank_head").lm_and_rank_head_triton
-    bucket = launch(normed, logits, offset, head, width, scope)[2]
+    bucket = launch(given)[2]
     assert bucket.tolist() == [[0, 1]] * count
 
 
@@ -181,5 +181,5 @@ def test_ranks_of_no_rows(kernels):
     normed, logits, offset = inputs(2, 64, torch.float32, kernels.device)
     head = rank_head(torch.float32, kernels.device)
     launch = kernels.load("lm_and_rank_head").lm_and_rank_head_triton
-    found = launch(normed[:0], logits[:0], offset, head, 4, 10)
+    found = launch(DraftLogits(normed[:0], logits[:0], offset, head, 4, 10))
     assert [tuple(x.shape) for x in found] == [(0, 2, 4), (0, 2, 4), (0, 2)]

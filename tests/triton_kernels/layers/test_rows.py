@@ -135,7 +135,7 @@ def test_as_torch_rotates(kernels, lead, heads, kv_heads, size, kept, dtype, nor
         query = query[keep]
     norms = [norm_over(size, dtype, kernels.device, x) for x in range(2)] if normed else None
     before = query.clone(), key.clone()
-    got = kernels.load("rope").rotate_pair_triton(query, key, bare, keep, norms)
+    got = kernels.load("rope").rotate_pair(query, key, bare, keep, norms)
     # A norm leaves numbers of up to 4 or so, which are then rounded twice.
     wanted = rotate_pair(query, key, full, keep, norms)
     assert_same(got, wanted, ROTATED, dtype, 4 if normed else 1)
@@ -146,7 +146,7 @@ def test_as_torch_rotates(kernels, lead, heads, kv_heads, size, kept, dtype, nor
 @torch.no_grad()
 def test_strided_states_and_positions(kernels, lead):
     """Queries and keys as a stacked product leaves them; positions as a column, and a part."""
-    launch = kernels.load("rope").rotate_pair_triton
+    launch = kernels.load("rope").rotate_pair
     query, key, bare, full = inputs(lead, 4, 2, 16, torch.float32, kernels.device)
     both = torch.cat([query, key, key], dim=-2).flatten(-2)
     views = (x.unflatten(-1, (-1, 16)) for x in both.split([64, 32, 32], -1)[:2])
@@ -163,7 +163,7 @@ def test_far_positions_keep_their_angle(kernels, theta):
     frequency = theta ** -(torch.arange(64, device=kernels.device) / 64).float()
     bare = Rope(base, torch.cat([-frequency, frequency]), None)
     unit = torch.cat([torch.ones(64), torch.zeros(64)]).expand(6, 1, 1, 128).to(kernels.device)
-    turned, _ = kernels.load("rope").rotate_pair_triton(unit, unit, bare)
+    turned, _ = kernels.load("rope").rotate_pair(unit, unit, bare)
     angle = (base[:, None].float() * frequency).double()  # rounded as RoPE rounds it
     wanted = torch.cat([angle.cos(), angle.sin()], -1)
     torch.testing.assert_close(turned[:, 0, 0].double(), wanted, atol=2e-7, rtol=0)

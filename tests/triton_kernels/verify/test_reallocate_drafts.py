@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.tensors import assert_equal, column
-from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
+from vllm_specblock.triton_kernels.verify.reallocate_drafts import DraftStarts, reallocate_drafts
 
 GARBAGE = -7
 
@@ -25,14 +25,14 @@ def some_batch(num_requests: int, num_nodes: int, even: bool):
     return confidence, torch.randperm(num_requests + 3, generator=draw)[:num_requests], counts
 
 
-def handed_out(reallocate, confidence, req_idx, counts, budget: int, num_bonus: int = 1):
+def handed_out(reallocate, confidence, req_idx, counts, budget: int):
     """(logit_start, row_start), which are longer than the batch."""
     count = len(req_idx)
     starts = [
         torch.full((count + extra,), GARBAGE, dtype=torch.int32, device=req_idx.device)
         for extra in (3, 70)
     ]
-    reallocate(confidence, req_idx, counts, budget, num_bonus, *starts)
+    reallocate(DraftStarts(confidence, counts, *starts), req_idx, budget)
     return [x.cpu() for x in starts]
 
 
@@ -47,11 +47,11 @@ def test_as_torch(kernels, num_requests, num_nodes, even):
     launch = kernels.load("reallocate_drafts").reallocate_drafts_triton
     own = column(req_idx.to(on)) if even else req_idx.int().to(on)
     for budget in sorted({0, 1, total // 3, total // 2, total - 1, total}):
-        wanted = handed_out(reallocate_drafts.reference, confidence, req_idx, counts, budget, 2)
-        found = handed_out(launch, confidence.to(on), own, counts.to(on), budget, num_bonus=2)
+        wanted = handed_out(reallocate_drafts.reference, confidence, req_idx, counts, budget)
+        found = handed_out(launch, confidence.to(on), own, counts.to(on), budget)
         assert_equal(found, wanted)
         logits, rows = found
-        assert logits[num_requests] == 2 * num_requests + budget
+        assert logits[num_requests] == num_requests + budget
         assert (logits[num_requests + 1 :] == GARBAGE).all()
         assert (rows[num_requests:] == counts[1].sum() + budget).all()
 

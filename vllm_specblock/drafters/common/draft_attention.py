@@ -23,8 +23,8 @@ from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
 from vllm_specblock.triton_kernels.drafting.first_block_metadata import first_block_metadata
 from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     CommittedRows,
+    DraftedRows,
     LaterBlockMetadata,
-    RowPointers,
     later_block_metadata,
 )
 
@@ -114,7 +114,8 @@ class DraftAttentionBuilder:
         prefix = row.new_empty(len(row), rows)
         reach = torch.empty_like(prefix) if self.path_rope else None
         # Each block fills in its own rows.
-        self.kept = RowPointers(prefix, row.new_empty(len(row), rows, width), reach)
+        bits = row.new_empty(len(row), rows, width)
+        self.drafted = DraftedRows(self.own, prefix, bits, reach)
 
     def next(self, block: int, starts: NextStarts) -> tuple[PagedAttention, LaterBlockMetadata]:
         """Return the attention of block `block` ≥ 2 from S starts per request, and its rows."""
@@ -122,8 +123,7 @@ class DraftAttentionBuilder:
         metadata = later_block_metadata(
             starts,
             self.committed,
-            self.own,
-            self.kept,
+            self.drafted,
             block,
             self.token_block,
             self.max_position,

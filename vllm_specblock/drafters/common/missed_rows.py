@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.triton_kernels.kv_cache.mask_holes import mask_holes
+from vllm_specblock.triton_kernels.kv_cache.mask_holes import RowsToWrite, mask_holes
 
 MOST_BYTES = 256 << 20
 """Bytes of hidden states to keep: 75,000 tokens of three 16-bit layers at Ht = 576."""
@@ -201,8 +201,8 @@ class CacheHoles:
         self.masks.zero_()
         found = table.is_cuda or bool((self.missing[table.long()] < self.block_size).any())
         if found:
-            rows = first, last, self.block_size, *self.masks[:, : len(table)]
-            self.blind[req_idx] = mask_holes(self.missing, table, *rows)
+            rows = RowsToWrite(self.missing, table, first, last, *self.masks[:, : len(table)])
+            self.blind[req_idx] = mask_holes(rows, self.block_size)
         incomplete = (self.missing[:-1] < self.block_size).any() + 2 * self.skips
         self.seen.copy_(incomplete, non_blocking=True)
         return found

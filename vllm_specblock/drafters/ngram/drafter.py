@@ -13,8 +13,8 @@ from vllm_specblock.drafters.interface import CommittedTokens, Drafter
 from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.ngram import continuations_numba
-from vllm_specblock.triton_kernels.ngram.continuations import Following, follow_triton
-from vllm_specblock.triton_kernels.ngram.occurrences import Texts
+from vllm_specblock.triton_kernels.ngram.continuations import follow_triton
+from vllm_specblock.triton_kernels.ngram.occurrences import Following, Texts
 
 VOTE, POWER = 0.32, 1.2
 """The r-th best occurrence votes VOTE · n^POWER / ⁴√r for what followed it, n being the tokens

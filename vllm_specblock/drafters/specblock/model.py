@@ -17,7 +17,11 @@ from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, RMSNorm
 from vllm_specblock.drafters.common.rope import Rotary
 from vllm_specblock.drafters.specblock.config import TOP_LOGPROBS, DrafterConfig
 from vllm_specblock.triton_kernels.layers.layer_shift import layer_shift
-from vllm_specblock.triton_kernels.layers.lm_and_rank_head import lm_and_rank_head, top_and_features
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head import (
+    DraftLogits,
+    lm_and_rank_head,
+    top_and_features,
+)
 from vllm_specblock.triton_kernels.layers.norms import add_norm, norm_pair
 
 RANK_FEATURES = TOP_LOGPROBS + 5
@@ -122,9 +126,8 @@ class SpecBlockModel(nn.Module):
         target ids [R, ..., width] int64, and rank buckets [R, ...] int64.
         """
         normed, logits = self._read(hidden)
-        return lm_and_rank_head(
-            normed, logits, self.d2t, self.rank_head, width, self.rank_scope, beta
-        )
+        given = normed, logits, self.d2t, self.rank_head, width, self.rank_scope, beta
+        return lm_and_rank_head(DraftLogits(*given))
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Target ids [...] int64 of draft ids [...] int64: d2t holds offsets."""

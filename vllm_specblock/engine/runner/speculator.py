@@ -42,6 +42,7 @@ from vllm_specblock.engine.runner.tree_states import TreeStates, store_trees
 from vllm_specblock.engine.scheduler import FORGET
 from vllm_specblock.engine.step_observer import StepObserver, adaptation
 from vllm_specblock.engine.target_model import check_target_model
+from vllm_specblock.feedback.acceptance_estimator import write_survival
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
@@ -288,8 +289,8 @@ class TreeSpeculator(DraftModelSpeculator):
         kept, empty = self.tree_states.trees, self.skipped.blind
         tokens = store_trees(req_idx, tree, kept, rows.chain, empty, rows.tokens)
         if (adaptive := self.adaptive) is not None:
-            heat, found = committed.temperature, (adaptive.confidence, adaptive.later)
-            adaptive.acceptance.write_survival(self.tree_states.score, heat, req_idx, *found)
+            found = adaptive.acceptance.seen, adaptive.confidence, adaptive.later
+            write_survival(req_idx, kept.score, committed.temperature, *found)
         return tokens
 
     def settle(self, rows: StepBatch) -> tuple[VerifiedTrees, CommittedTokens]:
