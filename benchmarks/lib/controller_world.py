@@ -292,7 +292,7 @@ def simulate(world: World, controller: Controller) -> Run:
         run.seconds[at] = seconds = float(world.step_seconds(at, rows, trees, drafts, brief))
         run.drafted[at] = drafts
         drafting = float(drafts * machine.draft_ms(requests, brief) * world.load[at] / 1000)
-        step = Step(requests, rows, trees, drafts, requests + accepted, seconds, drafting, by)
+        step = Step(requests, rows, trees, drafts, accepted, seconds, drafting, by)
         controller.observe(step, sampling)
         trees = drafts
     return run

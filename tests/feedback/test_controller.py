@@ -38,9 +38,8 @@ def served(survival: float, draft: float, steps: int = 1200) -> list[int]:
     for _ in range(steps):
         nodes = controller.budget(np.array([[survival]]), 1, 1) if trees else 0
         drafts = controller.drafts(1)
-        tokens = 1 + nodes * survival
-        seconds = 1.0 + drafts * draft
-        controller.observe(Step(1, 1 + nodes, trees, drafts, tokens, seconds, drafts * draft))
+        seconds, accepted = 1.0 + drafts * draft, nodes * survival
+        controller.observe(Step(1, 1 + nodes, trees, drafts, accepted, seconds, drafts * draft))
         trees = drafts
         drafted.append(drafts)
     ends = np.flatnonzero(np.diff(drafted)) + 1
@@ -92,7 +91,7 @@ def test_steps_have_to_win_back_the_prompts_that_drafters_read():
     controller.observe_prompts(1, WHOLE, 25.6 + 0.1)
     assert controller.gain(1) == pytest.approx(free * 1.1 / 1.5)
     for _ in range(64):
-        controller.observe(Step(1, 1, False, False, 1, 1.0))
+        controller.observe(Step(1, 1, False, False, 0, 1.0))
     assert controller.gain(1) == pytest.approx(free * 1.1 / (1.1 + 0.4 * 0.365), rel=0.01)
 
 

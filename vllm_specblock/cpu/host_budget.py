@@ -46,13 +46,10 @@ def sizes(num_nodes: int, max_requests: int, max_tokens: int) -> list[tuple[int,
 
 
 def measure_steps(runner: model_runner.GPUModelRunner) -> None:
-    """Measure step costs of a runner by dummy steps with logits for every row.
+    """Measure step costs of a runner with a HostBudgetManager, by dummy steps with all logits.
 
     Sizes take turns, so that a slow phase of the machine affects all of them; the fastest round
     counts.
-
-    Args:
-        runner: ready to run, with a HostBudgetManager.
     """
     manager = runner.adaptive_verification
     num_nodes, clock = manager.num_speculative_steps, manager.clock
@@ -97,8 +94,7 @@ class HostBudgetManager(TreeBudgetManager):
     _padded = staticmethod(padded)
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
-        slots, count = input_batch.idx_mapping, input_batch.num_reqs
-        self._confidence_probs[slots] = confidence_probs[:count]
+        self._confidence_probs[input_batch.idx_mapping] = confidence_probs[: input_batch.num_reqs]
         # Host memory.
         self._stale_confidences[self._stale_idx].np[:] = self._confidence_probs.numpy()
 

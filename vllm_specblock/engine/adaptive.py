@@ -53,21 +53,15 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         brief: drafters draft their first block only; lengths: possible values of `brief`.
     """
 
-    _counts: tuple[Any, Any] = None, None
-    """Drafts and other tokens of each request, as last copied to the device, and that copy."""
-    _batch_budget: Any
-    """vLLM's: drafts and other tokens of each request, and the budget of the step."""
-    _unknown = 1.0
-    """Survival assumed until the measured one arrives, one step later on a GPU."""
-    _begun: tuple[list[str], Step, Any] | None = None
-    """The current step: its requests, its measurements, and the mark of its beginning."""
-
-    _accepted: int | None = None
-    """Draft tokens accepted in the last step; None on a GPU."""
-    _by = WHOLE
-    """The last proposal: LOOKUP, BRIEF or WHOLE."""
-
     all_paused = brief = False
+    _batch_budget: Any  # vLLM's: drafts and other tokens of each request, and the step's budget
+    # Drafts and other tokens of each request, as last copied to the device, and that copy.
+    _counts: tuple[Any, Any] = None, None
+    _unknown = 1.0  # survival until the measured one arrives, one step later on a GPU
+    # The current step: its requests, its measurements, and the mark of its beginning.
+    _begun: tuple[list[str], Step, Any] | None = None
+    _accepted: int | None = None  # draft tokens accepted in the last step; None on a GPU
+    _by = WHOLE  # the last proposal; or LOOKUP or BRIEF
 
     def __init__(self, req_states: RequestState, *args: Any, **kwargs: Any) -> None:
         super().__init__(req_states, *args, **kwargs)
@@ -99,19 +93,19 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         count, rows, nodes = len(requests), sum(others.values()), 0
         decodes = rows == count  # the last token of a prompt costs as much
         sampling = bool(2 * self.samples[slots].sum() > count)  # a host array
-        now = self.clock.mark() if decodes else None
-        self._observe(requests, now, sampling)
+        now, begun, self._begun = self.clock.mark() if decodes else None, self._begun, None
+        if decodes and begun is not None and begun[0] == requests:
+            self._observe(*begun[1:], now, sampling)
         trees = bool(draft_tokens) and not self.all_paused
         if trees:
             confidence = self._stale_confidences[self._stale_idx].np[slots]
-            later = marked(confidence)
             survival = confidence.cumprod(axis=1, dtype=np.float64)
             # The confidences of a new request are 1 until it has drafts.
             survival[survival[:, -1] == 1] = self._unknown
             survival[np.arange(survival.shape[1]) >= np.array([*drafts.values()])[:, None]] = 0
-            most = max(0, min(sum(drafts.values()), self._max_total_logits - count))
-            given = survival, count, rows, most, sampling, self._padded, later
-            nodes = self.controller.budget(*given)
+            room = max(0, self._max_total_logits - count)
+            limits = rows, room, sampling, self._padded
+            nodes = self.controller.budget(survival, count, *limits, marked(confidence))
         self._batch_budget = drafts, others, nodes
         if decodes:
             behind = self.skipped.behind(slots)
@@ -122,20 +116,13 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self._begun = requests, step, now
         return rows + nodes
 
-    def _observe(self, requests: list[str], now: Any, sampling: bool) -> None:
-        """Learn from the steps that ended; a step is timed to the beginning of the next one.
-
-        now: mark of the clock; None: the next step reads prompts.
-        """
-        begun, self._begun = self._begun, None
-        # Ranks must decide alike, but each one measures its own times.
-        if begun is None or now is None or begun[0] != requests or get_tp_group().world_size > 1:
-            return
-        _, step, start = begun
+    def _observe(self, step: Step, start: Any, now: Any, sampling: bool) -> None:
+        """Learn from the steps that ended; a step is timed to the beginning of the next one."""
+        if get_tp_group().world_size > 1:
+            return  # ranks must decide alike, but each one measures its own times
         accepted = self._accepted if step.rows > step.requests else 0
-        tokens = None if accepted is None else len(requests) + accepted
         read = step.read if self._by != LOOKUP else 0
-        step = step._replace(tokens=tokens, by=self._by, read=read)
+        step = step._replace(accepted=accepted, by=self._by, read=read)
         self._timed.append((step, start, now, self.marks, sampling))
         while self._timed and self.clock.passed(self._timed[0][2]):
             step, start, end, drafted, sampled = self._timed.popleft()
@@ -179,12 +166,10 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self._accepted = int(verified.accepted.sum())  # a host tensor
 
     def drafted(self, began: Any, asked: bool, prompts: int = 0) -> None:
-        """Note a proposal that ends now.
+        """Note a proposal that ends now; `began`: mark of `clock`.
 
-        Args:
-            began: mark of `clock`.
-            asked: a drafter with weights took part.
-            prompts: requests of the batch if drafters have read prompts in it, else 0.
+        asked: a drafter with weights took part. prompts: requests of the batch if drafters have
+        read prompts in it, else 0.
         """
         self._by = LOOKUP if not asked else BRIEF if self.brief else WHOLE
         self.marks = began, self.clock.mark()

@@ -8,7 +8,6 @@ to measure its yield.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,8 +23,7 @@ LOSS = 2.0
 """Loss, in plain steps, after which drafting pauses."""
 
 LONGEST, TRIAL = 224, 4
-"""Steps after which the other choice is tried, if affordable; minimum steps of a drafting
-trial."""
+"""Steps after which the other choice is tried, if affordable; minimum steps of a trial."""
 
 SHARE = 0.006
 """Share of a pause's time that trials may cost."""
@@ -41,7 +39,7 @@ class Step(NamedTuple):
     rows: int  # of the target
     trees: bool  # it verified trees
     drafted: bool  # it drafted new ones
-    tokens: int | None = None  # committed, of all requests; None: unknown
+    accepted: int | None = None  # nodes; None: unknown
     seconds: float = 0.0
     draft_seconds: float = 0.0  # of drafting in it
     by: int = WHOLE  # or LOOKUP or BRIEF
@@ -122,8 +120,8 @@ trial cost more than its share |
             self.cost.observe_draft(step.requests, step.by, step.draft_seconds, step.read)
             self._asked += 0.1 * ((step.by != LOOKUP) - self._asked)
         self._prompts *= 1 - 1 / HORIZON
-        if step.trees and step.tokens is not None:
-            self._yields[sampling].verified(self._expected, step.tokens - step.requests)
+        if step.trees and step.accepted is not None:
+            self._yields[sampling].verified(self._expected, step.accepted)
 
     def observe_prompts(self, requests: int, by: int, seconds: float) -> None:
         """Learn from a proposal that also read prompts; drafting has to win back their time."""
@@ -237,7 +235,7 @@ trial cost more than its share |
         else:
             self._lost = max(0.0, self._lost + 1 - self._gain)
             doubt = self.cost.doubt(self._rows, requests)
-            wait = LONGEST if math.log(self._gain) > 2 * doubt else 2 * TRIAL
+            wait = LONGEST if np.log(self._gain) > 2 * doubt else 2 * TRIAL
             if self._lost > LOSS:
                 self.paused, self._lost, self._paid, self._since = True, 0.0, 0.0, 0
             elif doubt and self._since >= wait:

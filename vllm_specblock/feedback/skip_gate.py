@@ -13,12 +13,8 @@ from vllm_specblock.tree import DraftTree
 BUCKETS = 9
 """Bins of the lookup's confidence in the next token: none (no tree), then eighths."""
 
-_DECAY = 0.998
-"""Weight of a step one step later: half in 350 steps."""
-
-_IMAGINED = 4.0
-"""Prior steps: the lookup is as accurate as its confidence, and the drafter gains a token if it
-is wrong."""
+_DECAY = 0.998  # weight of a step one step later: half in 350 steps
+_IMAGINED = 4.0  # prior steps: the lookup is as right as it is sure, the drafter gains 1 if not
 
 
 def first_token(tree: DraftTree) -> torch.Tensor:

@@ -156,6 +156,6 @@ def test_a_step_is_learned_from_once_the_device_has_run_it(budgeted, monkeypatch
     assert len(seen) > 5
     # From a step's begin to the next one's: two marks around its proposal, and its end.
     assert {(step.seconds, step.draft_seconds) for step, *_ in seen} == {(3.0, 1.0)}
-    assert sum(step.tokens for step, *_ in seen) <= 60
+    assert sum(1 + step.accepted for step, *_ in seen) <= 60
     waited = len(manager._timed)
     assert (waited > 0) == (lag > 0)
