@@ -32,7 +32,7 @@ KERNELS = Path(__file__).parents[2] / "triton_kernels"
 LOOPS = ("_tree_attention_kernel", "_attach_and_select_kernel", "_select_kernel")
 """Kernels that may not spill: attention, growth and selection."""
 HASHED = (*LOOPS, "_merge_splits_kernel", "_attach_and_start_kernel", "tile_classes",
-          "select_constants", "warps_for")  # fmt: skip
+          "SelectConstants", "warps_for")  # fmt: skip
 """Kernels of the table, and what chooses their constants."""
 
 

@@ -38,7 +38,7 @@ TAKES_POINTERS = (
 )
 """Kernels whose arguments contain pointers: they may access any memory of the device."""
 
-SCANS = {"_larger": np.maximum.accumulate, "_smaller": np.minimum.accumulate}
+SCANS = {"larger": np.maximum.accumulate}
 """By the name of the function that combines two elements."""
 
 seconds: collections.Counter[str] = collections.Counter()
