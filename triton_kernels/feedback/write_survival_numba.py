@@ -38,11 +38,10 @@ def _fit(judged, reached, believed, prior, rates):
             found[pools] += found[pools + 1]
         last[pools] = place
         pools += 1
-    place = 0
+    first = 0
     for pool in range(pools):
-        while place <= last[pool]:
-            rates[place] = found[pool] / count[pool]
-            place += 1
+        rates[first : last[pool] + 1] = found[pool] / count[pool]
+        first = last[pool] + 1
 
 
 @njit
@@ -73,7 +72,7 @@ def _steps(
         for node in range(score.shape[1]):
             logprob = score[at, node]
             survival = 0.0
-            if not np.isnan(logprob):
+            if np.isfinite(logprob):
                 # Between bin centres.
                 place = min(max(-bins_per_nat * logprob, 0.0), num_bins - 1e-3) - 0.5
                 place = min(max(place, 0.0), num_bins - 1.0)
@@ -81,9 +80,7 @@ def _steps(
                 above = min(below + 1, num_bins - 1)
                 share = place - below
                 likely = (1 - share) * rates[kind, below] + share * rates[kind, above]
-                lowest = min(lowest, likely)
-                if np.isfinite(logprob):
-                    survival = lowest
+                lowest = survival = min(lowest, likely)
             steps[request, node] = survival / before if before > 0 else 0.0
             before = survival
             bits[request, node] &= -2

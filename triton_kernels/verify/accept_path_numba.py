@@ -53,7 +53,6 @@ def _walk(
         for place in range(length, -1, -1):
             path[at, place] = end
             output[request, place] = drawn[first + end]
-            if end:
-                end = parent[at, end - 1]
+            end = parent[at, end - 1]  # not read after the root
         accepted[at] = length
         num_sampled[request] = length + 1

@@ -103,8 +103,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             # The confidences of a new request are 1 until it has drafts.
             survival[survival[:, -1] == 1] = self._unknown
             survival[np.arange(survival.shape[1]) >= np.array([*drafts.values()])[:, None]] = 0
-            room = max(0, self._max_total_logits - count)
-            limits = rows, room, sampling, self._padded
+            most = max(0, min(sum(drafts.values()), self._max_total_logits - count))
+            limits = rows, most, sampling, self._padded
             nodes = self.controller.budget(survival, count, *limits, marked(confidence))
         self._batch_budget = drafts, others, nodes
         if decodes:
