@@ -14,26 +14,6 @@ from vllm_specblock.config import (
     parse_drafter,
     split_keys,
 )
-from vllm_specblock.versions import is_supported, supported_sentence
-
-
-def test_whose_key_is_whose():
-    first, second, combine = split_keys(
-        {
-            "method": "specblock",
-            "model": "a",
-            "revision": "main",
-            "num_speculative_tokens": 60,
-            "num_blocks": 3,
-            "second_drafter": {"kind": "ngram", "min-match": 3},
-            "draft_policy": "merge",
-            "merge": "disjoint",
-        }
-    )
-    assert first == {"model": "a", "revision": "main", "num_blocks": 3}
-    assert second == {"kind": "ngram", "min_match": 3}
-    assert combine == {"draft_policy": "merge", "merge": "disjoint"}
-
 
 WHOLE = ["1", 1.5, True, [1], {}]
 """Wrong values of a whole number."""
@@ -116,10 +96,3 @@ def test_a_wrong_option_is_named_with_what_is_accepted(kind, given, says):
 def test_a_wrong_option_of_the_second_drafter_says_so():
     with pytest.raises(OptionError, match=r"'second_drafter\.depth' is 0"):
         parse_drafter({"depth": 0}, "eagle3", "second_drafter.")
-
-
-def test_versions():
-    assert is_supported("0.32.0") and is_supported("0.32.4+cpu") and is_supported("0.33.1")
-    assert not is_supported("0.31.9") and not is_supported("unknown")
-    said = supported_sentence("0.34.0")
-    assert "0.32.x, 0.33.x" in said and "0.34.0 is installed" in said

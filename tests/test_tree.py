@@ -114,22 +114,6 @@ def test_best_chain_is_the_best_path(batch):
         assert chain.token[request, :size].tolist() in [*texts, []]
 
 
-def test_where_picks_whole_trees():
-    left, right = to_tree([[(0, 1)], [(0, 2)]], 3), to_tree([[(0, 3), (1, 4)], []], 3)
-    mixed = left.where(torch.tensor([True, False]), right)
-    assert mixed.token.tolist() == [[3, 4, 0], [2, 0, 0]]
-    assert mixed.size.tolist() == [2, 1]
-
-
-def test_empty_and_chain():
-    empty = DraftTree.empty(2, 3, "cpu")
-    assert empty.size.tolist() == [0, 0] and (empty.parent == -1).all()
-    chain = DraftTree.chain(
-        torch.tensor([[7, 8, 9]]), torch.tensor([[-0.1, -0.2, -0.3]]), torch.tensor([2])
-    )
-    assert chain.parent.tolist() == [[0, 1, -1]] and chain.depth[0, :2].tolist() == [1, 2]
-
-
 def test_too_many_nodes_is_one_sentence():
     with pytest.raises(ValueError, match="at most 256 nodes, and 257 were given"):
         DraftTree.empty(1, MAX_NODES + 1, "cpu")

@@ -20,15 +20,6 @@ def refused(parts, call, *args) -> None:
     assert all(part in sentence for part in parts), sentence
 
 
-def test_defaults():
-    assert parse_adapt(False, "specblock") is None
-    options = parse_adapt(True, "specblock")
-    assert options == AdaptConfig() == parse_adapt({}, "specblock")
-    assert (options.policy, options.trainer) == ("gain", "cpu")
-    assert (options.every, options.requests, options.memory) == (8, "all", 512)
-    assert options.actions is options.lr is options.out is None and options.largest == "heads"
-
-
 @pytest.mark.parametrize(
     ("given", "parts"),
     [

@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 from adaptation import app
-from adaptation_serving import LEARNERS
 from typer.testing import CliRunner
-
-from vllm_specblock.adapt.adaptation import AdaptationConfig
-from vllm_specblock.adapt.options import parse_adapt
-from vllm_specblock.adapt.trainer.trainer import TrainerConfig
 
 PAIR = Path(__file__).parents[2] / "examples" / "tiny_pair"
 CODE = ["import os\nimport sys\n", "class Reader:\n", "def add(a, b):\n", "for line in file:\n"]
@@ -49,29 +44,3 @@ def test_replays_each_policy_and_resumes(prompts, tmp_path):
     again = streams(prompts, out, *policies, *sizes.split())
     assert again.exit_code == 0 and again.stdout == result.stdout
     assert "seed 0" in result.stderr and "seed 0" not in again.stderr
-
-
-@pytest.mark.parametrize(
-    ("given", "status", "message"),
-    [
-        (("--policy", "osd"), 2, "no policy 'osd'"),
-        (("--stream", "swich"), 2, "no stream 'swich'"),
-        (("--requests", 60), 1, "holds 12 prompts"),
-    ],
-)
-def test_wrong_options_are_one_sentence(prompts, tmp_path, given, status, message):
-    result = streams(prompts, tmp_path / "out", *given)
-    assert result.exit_code == status
-    assert message in result.stderr and "Traceback" not in result.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_served_learners_are_asked_for_in_the_words_of_the_options():
-    for adapt in filter(None, LEARNERS.values()):
-        assert parse_adapt(adapt, "specblock", "") is not None
-
-
-def test_what_is_simulated_learns_as_serving_does():
-    served, alone = TrainerConfig("D", "T"), AdaptationConfig()
-    assert (served.every, served.lr) == (alone.every, alone.lr)
-    assert served.memory == alone.memory

@@ -1,15 +1,15 @@
-"""Every combination of heads is in the matrix, and a failing one fails the whole."""
+"""Benchmarks: every combination of heads is in the matrix, and figures go on after a kill."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import exactness
 import pytest
 import typer
+from lib import results_store
+from lib.results_store import ResultsStore
 
 from vllm_specblock.config import parse_combine, parse_drafter, split_keys
+from vllm_specblock.train import provenance
 
 
 def test_every_pair_by_every_policy_with_keys_that_are_taken():
@@ -31,26 +31,35 @@ def test_every_pair_by_every_policy_with_keys_that_are_taken():
     assert seen == alone | {(pair, way) for pair in pairs for way in ways}
 
 
-def test_all_runs_each_and_fails_with_any(monkeypatch, capsys):
-    calls = []
-
-    def called(command):
-        calls.append(command)
-        bad = any("n-gram, route" in word for word in command)
-        return subprocess.CompletedProcess(command, int(bad))
-
-    monkeypatch.setattr(exactness.subprocess, "run", called)
-    monkeypatch.setattr(sys, "argv", ["exactness.py", "--tokens=5", "--nodes=9"])
-    with pytest.raises(typer.Exit) as ended:
-        exactness.main("all", tokens=5, nodes=9)
-    known = exactness.combinations("a", "b", "c", 9)
-    assert ended.value.exit_code == 1 and len(calls) == len(known)
-    assert all("--tokens=5" in command and "--nodes=9" in command for command in calls)
-    said = capsys.readouterr().out
-    assert f"{len(known) - 2} of {len(known)} combinations are exact" in said
-    assert "not exact, or failed: EAGLE-3 + n-gram, route" in said
-
-
 def test_an_unknown_combination_is_one_sentence():
     with pytest.raises(typer.BadParameter, match="no combination 'x'; there are SpecBlock, "):
         exactness.main("x")
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Results of one setting."""
+    path = tmp_path / "r.json"
+    ResultsStore(path, {"dtype": "float32", "batch": 1}).add("a", {"tau": 1})
+    return path
+
+
+def test_a_killed_run_goes_on(path):
+    again = ResultsStore(path, {"dtype": "float32", "batch": 1})
+    assert again.results == {"a": {"tau": 1}} and "a" in again and "b" not in again
+
+
+OTHERS = {
+    "batch, more": {},
+    "revision": {"git": {"folder": "f" * 40, "plugin": "f" * 40}},
+    "versions": {"versions": {"python": "3.99.0"}},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_results_of_other_settings_or_code_are_not_mixed(path, monkeypatch, other):
+    facts = provenance.provenance() | OTHERS[other]
+    monkeypatch.setattr(results_store.provenance, "provenance", lambda: facts)
+    changes = {} if OTHERS[other] else {"batch": 2, "more": 0}
+    with pytest.raises(SystemExit, match=f"results with other {other}: give another --out"):
+        ResultsStore(path, {"dtype": "float32", "batch": 1} | changes)

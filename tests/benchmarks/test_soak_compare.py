@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from copy import deepcopy
 
 import pytest
@@ -12,7 +10,6 @@ pytest.importorskip("aiohttp", reason="comes with vLLM")
 
 from lib.soak_replies import Choice, Reply, difference
 from lib.soak_traffic import COMPLETIONS, Call
-from soak import Findings
 
 CALL = Call("0.1", ("short",), COMPLETIONS, {"prompt": "x"})
 
@@ -74,14 +71,6 @@ def test_rounding_is_no_difference():
     assert difference(CALL, change(f"{path}.logprob", -0.5002), reply()) is None
     tied = {"token_id:5": -0.5, "token_id:8": -2.0003}
     assert difference(CALL, change(f"{path}.best", tied), reply()) is None
-
-
-def test_findings_are_kept_as_json():
-    found = Findings(Counter(requests=4, cut=2), Counter(greedy=4))
-    kept = json.loads(json.dumps(found.as_json()))
-    assert kept["kinds"] == {"greedy": 4}
-    assert kept["wrong"][0] == "There were no preemptions: this tested little."
-    assert len(kept["wrong"]) == 3
 
 
 def test_a_reply_whose_client_left_has_to_be_a_beginning():

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from support.trees import nodes, to_tree
 
 from vllm_specblock.combine import agreement, confidence, route
-from vllm_specblock.config import CombineConfig
 from vllm_specblock.tree import DraftTree
 
 HOWS = ["mean", "sum"]
@@ -100,18 +99,3 @@ def test_origin_follows_the_best_path():
     assert mixed.parent.tolist() == [[0, 1, -1, -1], [0, 0, 1, -1]]
     assert mixed.origin.tolist() == [[1, 3, 0, 0], [1, 2, 3, 0]]
     assert mixed.origin.dtype == torch.uint8
-
-
-@pytest.mark.parametrize(
-    "num_nodes, policy, budget, expected",
-    [
-        (60, "route", "split", (60, 60)),
-        (60, "merge", "joint", (60, 60)),
-        (60, "merge", "split", (30, 30)),
-        (61, "merge", "split", (31, 30)),
-        (2, "merge", "split", (1, 1)),
-        (1, "merge", "joint", (1, 1)),
-    ],
-)
-def test_shares(num_nodes, policy, budget, expected):
-    assert CombineConfig(draft_policy=policy, budget=budget).shares(num_nodes) == expected

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from support.committed import rows_of
 from support.drafted_blocks import coarse_block, random_block
 from support.lone_drafters import PAGE, head_of
-from support.naive_expand import NaiveExpansion
 from support.trees import best_paths, texts
 from torch import nn
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
@@ -25,6 +24,61 @@ from vllm_specblock.drafters.specblock.growth import Expansion, expansion
 from vllm_specblock.tree import DraftTree, unpack_bits
 
 BRANCHINGS = [(2, 4, 10, 0), (2, 4, 6, 4), (1, 1, 1, 1), (3, 0, 0, 0)]
+
+
+class NaiveExpansion:
+    """Candidates as a list; equal texts are joined level by level over a dictionary."""
+
+    def __init__(self, shape):
+        self.shape = shape
+        self.nodes = []  # (text, score, row, position, may start)
+        self.rows = 0
+        self.used = set()
+
+    def attach(self, text: tuple, score: float, logprob, token, bucket) -> None:
+        """One caterpillar below a node of `text` and `score`: logprob, token [K][B], bucket [K]."""
+        for k, (scores, tokens) in enumerate(zip(logprob, token)):
+            width = self.shape.branching[bucket[k]]
+            for b in range(self.shape.width):
+                if b == 0 or b < width:
+                    self.nodes.append(
+                        ((*text, tokens[b]), score + scores[b], self.rows, k, width > 0)
+                    )
+                else:
+                    self.nodes.append(None)
+            text, score = (*text, tokens[0]), score + scores[0]
+        self.rows += 1
+        self.chain_end = len(self.nodes) - self.shape.width
+
+    def skip(self) -> None:
+        """A row that does not exist, for the numbering's sake."""
+        self.nodes += [None] * (self.shape.block_size * self.shape.width)
+        self.rows += 1
+
+    def _joined(self) -> list[int]:
+        """Indices into `nodes` from best to worst, the best one per text."""
+        ranked = [i for i, node in enumerate(self.nodes) if node and node[1] > float("-inf")]
+        ranked.sort(key=lambda i: (-self.nodes[i][1], len(self.nodes[i][0]), i))
+        first: dict[tuple, int] = {}
+        for index in ranked:
+            first.setdefault(self.nodes[index][0], index)
+        return list(first.values())
+
+    def starts(self, chain_end: int) -> list[int]:
+        """Indices into `nodes`, the chain's end first; no text starts twice."""
+        free = [
+            index
+            for index in self._joined()
+            if self.nodes[index][4] and self.nodes[index][0] not in self.used
+        ]
+        chosen = [chain_end, *(index for index in free if index != chain_end)]
+        chosen = chosen[: self.shape.num_starts]
+        self.used |= {self.nodes[index][0] for index in chosen}
+        return chosen
+
+    def finish(self) -> dict[tuple, float]:
+        """The best N texts and their scores, in order."""
+        return {self.nodes[i][0]: self.nodes[i][1] for i in self._joined()[: self.shape.budget]}
 
 
 def expand_both(shape: TreeShape, vocab: int, seed: int, num_requests: int = 2, make=random_block):

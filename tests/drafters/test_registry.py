@@ -67,11 +67,6 @@ def test_an_unknown_name_is_answered_with_the_known_ones(toy):
         split_keys({"kind": "hydra"})
 
 
-def test_a_name_is_registered_once(toy):
-    with pytest.raises(ValueError, match="a drafter of kind 'toy' already"):
-        register_drafter("toy", "another:Toy")(toy)
-
-
 OPTIONS = """
 from vllm_specblock.drafters.registry import DrafterOptions, register_drafter
 

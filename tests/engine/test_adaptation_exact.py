@@ -39,27 +39,33 @@ def versions() -> Versions:
     return make_versions(DRAFTER, TABLES)
 
 
-def swapping(engine: Engine, versions: Versions, monkeypatch, heads=(0,), seed=0) -> Swaps:
-    swaps = Swaps(engine.speculator, versions, heads, seed)
+def swapping(engine: Engine, versions: Versions, monkeypatch, heads=(0,)) -> Swaps:
+    swaps = Swaps(engine.speculator, versions, heads)
     monkeypatch.setattr(engine.speculator, "propose", swaps.around(engine.speculator.propose))
     return swaps
 
 
 @pytest.fixture
 def engine(tree, versions):
-    """The shared engine, which gets its own weights back."""
+    """The shared engine, which gets its own weights back, and caches without rows of others.
+
+    Weights that are too large leave NaN in them.
+    """
     yield tree
-    refresh(tree.speculator.draft_policy.drafters[0].model, versions["trained"])
+    (drafter,) = tree.speculator.draft_policy.drafters
+    refresh(drafter.model, versions["trained"])
+    for cache in drafter.attention_builder.caches:
+        cache.zero_()
     tree.llm.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_swaps_change_no_token(engine, versions, reference, monkeypatch, name):
+def test_swaps_change_no_token(engine, versions, reference, monkeypatch):
     """The second time, prefix hits bring keys and values of weights that are gone."""
-    swaps = swapping(engine, versions, monkeypatch, seed=NAMES.index(name))
-    requests, texts = params(8, max_tokens=60, **CASES[name]), PROMPTS[:8]
+    swaps, texts = swapping(engine, versions, monkeypatch), PROMPTS[:8]
+    cases = [params(8, max_tokens=60, **CASES[name]) for name in NAMES]
+    requests = [cases[index % len(cases)][index] for index in range(8)]
     for _ in range(2):
-        check(engine, requests, reference(f"{name}, 60", requests, texts), texts)
+        check(engine, requests, reference("three cases, 60", requests, texts), texts)
     swaps.require(100, accepted=20)
 
 
@@ -86,12 +92,10 @@ def test_swaps_while_crowded(crowded, versions, reference, monkeypatch):
     """Both drafters change; chunked prompts, preemption, budgets and the length limit. A request
     that resumes is another one to the recorder."""
     preempted, sink = record_preemptions(crowded), kept(crowded, monkeypatch)
-    swaps, whole = swapping(crowded, versions, monkeypatch, heads=(0, 1)), []
-    for temperature in (0.0, 1.0):
-        requests, texts = to_the_limit(temperature)[:8], PROMPTS[:8]
-        expected = reference(f"crowded {temperature}", requests, texts)
-        check(crowded, requests, expected, texts)
-        whole += [[*text, *answer[0].tokens] for text, answer in zip(texts, expected)]
+    swaps = swapping(crowded, versions, monkeypatch, heads=(0, 1))
+    expected = reference("to the limit", to_the_limit())
+    check(crowded, to_the_limit(), expected)
+    whole = [[*text, *answer[0].tokens] for text, answer in zip(PROMPTS, expected)]
     flush(crowded)
     assert preempted, "the cache was large enough for every request: this tested no preemption"
     swaps.require(200, accepted=40)

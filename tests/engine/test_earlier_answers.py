@@ -1,4 +1,4 @@
-"""Answers of earlier requests serve later ones: fewer steps, the same tokens."""
+"""What an engine learns from earlier requests: fewer steps, sharper scores, the same tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import pytest
 from support.engines import KINDS, Engine, shared_engine
-from support.matrix import PROMPTS
+from support.matrix import PROMPTS, params
 from vllm import SamplingParams
 
 METRICS = {"per_request_spec_decode_metrics": "summary"}
@@ -87,3 +87,23 @@ def test_an_answer_to_a_salted_prompt_is_not_kept(ngram):
     for params.extra_args in (None, {"specblock_share": 1}):
         ngram.llm.generate([prompt], params, use_tqdm=False)
         assert bool(kept(ngram)) == bool(params.extra_args)
+
+
+def serve(engine, plain, temperature: float) -> None:
+    """A few answers, each of which has to be vLLM's own."""
+    sampling = params(4, temperature=temperature, max_tokens=48)
+    assert engine.generate(PROMPTS[:4], sampling) == plain.generate(PROMPTS[:4], sampling)
+
+
+def test_a_trained_drafter_is_found_to_be_too_flat_for_a_greedy_target(tree, plain):
+    (head,) = tree.speculator.draft_policy.drafters
+    assert head.calibration.trees.tolist() == [0, 0], "learned before anyone asked"
+    serve(tree, plain, 0.0)
+    greedy, sampling = head.calibration.trees.tolist()
+    assert greedy > 20 and sampling == 0
+    assert head.calibration.log[0].exp() > 1.3
+    # What is counted for `/metrics` began at 1.5 and went where the learned one is by now.
+    counts = tree.speculator.counters.as_dict()
+    assert 1.3 < counts["calibration_thousandths", 1] / 1000 / counts["drafted_trees", 1] < 4
+    serve(tree, plain, 1.0)
+    assert head.calibration.trees[1] > 20

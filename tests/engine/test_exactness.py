@@ -9,16 +9,24 @@ from __future__ import annotations
 import pytest
 from support.drafters import install
 from support.engines import Engine, make_engine, record_preemptions
-from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
+from support.matrix import (
+    PROMPTS,
+    Checker,
+    crowded_engine,
+    every_case,
+    half_sampled,
+    params,
+    to_the_limit,
+)
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 check = Checker()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_sampling_parameters(tree: Engine, reference, name):
-    check(tree, params(**CASES[name]), reference(name, params(**CASES[name])))
+def test_sampling_parameters(tree: Engine, reference):
+    texts, requests = every_case()
+    check(tree, requests, reference("every case", requests, texts), texts)
 
 
 def forbid_words(request: SamplingParams, _, tokens: list[int], __) -> None:
@@ -39,19 +47,19 @@ def stop_at_strings(request: SamplingParams, _, tokens: list[int], tokenizer) ->
     request.__post_init__()
 
 
-@pytest.mark.parametrize("change", [forbid_words, stop_at_tokens, stop_at_strings])
-def test_parameters_that_name_tokens_of_the_answer(tree: Engine, plain: Engine, reference, change):
+def test_parameters_that_name_tokens_of_the_answer(tree: Engine, plain: Engine, reference):
     requests, tokenizer = params(), plain.llm.get_tokenizer()
-    said = reference("greedy", params())
+    said, changes = reference("greedy", params()), (forbid_words, stop_at_tokens, stop_at_strings)
     for index, (request, (answer,)) in enumerate(zip(requests, said)):
-        change(request, index, answer.tokens, tokenizer)
+        changes[index % 3](request, index, answer.tokens, tokenizer)
     check(tree, requests, plain.generate(PROMPTS, requests))
 
 
-@pytest.mark.parametrize("length", [1, 2, 5])
-def test_max_tokens_inside_a_path(tree: Engine, reference, length):
-    name = f"max_tokens {length}"
-    check(tree, params(max_tokens=length), reference(name, params(max_tokens=length)))
+def test_max_tokens_inside_a_path(tree: Engine, plain: Engine):
+    requests = params()
+    for index, request in enumerate(requests):
+        request.max_tokens = (1, 2, 5)[index % 3]
+    check(tree, requests, plain.generate(PROMPTS, requests))
 
 
 def test_several_samples(tree: Engine, plain: Engine):
@@ -62,12 +70,11 @@ def test_several_samples(tree: Engine, plain: Engine):
     check(tree, requests, plain.generate(PROMPTS[:4], requests), PROMPTS[:4])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_structured_outputs(tree: Engine, plain: Engine, temperature):
+def test_structured_outputs(tree: Engine, plain: Engine):
     """Grammars and free requests in one batch."""
-    requests = params(temperature=temperature)
+    requests = half_sampled()
     for index, request in enumerate(requests):
-        if index % 2:
+        if index % 3:
             request.structured_outputs = StructuredOutputsParams(regex="(ab|ba|[0-9]){10,40}")
             request.ignore_eos = False
     check(tree, requests, plain.generate(PROMPTS, requests))
@@ -111,38 +118,26 @@ def test_interrupted_and_used_again(tree: Engine, reference, monkeypatch):
     check(tree, params(), [*expected, *expected])
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("scattered", "greedy"),
-        ("scattered", "temperature 1"),
-        ("deep", "greedy"),
-        ("twins", "temperature 1"),
-        ("empty", "temperature 1"),
-    ],
-)
-def test_trees_made_to_hurt(tree: Engine, reference, monkeypatch, kind, name):
-    expected = reference(name, params(**CASES[name]))
+@pytest.mark.parametrize("kind", ["scattered", "deep", "twins", "empty"])
+def test_trees_made_to_hurt(tree: Engine, reference, monkeypatch, kind):
+    expected = reference("half sampled", half_sampled())
     install(monkeypatch, tree, kind, expected)
-    check(tree, params(**CASES[name]), expected)
+    check(tree, half_sampled(), expected)
 
 
 def test_crowded(reference, monkeypatch):
     """Chunked prefill, preemption and the length limit at once, with deep and wrong drafts."""
     crowded = crowded_engine({"num_speculative_tokens": 16})
     preempted = record_preemptions(crowded)
-    for temperature in (0.0, 1.0):
-        requests = to_the_limit(temperature)
-        expected = reference(f"to the limit, {temperature}", requests)
-        check(crowded, requests, expected)
-        with monkeypatch.context() as patch:
-            install(patch, crowded, "scattered", expected)
-            check(crowded, requests, expected)
+    requests = to_the_limit()
+    expected = reference("to the limit", requests)
+    check(crowded, requests, expected)
+    install(monkeypatch, crowded, "scattered", expected)
+    check(crowded, requests, expected)
     assert preempted, "the cache was large enough for everybody: this tested no preemption"
 
 
 @pytest.mark.parametrize(("nodes", "blocks"), [(1, 1), (60, 3)])
 def test_sizes_of_trees(reference, nodes, blocks):
     engine = make_engine({"num_speculative_tokens": nodes, "num_blocks": blocks})
-    for name in ("greedy", "temperature 1"):
-        check(engine, params(**CASES[name]), reference(name, params(**CASES[name])))
+    check(engine, half_sampled(), reference("half sampled", half_sampled()))

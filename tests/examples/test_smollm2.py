@@ -232,13 +232,3 @@ def test_a_mix(script, tmp_path):
     assert [name for _, name in found] != sorted(name for _, name in found)
     assert script.mix(list(reversed(files)), 50, longest=20, seed=1) == found
     assert script.mix(files, 50, longest=20, seed=2) != found
-
-
-def test_the_command_writes_what_specblock_data_reads(script, tmp_path, monkeypatch, capsys):
-    source = write(tmp_path / "a.jsonl", ["one", "two\nlines"])
-    out = tmp_path / "deep" / "prompts.jsonl"
-    monkeypatch.setattr("sys.argv", ["prompts.py", "--out", str(out), "--count", "9", str(source)])
-    script.main()
-    assert capsys.readouterr().out == f"2 prompts of 1 files are in {out}\n"
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert sorted(line["prompt"] for line in lines) == ["one", "two\nlines"]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.compiled import RELOADS, SHARED, Compile, resources, spills_in_loops
+from support.compiled import RELOADS, SHARED, Compile, resources
 from vllm_specblock.triton_kernels.attention import attention_schedule, tree_attention
 from vllm_specblock.triton_kernels.drafting import (
     expand,
@@ -47,26 +47,6 @@ OWN_PROCESS = "the interpreter runs in this process; `make test` compiles in one
 SHARED_LIMIT = min(SHARED.values())
 FLOAT8 = 89
 """First architecture with float8."""
-
-
-def test_spills_count_in_loops_alone():
-    """A rare path behind the end of the program, one iteration of the loop, and what is outside."""
-    program = """
-        /*00*/  STL [R1], R0 ;
-.L_x_0:
-        /*10*/  LDL R2, [R1] ;
-        /*20*/  @P0 BRA `(.L_x_2) ;
-.L_x_1:
-        /*30*/  HMMA.16816.F32.BF16 R4, R4, R8, R4 ;
-        /*40*/  @P1 BRA `(.L_x_0) ;
-        /*50*/  LDL.LU R3, [R1] ;
-        /*60*/  EXIT ;
-.L_x_2:
-        /*70*/  LDL R5, [R1] ;
-        /*80*/  BRA `(.L_x_1) ;
-"""
-    assert spills_in_loops(program) == 2
-    assert spills_in_loops(program.replace("HMMA", "FFMA")) == 4
 
 
 @pytest.fixture
@@ -316,7 +296,7 @@ def test_rope_and_norms_compile(compiler, dtype, size):
     norms.norm_pair_triton(row[0], row[:2, 0], norm, norm, keep[:2].contiguous())
 
 
-@pytest.mark.parametrize("num_nodes", [1, 64, 256])
+@pytest.mark.parametrize("num_nodes", [1, 256])
 def test_trees_compile(compiler, num_nodes):
     """Storing, merging and verification."""
     compiler(store_tree, merge_trees, build_tree_mask, accept_path, reallocate_drafts)
@@ -328,7 +308,7 @@ def test_trees_compile(compiler, num_nodes):
     for chain in (None, column.bool(), column):
         store_tree.store_trees_triton(column, new, kept, chain, None, tree.token)
     store_tree.store_trees_triton(tree.size, tree, kept, column, column.bool(), tree.token)
-    merge_trees.merge_trees_triton(tree, tree, num_nodes != 64, num_nodes, 12)
+    merge_trees.merge_trees_triton(tree, tree, num_nodes > 1, num_nodes, 12)
     row, depth = whole(16), whole(5, num_nodes + 1)
     start, ancestors = row[:4].int(), whole(5, num_nodes + 1, num_nodes // 64 + 1)
     build_tree_mask.build_tree_mask_triton(

@@ -1,12 +1,15 @@
-"""Default sizes of steps and of CUDA graphs for trees."""
+"""Defaults of ours in the arguments of an engine: sizes of steps and graphs, the method."""
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
+from support.eagle3 import speculators_json
 from support.engines import TARGET
 from vllm.config import CompilationConfig
+from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
@@ -72,3 +75,36 @@ def test_steps_of_whole_trees_are_captured():
 )
 def test_given_sizes_stay(changes):
     assert sizes(60, **changes) is None
+
+
+# ---- A checkpoint in the speculators layout that is served by itself: whose method counts ----
+def overridden(folder, raw, given):
+    (folder / "config.json").write_text(json.dumps(raw))
+    return arg_utils.maybe_override_with_speculators(
+        model=str(folder), tokenizer=None, trust_remote_code=False, vllm_speculative_config=given
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "tokens"),
+    [
+        (None, "eagle3", 3),
+        ({"method": "ngram", "num_speculative_tokens": 2}, "eagle3", 2),  # as vLLM does it
+        # Of a tree the plugin knows how many nodes are good.
+        ({"method": "specblock"}, "specblock", None),
+        ({"method": "specblock", "num_speculative_tokens": 24}, "specblock", 24),
+        ({"method": "specblock", "num-speculative-tokens": 7}, "specblock", 7),
+    ],
+)
+def test_ours_is_kept_where_it_is_asked_for(given, method, tokens, tmp_path):
+    model, tokenizer, found = overridden(tmp_path, speculators_json({"model_type": "llama"}), given)
+    assert model == tokenizer == "org/target"
+    assert (found["model"], found["method"]) == (str(tmp_path), method)
+    counts = [value for key, value in found.items() if key.startswith("num")]
+    assert counts == ([] if tokens is None else [tokens])
+
+
+def test_other_models_are_left_alone(tmp_path):
+    given = {"method": "specblock", "model": "org/drafter"}
+    found = overridden(tmp_path, {"model_type": "llama"}, given)
+    assert found == (str(tmp_path), None, given)

@@ -1,4 +1,4 @@
-"""A CPU's cache as vLLM packs it. Kernels: tests/triton_kernels/attention/test_cpu_attention.py."""
+"""What we ask of vLLM on a CPU. Kernels: test_kernels.py, and tests/triton_kernels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+from vllm_specblock.engine.compile_cache import load_compiled_models
+from vllm_specblock.engine.patches import PATCHES
 
 if torch.cuda.is_available():
     pytest.skip("of vLLM's CPU build", allow_module_level=True)
@@ -27,3 +30,22 @@ def test_tile_registers_are_requested(monkeypatch):
     cache = torch.zeros(2, KV_HEADS, BLOCK, 2 * SIZE, dtype=torch.bfloat16)
     attention.packed_cache(cache, "auto")
     assert asked
+
+
+def artifact(function) -> SimpleNamespace:
+    return SimpleNamespace(_artifacts=SimpleNamespace(compiled_fn=function))
+
+
+def test_a_compiled_model_that_vllm_has_kept_can_be_loaded(monkeypatch):
+    monkeypatch.setattr(
+        torch.compiler, "load_compiled_function", lambda path: artifact(lambda text: text + path)
+    )
+    label = "torch.compiler.load_compiled_function"
+    kept = dict(PATCHES)
+    PATCHES.pop(label, None)
+    load_compiled_models()
+    loaded = torch.compiler.load_compiled_function("!")
+    assert loaded._artifacts.compiled_fn("a") == "a!"
+    loaded._artifacts.compiled_fn.finalize_loading(None)
+    PATCHES.clear()
+    PATCHES.update(kept)

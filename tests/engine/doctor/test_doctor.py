@@ -1,4 +1,7 @@
-"""`specblock doctor` says what an engine would, before there is one, and exits by it."""
+"""`specblock doctor` says what an engine would, before there is one, and exits by it.
+
+A pair that goes together: test_installed.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.engines import DRAFTER, ROOT, TARGET, configure
-from support.processes import run_python
 from support.targets import edit_config
 from typer.testing import CliRunner
 from vllm import envs
@@ -17,7 +19,6 @@ from vllm.config import ModelConfig
 
 from vllm_specblock.cli.main import app
 from vllm_specblock.engine import doctor as setup
-from vllm_specblock.engine.compat import hooks
 from vllm_specblock.engine.doctor import Finding, examine
 
 EAGLE3 = ROOT / "examples/two_heads/eagle3"
@@ -45,16 +46,6 @@ def edited(folder: Path, to: Path, **changes) -> Path:
     shutil.copytree(folder, to)
     edit_config(to, **changes)
     return to
-
-
-def test_a_pair_that_goes_together_without_any_switch():
-    words = "doctor", "--target", TARGET, "--model", DRAFTER
-    said = "\n".join(run_python("-m", "vllm_specblock", *words))
-    assert "Nothing is wrong." in said and "✗" not in said
-    count = len(hooks())
-    assert f"{count} of {count} are in vLLM" in said
-    assert "reads target layers 2, 3, 4" in said and "LlamaForCausalLM" in said
-    assert all(name in said for name in ("Python", "torch", "transformers", "vLLM", "triton"))
 
 
 @pytest.mark.parametrize("which", ["target", "drafter", "files"])

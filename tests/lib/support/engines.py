@@ -6,7 +6,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class Output:
     stop_reason: Any
     text: str
     logprobs: list[dict[int, tuple[float, int]]] | None
+    drafted: int = field(default=0, compare=False)
+    """Draft tokens that vLLM scheduled, where an engine reports them."""
 
 
 @dataclass
@@ -90,7 +92,10 @@ def _output(raw) -> Output:
         {token: (entry.logprob, entry.rank) for token, entry in place.items()}
         for place in raw.logprobs
     ]
-    return Output(list(raw.token_ids), raw.finish_reason, raw.stop_reason, raw.text, logprobs)
+    metrics = getattr(raw, "spec_decode_metrics", None)
+    drafted = metrics.num_draft_tokens if metrics else 0
+    tokens = list(raw.token_ids)
+    return Output(tokens, raw.finish_reason, raw.stop_reason, raw.text, logprobs, drafted)
 
 
 def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:

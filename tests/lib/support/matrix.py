@@ -40,6 +40,14 @@ def params(count: int = len(PROMPTS), **common) -> list[SamplingParams]:
     ]
 
 
+def half_sampled(count: int = len(PROMPTS), **common) -> list[SamplingParams]:
+    """Greedy and sampled requests in turn."""
+    requests = params(count, **common)
+    for request in requests[1::2]:
+        request.temperature = 1.0
+    return requests
+
+
 def every_case() -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts and requests of all cases, three each; a batch mixes neighbouring cases."""
     texts, requests = [], []
@@ -57,12 +65,12 @@ def crowded_engine(speculative: dict) -> Engine:
     )
 
 
-def to_the_limit(temperature: float) -> list[SamplingParams]:
+def to_the_limit() -> list[SamplingParams]:
     """Requests that go on until the crowded engine's length limit, one per prompt."""
-    return [
-        SamplingParams(temperature=temperature, seed=i, max_tokens=256 - len(text), ignore_eos=True)
-        for i, text in enumerate(PROMPTS)
-    ]
+    requests = half_sampled()
+    for request, text in zip(requests, PROMPTS):
+        request.max_tokens = 256 - len(text)
+    return requests
 
 
 @dataclass
@@ -87,7 +95,10 @@ class Checker:
 
     tokens: int = 0
 
-    def __call__(self, engine: Engine, requests, expected, texts=PROMPTS) -> None:
-        found = assert_identical(engine.generate(texts, requests), expected)
+    def __call__(self, engine: Engine, requests, expected, texts=PROMPTS) -> list[list[Output]]:
+        """Return what the engine gave."""
+        outputs = engine.generate(texts, requests)
+        found = assert_identical(outputs, expected)
         assert found > 0, "nothing was compared"
         self.tokens += found
+        return outputs

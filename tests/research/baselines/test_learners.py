@@ -217,16 +217,6 @@ def test_every_weight_learns(drafter, train_batch):
     assert all(weight.grad.abs().sum() > 0 for weight in drafter.parameters())
 
 
-def test_half_precision_and_one_seed_one_drafter(kind, train_batch):
-    drafter, twin = kind.learner().state_dict(), kind.learner()
-    for name, value in twin.state_dict().items():
-        assert torch.equal(value, drafter[name]), name
-    with torch.autocast("cpu", torch.bfloat16):
-        half = twin(train_batch)
-    assert half.loss.dtype == torch.float32
-    assert half.loss.item() == pytest.approx(twin(train_batch).loss.item(), rel=0.03)
-
-
 def test_medusa_starts_as_the_target_and_takes_short_windows():
     d2t, t2d, _ = vocabulary()
     medusa = Medusa.for_target(TARGET_CONFIG, d2t, t2d, 0, HEAD, num_heads=3)

@@ -19,30 +19,11 @@ from support.trees import assert_same_tree, texts
 from typer.testing import CliRunner
 
 from vllm_specblock.cli.main import app
-from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.eagle3.model import FILES as EAGLE3
 from vllm_specblock.drafters.registry import DRAFTERS
 from vllm_specblock.train.learner import EvalSequence
-
-MAKE = {
-    "medusa": (Medusa, {}),
-    "parallelspec": (ParallelSpec, {"layer_ids": (1, 3, 5)}),
-    "falcon": (Falcon, {}),
-}
-
-
-def save(kind: str, folder) -> None:
-    make, sizes = MAKE[kind]
-    d2t, t2d, _ = vocabulary()
-    make.for_target(TARGET_CONFIG, d2t, t2d, 0, **sizes).save(folder)
-
-
-def edit(folder, **changes) -> None:
-    path = folder / "config.json"
-    raw = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
 
 
 def test_eagle3_is_saved_as_vllm_reads_it(tmp_path):
@@ -68,37 +49,6 @@ def test_eagle3_that_names_every_token_is_saved_without_a_mapping(tmp_path):
     Eagle3.for_target(TARGET_CONFIG, d2t, everything, 0).save(tmp_path)
     assert "d2t" not in load_file(tmp_path / "model.safetensors")
     assert EAGLE3.load(tmp_path).d2t.tolist() == [0] * VOCAB
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "sentence"),
-    [
-        ("medusa", {"specblock_head": "medusa2"}, "must be one of medusa, parallelspec, falcon"),
-        ("medusa", {"num_heads": None}, "lacks the key 'num_heads'"),
-        ("medusa", {"num_layers": 2}, "lacks blocks.0.layers.1.weight"),
-        ("parallelspec", {"intermediate_size": 80}, "but its config.json asks for"),
-        ("falcon", {"block_size": 3}, "has 'block_size' = 3, but it must be 1, 2, 4, 8 or 16"),
-        ("falcon", {"hidden_size": 30}, "lm_head.weight has shape"),
-    ],
-)
-def test_a_config_that_does_not_fit(kind, changes, sentence, tmp_path):
-    save(kind, tmp_path)
-    edit(tmp_path, **changes)
-    with pytest.raises(CheckpointError) as error:
-        FILES.check_tensors(tmp_path, FILES.read_config(tmp_path))
-    assert sentence in str(error.value) and str(error.value).endswith(".")
-
-
-def test_a_vocabulary_that_is_none(tmp_path):
-    save("medusa", tmp_path)
-    config = FILES.read_config(tmp_path)
-    mapping = torch.load(tmp_path / "vocab_mapping.pt")
-    torch.save(mapping | {"d2t": mapping["d2t"] + 1}, tmp_path / "vocab_mapping.pt")
-    with pytest.raises(CheckpointError, match="that t2d marks"):
-        FILES.check_tensors(tmp_path, config)
-    (tmp_path / "vocab_mapping.pt").unlink()
-    with pytest.raises(CheckpointError, match="says nowhere which they are"):
-        FILES.check_tensors(tmp_path, config)
 
 
 PAGE, MAX_LEN, NODES, LAST = 16, 64, 20, 3

@@ -110,13 +110,6 @@ def test_a_chain_is_the_best_token_of_every_position():
     assert tuple(tree.token[0].tolist()) in texts(wide, 0)
 
 
-@pytest.mark.parametrize(("nodes", "blocks"), [(12, 1), (15, 1), (16, 2), (60, 2)])
-def test_small_trees_are_of_one_block_as_in_serving(nodes, blocks):
-    drafter = small_drafter()
-    assert serving_shape(drafter, nodes=nodes).num_blocks == blocks
-    assert serving_shape(drafter, SpecBlockConfig(num_blocks=2), nodes).num_blocks == 2
-
-
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TARGET = EXAMPLES / "tiny_pair" / "target"
 DRAFTERS = {

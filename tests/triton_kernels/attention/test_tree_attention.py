@@ -199,22 +199,23 @@ def chunk_of(batch, first: int, count: int, requests: int = 0):
 
 
 @pytest.fixture
-def crowd(kernels, short_splits):
-    requests = [Tree(700, 12), *[Chunk(600, 1)] * 11, Chunk(20, 70)]
+def crowd(kernels, short_splits, monkeypatch):
+    monkeypatch.setattr(attention_schedule, "PROGRAMS", 8)
+    requests = [Tree(400, 12), *[Chunk(300, 1)] * 5, Chunk(20, 70)]
     return make_batch(requests, group=2, dtype=torch.bfloat16, device=kernels.device)
 
 
 @pytest.mark.parametrize("unknown_up_to", [0, 20])
 def test_bits_do_not_depend_on_the_batch(kernels, crowd, unknown_up_to):
     """Alone a request's splits have programs of their own; in company one program reads them all;
-    beside a long chunk other tiles are launched. A captured graph has room for twelve requests: the
-    device finds out whether eight are there, from which on one program reads all splits."""
+    beside a long chunk other tiles are launched. A captured graph has room for six requests: the
+    device finds out whether four are there, from which on one program reads all splits."""
     rare = {"unknown_up_to": unknown_up_to}
     wanted = launch(kernels, crowd, **rare)
     check(wanted, crowd)
-    parts = [(0, 1, 0), (0, 2, 0), (1, 1, 0), (0, 4, 0), (12, 1, 0)]
+    parts = [(0, 1, 0), (0, 3, 0), (1, 1, 0), (6, 1, 0)]
     if unknown_up_to:
-        parts += [(0, there, 12) for there in (1, 7, 8)]
+        parts += [(0, there, 6) for there in (1, 3, 4)]
     for first, count, room in parts:
         few = chunk_of(crowd, first, count, room)
         assert len(few.query_start) == max(count, room) + 1

@@ -151,12 +151,6 @@ def test_growth_equals_torch(kernels, shape, make, requests, seed):
     assert_same_tree(got, wanted)
 
 
-def test_too_large_a_budget_is_refused():
-    fields, depth = scattered(1, 8, 3, 0)
-    with pytest.raises(ValueError, match="at most 256 nodes, and 257 were given"):
-        select(fields, 257, depth)
-
-
 # ---- What the rows of each block see ----
 MAX, TOKENS, BLOCKS = 203, 8, 4  # the length limit, tokens of a cache block, M
 
@@ -201,16 +195,16 @@ def launches(kernels, monkeypatch):
     return first.first_block_metadata_triton, later.later_block_metadata_triton
 
 
+BATCHES = [(1, 4, 8), (20, 1, 8), (20, 3, 3), (20, 4, 1)]
+
+
 @pytest.mark.parametrize(
-    ("requests", "size", "starts"), [(1, 4, 8), (20, 1, 8), (20, 3, 3), (20, 4, 1), (256, 2, 2)]
+    ("requests", "size", "starts", "path_rope"),
+    [*((*batch, rope) for batch in BATCHES for rope in (True, False)), (256, 2, 2, True)],
 )
-# A table that ends before the length limit: behind it, its last block is read.
-@pytest.mark.parametrize(
-    ("width", "path_rope"),
-    [(-(-MAX // TOKENS), True), (12, False)],
-    ids=["whole table, path", "short table, base"],
-)
-def test_metadata_equals_torch(launches, kernels, requests, size, starts, width, path_rope):
+def test_metadata_equals_torch(launches, kernels, requests, size, starts, path_rope):
+    # A table that ends before the length limit: behind it, its last block is read.
+    width = -(-MAX // TOKENS) if path_rope else 12
     torch.manual_seed(requests + 10 * size + starts)
     launch_first, launch_later = launches
     rows, device = some_rows(requests), kernels.device
