@@ -56,9 +56,7 @@ def compile_attention(
             torch.zeros(rows, num_words, dtype=torch.int64, device=device),
             one[:num_requests],
         )
-        asked, out = (
-            query.new_zeros(rows, num_heads, size) for size in (key_size, value_size)
-        )
+        asked, out = (query.new_zeros(rows, num_heads, size) for size in (key_size, value_size))
         queries.attend(asked, kv_cache, 1.0, out, **options)
         if options.get("packing") is not None:
             queries.causal()

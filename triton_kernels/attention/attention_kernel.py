@@ -106,10 +106,10 @@ def _tree_attention_kernel(
     )
     rope = None
     if TILE.ROPE > 0:
-        place = tl.arange(0, TILE.BLOCK_ROPE)[None, :]
+        beyond = tl.arange(0, TILE.BLOCK_ROPE)[None, :]
         rope = tl.load(
-            asked + (TILE.HEAD + place) * strides.query_dim,
-            mask=row_in[:, None] & (place < TILE.ROPE),
+            asked + (TILE.HEAD + beyond) * strides.query_dim,
+            mask=row_in[:, None] & (beyond < TILE.ROPE),
             other=0.0,
         )
     prefix = tl.load(seen.prefix_len + token, mask=row_in, other=0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import torch
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 from vllm_specblock.engine.mla import TreeMLABackend, TreeMLAImpl
@@ -13,6 +16,11 @@ class CpuTreeMLAImpl(TreeMLAImpl, CPUMLAImpl):
 
 class CpuTreeMLABackend(TreeMLABackend):
     """Registered as vLLM's CUSTOM backend on a CPU."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        *TreeMLABackend.supported_dtypes,
+        torch.float32,
+    ]
 
     @staticmethod
     def get_impl_cls() -> type[CpuTreeMLAImpl]:

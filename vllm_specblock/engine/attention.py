@@ -122,9 +122,7 @@ class ReadsTreeMask:
         )
 
 
-class TreeAttentionMetadataBuilder(
-    ReadsTreeMask, AttentionMetadataBuilder[TreeAttentionMetadata]
-):
+class TreeAttentionMetadataBuilder(ReadsTreeMask, AttentionMetadataBuilder[TreeAttentionMetadata]):
     """Builds metadata of tree attention."""
 
     def __init__(self, *given: Any, **named: Any) -> None:

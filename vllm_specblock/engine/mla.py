@@ -90,7 +90,7 @@ class TreeMLAImpl(MLACommonImpl[MLACommonMetadata]):
 class TreeMLABackend(MLACommonBackend):
     """Registered as vLLM's CUSTOM backend for targets with multi-head latent attention."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16"]
 
     @staticmethod

@@ -176,7 +176,7 @@ def test_wrong_surroundings(changes, parts):
 
 
 FLAGS = (
-    "is_encoder_decoder use_mla is_hybrid is_attention_free supports_multimodal_inputs uses_alibi"
+    "is_encoder_decoder is_hybrid is_attention_free supports_multimodal_inputs uses_alibi"
 )
 TARGET_KIND = dict.fromkeys(FLAGS.split(), False)
 TARGET_KIND |= {"runner_type": "generate", "attention_chunk_size": None}
@@ -226,7 +226,6 @@ def test_the_other_runner(monkeypatch):
     ("kind", "says"),
     [
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"use_mla": True}, "MLA"),
         ({"is_attention_free": True}, "no attention layers"),
         ({"supports_multimodal_inputs": True}, "multimodal inputs"),
         ({"attention_chunk_size": 8192}, "chunked attention"),
