@@ -175,9 +175,7 @@ def test_wrong_surroundings(changes, parts):
     refused(*parts, **changes)
 
 
-FLAGS = (
-    "is_encoder_decoder is_hybrid is_attention_free supports_multimodal_inputs uses_alibi"
-)
+FLAGS = "is_encoder_decoder is_hybrid is_attention_free supports_multimodal_inputs uses_alibi"
 TARGET_KIND = dict.fromkeys(FLAGS.split(), False)
 TARGET_KIND |= {"runner_type": "generate", "attention_chunk_size": None}
 TARGET_KIND["get_head_size"] = lambda: 64
