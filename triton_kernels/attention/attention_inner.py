@@ -58,7 +58,7 @@ def _load_entries(
 
 @jit
 def _softmax_step(
-    query,  # [BLOCK_M, BLOCK_D], and [BLOCK_M, BLOCK_ROPE] or None
+    query,  # [BLOCK_M, BLOCK_D], and [BLOCK_M, BLOCK_ROPE] if ROPE > 0
     state,  # of the entries so far, see `attention_reduce.py`
     start,
     tile,  # what a tile of rows reads, see `_tree_attention_kernel`
@@ -69,7 +69,7 @@ def _softmax_step(
     BLOCK_N: tl.constexpr,
 ):
     """One step of online softmax over the entries start … start+BLOCK_N-1."""
-    q, rope = query
+    q = query[0]
     m_i, l_i, acc = state
     cache, table, rows, union, span, tree_begin, end, factor, inner = tile
     MASKED: tl.constexpr = mask_words32 is not None
@@ -103,9 +103,9 @@ def _softmax_step(
     # "tf32x3" keeps about float32's accuracy; it changes nothing for 16-bit inputs.
     # Same layout as the values, so that addresses are computed once.
     raw = tl.dot(q, key.T, input_precision="tf32x3")
-    if rope is not None:
+    if TILE.ROPE > 0:
         rest = _load_entries(at, TILE.HEAD, wanted, strides, TILE.ROPE, TILE.BLOCK_ROPE)
-        raw = tl.dot(rope, rest.to(q.dtype).T, raw, input_precision="tf32x3")
+        raw = tl.dot(query[1], rest.to(q.dtype).T, raw, input_precision="tf32x3")
     if READ.CAPPED:
         # tanh; for large inputs the exponential is infinite or 0, and the fraction 0 or 2.
         raw = 1.0 - 2.0 / (1.0 + tl.exp2(raw * (inner * 2.8853900817779268)))
@@ -117,7 +117,7 @@ def _softmax_step(
     weight = tl.exp2(raw * factor - base[:, None])
     decay = tl.exp2(m_i - base)
     l_i = l_i * decay + tl.sum(weight, 1)
-    if rope is not None:
+    if TILE.ROPE > 0:
         value = key
     else:
         value = _load_entries(at, TILE.HEAD, wanted, strides, TILE.HEAD, TILE.BLOCK_D).to(q.dtype)

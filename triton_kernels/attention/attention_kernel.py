@@ -104,7 +104,7 @@ def _tree_attention_kernel(
         mask=row_in[:, None] & (dim < TILE.HEAD)[None, :],
         other=0.0,
     )
-    rope = None
+    query = (q,)
     if TILE.ROPE > 0:
         beyond = tl.arange(0, TILE.BLOCK_ROPE)[None, :]
         rope = tl.load(
@@ -112,6 +112,7 @@ def _tree_attention_kernel(
             mask=row_in[:, None] & (beyond < TILE.ROPE),
             other=0.0,
         )
+        query = (q, rope)  # type: ignore[assignment]
     prefix = tl.load(seen.prefix_len + token, mask=row_in, other=0)
     oldest = nothing.to(tl.int32)
     if seen.prefix_from is not None:
@@ -165,7 +166,7 @@ def _tree_attention_kernel(
     tile_reads = cache, table, rows, union, span, tree_begin, end, factor, inner
     start = low + split * length
     state = _read(
-        (q, rope),
+        query,
         start,
         end if READ.WHOLE else tl.minimum(start + length, end),
         length,
