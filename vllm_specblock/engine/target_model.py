@@ -191,7 +191,7 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
     """
     depth = config.model_config.hf_text_config.num_hidden_layers
     lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
-    attention = {each for each in model.modules() if isinstance(each, Attention)}
+    attention = {each for each in model.modules() if isinstance(each, (Attention, MLAAttention))}
     layers = next((x for x in lists if len(x) == depth and attention & {*x.modules()}), None)
     if layers is None:
         raise TargetError(f"no list of {depth} decoder layers for the drafter to read")
