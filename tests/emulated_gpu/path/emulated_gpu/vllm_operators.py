@@ -141,7 +141,10 @@ def fa3_fwd(
             entries = (x[begin:end] for x in (k, v))
         group = q.shape[1] // k.shape[-2]
         keys, values = (x.float().repeat_interleave(group, dim=1) for x in entries)
-        scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), keys) * softmax_scale
+        scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), keys)
+        if q_v is not None:
+            scores += torch.einsum("qhd,khd->hqk", q_v[first:last].float(), values)
+        scores = scores * softmax_scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         distance = torch.arange(count) - torch.arange(count - (last - first), count)[:, None]
