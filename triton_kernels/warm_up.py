@@ -19,6 +19,7 @@ def compile_attention(
     num_words: int,
     max_query_len: int,
     max_seq_len: int,
+    value_size: int | None = None,
     **options: Any,
 ) -> None:
     """Launch every kernel that batches of a layer can need, on next to no work.
@@ -31,12 +32,14 @@ def compile_attention(
         block_table: [R, max blocks] int32 of valid blocks, R the most requests of a batch.
         num_words: W.
         max_query_len, max_seq_len: what a batch can have at most.
+        value_size: Dv; None: D.
         options: as `TreeAttentionBatch.attend` has them.
     """
-    device, (num_heads, head_size) = query.device, query.shape[1:]
+    device, (num_heads, key_size) = query.device, query.shape[1:]
+    value_size = value_size or key_size
     num_kv_heads = kv_cache.shape[1]
     shared, generation = cut.shared_memory(device), cut.generation(device)
-    classes = cut.tile_classes(head_size, query.dtype, shared, generation)
+    classes = cut.tile_classes(value_size, query.dtype, shared, generation)
     most = len(block_table), max_query_len, max_seq_len
     shapes = shapes_to_compile(classes, num_heads // num_kv_heads, num_kv_heads, *most)
     for query_len, num_requests, seq_len in shapes:
@@ -53,7 +56,8 @@ def compile_attention(
             torch.zeros(rows, num_words, dtype=torch.int64, device=device),
             one[:num_requests],
         )
-        queries.attend(query.new_zeros(rows, num_heads, head_size), kv_cache, 1.0, **options)
+        asked, out = (query.new_zeros(rows, num_heads, size) for size in (key_size, value_size))
+        queries.attend(asked, kv_cache, 1.0, out, **options)
         if options.get("packing") is not None:
             queries.causal()
 

@@ -32,6 +32,8 @@ def family(entry: dict[str, Any], recurrent: bool = False) -> Family:
     config |= {key: value for key, value in entry.items() if key not in ("without", "mix")}
     if recurrent:  # vLLM computes their block size
         return Family(config, {"block_size": None}, entry.get("mix", 0.2))
+    if "kv_lora_rank" in config:  # vLLM's CPU kernel ignores the strides of its queries
+        return Family(config, {"compilation_config": {"custom_ops": ["-rotary_embedding"]}})
     return Family(config)
 
 

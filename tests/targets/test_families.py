@@ -12,9 +12,10 @@ from families import FAMILIES
 
 HERE = Path(__file__).resolve().parent
 RESULTS = json.loads((HERE / "results.json").read_text())
-# Layers that share a cache, sinks, M-RoPE, a layer that is not causal, and recurrent layers (Gated
-# DeltaNet; the others are in tests/engine/test_hybrid_targets.py). `make targets` serves all.
-SERVED = ["Gemma 4 E2B", "gpt-oss", "Qwen3-VL", "HRM text", "Qwen3.5"]
+# Layers that share a cache, sinks, M-RoPE, latent attention, a layer that is not causal, and
+# recurrent layers (Gated DeltaNet; the others are in tests/engine/test_hybrid_targets.py).
+# `make targets` serves all.
+SERVED = ["Gemma 4 E2B", "gpt-oss", "Qwen3-VL", "GLM-4.7 Flash", "HRM text", "Qwen3.5"]
 
 
 @pytest.mark.engine

@@ -100,11 +100,15 @@ def test_layer_shift_compiles(compiler, rows, dtype):
 
 
 ONE = torch.ones(())
+LATENT = 576
+"""Size of DeepSeek's keys, whose first 512 numbers are their values."""
 
 
 @pytest.mark.parametrize(
     ("dtype", "head_size", "queries", "smallest", "rare"),
     [
+        (torch.bfloat16, LATENT, 1, False, {}),
+        (torch.bfloat16, LATENT, 61, False, {}),
         (torch.bfloat16, 128, 61, False, {}),
         (torch.bfloat16, 64, 1, True, {"window": True, "soft_cap": 50.0}),
         (torch.bfloat16, 64, 61, False, {"sinks": torch.ones(32)}),
@@ -112,7 +116,7 @@ ONE = torch.ones(())
         (torch.bfloat16, 256, 61, True, {}),
         (torch.float32, 96, 61, True, {}),
     ],
-    ids=["Llama 3", "window and cap", "sinks", "fp8", "large heads", "fp32"],
+    ids=str,
 )
 def test_tree_attention_compiles(
     compiler, monkeypatch, capability, dtype, head_size, queries, smallest, rare
@@ -125,7 +129,10 @@ def test_tree_attention_compiles(
     compiler(tree_attention, limit=limit, may_spill=smallest or bool(rare))
     scores = dict(rare)
     cache_dtype = torch.float8_e4m3fn if "key_scale" in rare else dtype
-    cache = torch.empty(8, 16, 8, 2 * head_size, dtype=cache_dtype).transpose(1, 2)
+    kv_heads, width, value_size = 8, 2 * head_size, head_size
+    if head_size == LATENT:
+        kv_heads, width, value_size = 1, head_size, 512
+    cache = torch.empty(8, 16, kv_heads, width, dtype=cache_dtype).transpose(1, 2)
     window = scores.pop("window", None)
     scores = tree_attention.ScoreOptions(0.1, **scores)
     for requests in (1, 32):  # a program for each split, and one for all of them
@@ -141,7 +148,7 @@ def test_tree_attention_compiles(
             tree_start=rows[:requests],
         )
         bounds = tree_attention.BatchBounds({queries}, 32768, 0)
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], value_size)
         tree_attention.tree_attention_triton(query, cache, seen, bounds, scores, out)
 
 

@@ -40,24 +40,25 @@ def _load_entries(
     first,  # dimension
     wanted,  # [BLOCK_N], entries to read; None: all
     strides,  # CacheStrides
-    TILE: tl.constexpr,  # TileConstants
+    DIMS: tl.constexpr,
+    BLOCK_DIMS: tl.constexpr,  # >= DIMS
 ):
-    """Return keys or values [BLOCK_N, BLOCK_D]; 0 for entries that are not read."""
-    dim = tl.arange(0, TILE.BLOCK_D)
+    """Return keys or values [BLOCK_N, BLOCK_DIMS]; 0 for entries that are not read."""
+    dim = tl.arange(0, BLOCK_DIMS)
     place = at[:, None] + (first + dim)[None, :] * strides.dim
     if wanted is not None:
-        inside = wanted[:, None] & (dim < TILE.HEAD)[None, :]
+        inside = wanted[:, None] & (dim < DIMS)[None, :]
         entries = tl.load(place, mask=inside, other=0.0)
-    elif TILE.HEAD == TILE.BLOCK_D:
+    elif DIMS == BLOCK_DIMS:
         entries = tl.load(place)
     else:
-        entries = tl.load(place, mask=(dim < TILE.HEAD)[None, :], other=0.0)
+        entries = tl.load(place, mask=(dim < DIMS)[None, :], other=0.0)
     return entries
 
 
 @jit
 def _softmax_step(
-    q,  # [BLOCK_M, BLOCK_D]
+    query,  # [BLOCK_M, BLOCK_D], and [BLOCK_M, BLOCK_ROPE] if ROPE > 0
     state,  # of the entries so far, see `attention_reduce.py`
     start,
     tile,  # what a tile of rows reads, see `_tree_attention_kernel`
@@ -68,6 +69,7 @@ def _softmax_step(
     BLOCK_N: tl.constexpr,
 ):
     """One step of online softmax over the entries start … start+BLOCK_N-1."""
+    q = query[0]
     m_i, l_i, acc = state
     cache, table, rows, union, span, tree_begin, end, factor, inner = tile
     MASKED: tl.constexpr = mask_words32 is not None
@@ -97,10 +99,13 @@ def _softmax_step(
         wanted = None
         block = tl.load(table + entry // READ.BLOCK_SIZE).to(tl.int64)
         at = cache + block * strides.block + entry % READ.BLOCK_SIZE * strides.entry
-    key = _load_entries(at, 0, wanted, strides, TILE)
+    key = _load_entries(at, 0, wanted, strides, TILE.HEAD, TILE.BLOCK_D).to(q.dtype)
     # "tf32x3" keeps about float32's accuracy; it changes nothing for 16-bit inputs.
     # Same layout as the values, so that addresses are computed once.
-    raw = tl.dot(q, key.to(q.dtype).T, input_precision="tf32x3")
+    raw = tl.dot(q, key.T, input_precision="tf32x3")
+    if TILE.ROPE > 0:
+        rest = _load_entries(at, TILE.HEAD, wanted, strides, TILE.ROPE, TILE.BLOCK_ROPE)
+        raw = tl.dot(query[1], rest.to(q.dtype).T, raw, input_precision="tf32x3")
     if READ.CAPPED:
         # tanh; for large inputs the exponential is infinite or 0, and the fraction 0 or 2.
         raw = 1.0 - 2.0 / (1.0 + tl.exp2(raw * (inner * 2.8853900817779268)))
@@ -112,14 +117,17 @@ def _softmax_step(
     weight = tl.exp2(raw * factor - base[:, None])
     decay = tl.exp2(m_i - base)
     l_i = l_i * decay + tl.sum(weight, 1)
-    value = _load_entries(at, TILE.HEAD, wanted, strides, TILE).to(q.dtype)
+    if TILE.ROPE > 0:
+        value = key
+    else:
+        value = _load_entries(at, TILE.HEAD, wanted, strides, TILE.HEAD, TILE.BLOCK_D).to(q.dtype)
     acc = tl.dot(weight.to(q.dtype), value, acc * decay[:, None], input_precision="tf32x3")
     return (m_new, l_i, acc)
 
 
 @jit
 def _read(
-    q,  # [BLOCK_M, BLOCK_D]
+    query,  # as `_softmax_step` has it
     start,
     stop,
     length,
@@ -145,15 +153,15 @@ def _read(
         words = _load_mask_words32(row_mask_words32, row_in, READ.MASK_WORDS32)
         for at in tl.range(start, tl.minimum(stop, open), READ.MASKED_N, num_stages=2):
             state, merged = _cross(at, start, length, state, merged, TILE, MERGES)
-            state = _softmax_step(q, state, at, tile, words, strides, TILE, READ, READ.MASKED_N)
+            state = _softmax_step(query, state, at, tile, words, strides, TILE, READ, READ.MASKED_N)
     for at in range(tl.maximum(start, open), tl.minimum(stop, shut), READ.BLOCK_N):
         state, merged = _cross(at, start, length, state, merged, TILE, MERGES)
-        state = _softmax_step(q, state, at, tile, None, strides, TILE, READ, READ.BLOCK_N)
+        state = _softmax_step(query, state, at, tile, None, strides, TILE, READ, READ.BLOCK_N)
     # Recomputed: kept through the loop above, they would take its registers.
     words = _load_mask_words32(row_mask_words32, row_in, READ.MASK_WORDS32)
     for at in tl.range(tl.maximum(start, shut), stop, READ.MASKED_N, num_stages=2):
         state, merged = _cross(at, start, length, state, merged, TILE, MERGES)
-        state = _softmax_step(q, state, at, tile, words, strides, TILE, READ, READ.MASKED_N)
+        state = _softmax_step(query, state, at, tile, words, strides, TILE, READ, READ.MASKED_N)
     if MERGES:
         state = _merge_splits(merged, state)
     return state

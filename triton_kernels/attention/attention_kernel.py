@@ -34,7 +34,7 @@ class BatchStrides(NamedTuple):
 @jit(do_not_specialize=["num_tokens", "num_requests", "max_seq_len"])
 def _tree_attention_kernel(
     query_ptr,  # [T, nh, D]
-    kv_cache_ptr,  # [num_blocks, nkv, block_size, 2D]
+    kv_cache_ptr,  # [num_blocks, nkv, block_size, C], see `tree_attention`
     seen,  # VisibleEntries, mask_words [T, 2W] int32: words, low half first
     key_scale_ptr,  # [] fp32; or None
     into,  # OutPointers
@@ -98,12 +98,21 @@ def _tree_attention_kernel(
     token = (first_token + row // TILE.GROUP).to(tl.int64)
     head = kv_head * TILE.GROUP + row % TILE.GROUP
     dim = tl.arange(0, TILE.BLOCK_D)
+    asked = (query_ptr + token * strides.query_token + head * strides.query_head)[:, None]
     q = tl.load(
-        (query_ptr + token * strides.query_token + head * strides.query_head)[:, None]
-        + dim[None, :] * strides.query_dim,
+        asked + dim[None, :] * strides.query_dim,
         mask=row_in[:, None] & (dim < TILE.HEAD)[None, :],
         other=0.0,
     )
+    query = (q,)
+    if TILE.ROPE > 0:
+        beyond = tl.arange(0, TILE.BLOCK_ROPE)[None, :]
+        rope = tl.load(
+            asked + (TILE.HEAD + beyond) * strides.query_dim,
+            mask=row_in[:, None] & (beyond < TILE.ROPE),
+            other=0.0,
+        )
+        query = (q, rope)  # type: ignore[assignment]
     prefix = tl.load(seen.prefix_len + token, mask=row_in, other=0)
     oldest = nothing.to(tl.int32)
     if seen.prefix_from is not None:
@@ -157,7 +166,7 @@ def _tree_attention_kernel(
     tile_reads = cache, table, rows, union, span, tree_begin, end, factor, inner
     start = low + split * length
     state = _read(
-        q,
+        query,
         start,
         end if READ.WHOLE else tl.minimum(start + length, end),
         length,

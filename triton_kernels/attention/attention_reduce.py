@@ -36,9 +36,11 @@ class TileConstants(NamedTuple):
 
     KV_HEADS: int
     GROUP: int  # query heads per kv head
-    HEAD: int  # D
+    HEAD: int  # D of the values
+    ROPE: int  # D of the keys beyond it, if values are the beginning of keys; 0: they are not
     BLOCK_M: int
     BLOCK_D: int
+    BLOCK_ROPE: int
     PROGRAMS: int
     MAX_SPLITS: int
     SPLIT_ENTRIES: int

@@ -57,7 +57,7 @@ def tile_classes(
 ) -> tuple[Tile, ...]:
     """Tiles for a layer, the smallest first.
 
-    head_size: D. dtype: the queries'. shared: bytes of shared memory that a program may use.
+    head_size: of the values. dtype: the queries'. shared: bytes of shared memory of a program.
     generation: major compute capability of the GPU.
     """
     # Float32 products are three products of parts, which also need shared memory.
@@ -68,6 +68,8 @@ def tile_classes(
     rows = sorted({min(size, most) for size in (CLASSES if wide else CLASSES[:-1])})
     eight_warps = 128 if generation == HOPPER else 64
     entries, num_stages = _pipeline(shared - rows[-1] * width, width)
+    if head_size > 256:  # latent attention: the sums of 32 rows take nearly all registers
+        rows, entries, eight_warps = ([16, 32], 16, 16) if wide else ([16], 32, 16)
     # Masks of 64 or more entries do not fit in the registers of a tile of 128 rows.
     return tuple(
         Tile(

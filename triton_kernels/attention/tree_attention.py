@@ -82,7 +82,7 @@ def tree_attention_triton(
 
     The grid depends on host integers only, so the call can be captured in a CUDA graph.
     """
-    num_tokens, num_heads, head_size = query.shape
+    (num_tokens, num_heads, key_size), head_size = query.shape, out.shape[2]
     num_kv_heads, block_size = kv_cache.shape[1:3]
     num_requests = len(seen.query_start) - 1
     group = num_heads // num_kv_heads
@@ -126,8 +126,10 @@ def tree_attention_triton(
             KV_HEADS=num_kv_heads,
             GROUP=group,
             HEAD=head_size,
+            ROPE=key_size - head_size,
             BLOCK_M=block_m,
             BLOCK_D=block_d,
+            BLOCK_ROPE=max(next_power_of_2(key_size - head_size), 16),
             PROGRAMS=cut.PROGRAMS,
             MAX_SPLITS=cut.MAX_SPLITS,
             SPLIT_ENTRIES=cut.SPLIT_ENTRIES,

@@ -25,9 +25,10 @@ def tree_attention(
     Args:
         query: [T, nh, D] fp32, bf16 or fp16.
         kv_cache: [num_blocks, nkv, block_size, 2D], any strides, keys first, of the queries' dtype
-            or float8_e4m3fn; nh is a multiple of nkv.
-        out: [T, nh, D], written and returned; zeros for queries without visible entries and for
-            tokens past query_start[R].
+            or float8_e4m3fn; nh is a multiple of nkv. With Dv < D it is [·, D], keys, which begin
+            with their values (multi-head latent attention).
+        out: [T, nh, Dv], written and returned; zeros for queries without visible entries and for
+            tokens past query_start[R]. Dv is D, or less.
     """
     size = kv_cache.shape[2]
     lengths = seen.seq_len.clamp(max=bounds.max_seq_len).tolist()
@@ -42,7 +43,9 @@ def tree_attention(
         if len(entry):
             block = seen.block_table[request].long()[entry // size]
             entries = memory[block, :, entry % size].view(kv_cache.dtype)
-            key, value = entries.transpose(0, 1).chunk(2, dim=-1)
+            key, value = entries.transpose(0, 1).tensor_split([query.shape[2]], dim=-1)
+            if out.shape[2] < query.shape[2]:
+                value = key[..., : out.shape[2]]
             asked = query[rows].transpose(0, 1)
             out[rows] = _attend(asked, key, value, visible[:, entry], scores).transpose(0, 1)
     return out
@@ -67,7 +70,7 @@ def _attend(
     visible: torch.Tensor,
     scores: ScoreOptions,
 ) -> torch.Tensor:
-    """query [nh, Q, D], key and value [nkv, L, D], visible [Q, L] bool -> [nh, Q, D]."""
+    """query [nh, Q, D], key and value [nkv, L, D or Dv], visible [Q, L] bool -> [nh, Q, Dv]."""
     group = len(query) // len(key)
     if not scores.soft_cap and scores.key_scale is None and scores.sinks is None:
         mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)

@@ -20,6 +20,8 @@ class CpuDevice(Device):
     on_host = True
     sampler = "vllm_specblock.cpu.sampler:PathSampler"
     install_budgets = "vllm_specblock.cpu.host_budget:install"
+    attention = "vllm_specblock.cpu.attention.PackedAttentionBackend"
+    mla = "vllm_specblock.cpu.mla.CpuTreeMLABackend"
 
     def prepare(self, config: VllmConfig) -> None:
         # Compile or load what draws a token (processed logits are fp32).

@@ -56,9 +56,7 @@ def install() -> None:
     loops.register()
     RMSNorm.loop = rms_norm
     DEVICES["cpu"] = CpuDevice()
-    register_backend(
-        AttentionBackendEnum.CUSTOM, "vllm_specblock.cpu.attention.PackedAttentionBackend"
-    )
+    register_backend(AttentionBackendEnum.CUSTOM, CpuDevice.attention)
     load_compiled_models()
     sleeping_waits.install()
     _accept_custom_attention()

@@ -78,13 +78,52 @@ class TreeAttentionMetadata:
     causal: CommonAttentionMetadata | None = None
 
 
-class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadata]):
-    """Builds metadata from `tree_mask`, which `TreeModelState` sets before every build."""
+class ReadsTreeMask:
+    """A metadata builder that reads `tree_mask`, which `TreeModelState` sets before every build."""
 
     tree_mask: TreeMask
+    # Whether an eager step without drafts needs the tree mask, too.
+    needs_mask: ClassVar[Any] = True
 
     # All metadata tensors are persistent, and the grid depends on host values only.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> int:
+        # The kernel takes any mix of lengths.
+        return vllm_config.num_speculative_tokens + 1
+
+    def queries_of(
+        self,
+        block_table: torch.Tensor,  # [R, max blocks]
+        query_start: torch.Tensor,  # [R+1]
+        query_start_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,  # [R]
+        max_seq_len: int,
+        max_query_len: int,
+    ) -> TreeAttentionBatch:
+        """Return the queries of the first R requests of the batch."""
+        mask, starts = self.tree_mask, query_start_cpu
+        if mask.adaptive and query_start.device.type == "cpu":
+            starts = query_start
+        return TreeAttentionBatch(
+            block_table,
+            query_start,
+            starts.tolist(),  # a host tensor
+            seq_lens,
+            max_seq_len,
+            mask.prefix_len,
+            mask.mask_words,
+            mask.tree_start,
+            max_query_len,
+            unknown_up_to=mask.num_nodes + 1 if mask.adaptive else 0,
+        )
+
+
+class TreeAttentionMetadataBuilder(ReadsTreeMask, AttentionMetadataBuilder[TreeAttentionMetadata]):
+    """Builds metadata of tree attention."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -95,16 +134,8 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
         self.by_flash = not sinks and flash_takes(self.kv_cache_spec, self.device)
 
     @property
-    def needs_mask(self) -> bool:
-        """Whether an eager step without drafts needs the tree mask, too."""
+    def needs_mask(self) -> bool:  # type: ignore[override]
         return not self.by_flash
-
-    @classmethod
-    def get_varlen_cudagraph_max_query_len(
-        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
-    ) -> int:
-        # The kernel takes any mix of lengths.
-        return vllm_config.num_speculative_tokens + 1
 
     def build(
         self,
@@ -122,27 +153,14 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder[TreeAttentionMetadat
 
     def _queries(self, batch: CommonAttentionMetadata, count: int) -> TreeAttentionBatch:
         """Return the metadata of the first `count` requests."""
-        tree_mask = self.tree_mask
-        starts = batch.query_start_loc_cpu
-        if tree_mask.adaptive and batch.query_start_loc.device.type == "cpu":
-            starts = batch.query_start_loc
         max_seq_len, max_query_len = batch.max_seq_len, batch.max_query_len
         if count < batch.num_reqs:
             # Trees only; with `adaptive` their lengths are known on the device only.
             max_seq_len = int(batch.seq_lens_cpu_upper_bound[:count].max())  # a host tensor
             max_query_len = self.num_speculative_tokens + 1
-        return TreeAttentionBatch(
-            batch.block_table_tensor[:count],
-            batch.query_start_loc[: count + 1],
-            starts[: count + 1].tolist(),  # a host tensor
-            batch.seq_lens[:count],
-            max_seq_len,
-            tree_mask.prefix_len,
-            tree_mask.mask_words,
-            tree_mask.tree_start,
-            max_query_len,
-            unknown_up_to=self.num_speculative_tokens + 1 if tree_mask.adaptive else 0,
-        )
+        starts = batch.query_start_loc[: count + 1], batch.query_start_loc_cpu[: count + 1]
+        lengths = batch.seq_lens[:count], max_seq_len, max_query_len
+        return self.queries_of(batch.block_table_tensor[:count], *starts, *lengths)
 
 
 class TreeAttentionBackend(AttentionBackend):
@@ -194,6 +212,7 @@ class TreeAttentionImpl(AttentionImpl):
         if alibi_slopes is not None or others:
             raise TargetError(f"attention with {', '.join(others)}" if others else "ALiBi")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.value_size = head_size
         self.num_kv_heads = num_kv_heads
         self.window, self.soft_cap = sliding_window, logits_soft_cap or 0.0
         self.shares_cache = kv_sharing_target_layer_name is not None

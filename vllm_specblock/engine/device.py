@@ -19,6 +19,8 @@ class Device:
     # "module:name", imported where a model runs.
     sampler = "vllm_specblock.engine.runner.sampler:TreeSampler"
     install_budgets = "vllm_specblock.engine.adaptive:install"  # vLLM then builds our manager
+    attention = "vllm_specblock.engine.attention.TreeAttentionBackend"
+    mla = "vllm_specblock.engine.mla.TreeMLABackend"
 
     def prepare(self, config: VllmConfig) -> None:
         """Prepare for an engine of ours, before its drafters are loaded."""

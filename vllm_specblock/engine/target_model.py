@@ -13,16 +13,17 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.communication_op import tensor_model_parallel_all_gather
 from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.models.interfaces import EagleModelMixin, supports_eagle3
 from vllm.model_executor.models.interfaces_base import VllmModel
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu import attn_utils
 
 from vllm_specblock.engine.config.ours import extracts_features, is_ours
+from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.options import TargetError
 
@@ -34,8 +35,12 @@ def install() -> None:
     def create_model(
         original: Function, self: Any, vllm_config: VllmConfig, model_config: Any, **more: Any
     ) -> nn.Module:
-        model = original(self, vllm_config, model_config, **more)
         speculative = vllm_config.speculative_config
+        if is_ours(speculative) and model_config is not speculative.draft_model_config:
+            device = device_of(torch.device(vllm_config.device_config.device_type))
+            backend = device.mla if model_config.use_mla else device.attention
+            register_backend(AttentionBackendEnum.CUSTOM, backend)
+        model = original(self, vllm_config, model_config, **more)
         known = is_ours(speculative) or extracts_features(speculative)
         if not known or model_config is speculative.draft_model_config:
             return model
@@ -129,8 +134,8 @@ def target_head_weight(target_model: VllmModel) -> torch.Tensor:
 def check_target_model(model: nn.Module, config: VllmConfig) -> None:
     """Raise TargetError for a target that ignores the tree mask.
 
-    That is a custom model state, or a layer that is neither vLLM's `Attention` with our backend and
-    equal key and value sizes nor a recurrent one.
+    That is a custom model state, or a layer that is neither a recurrent one nor, with our backend,
+    vLLM's `Attention` with equal key and value sizes or its `MLAAttention`.
     """
     if hasattr(model, "get_model_state_cls"):
         raise TargetError(f"its own model state ({type(model).__name__})")
@@ -146,8 +151,10 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
         backend = layer.get_attn_backend()
         if (
             backend is not AttentionBackendEnum.CUSTOM.get_class()
-            or type(layer) is not Attention  # subclasses may mask or store differently
-            or layer.head_size_v != layer.head_size
+            # Subclasses may mask or store differently.
+            or type(layer) not in (Attention, MLAAttention)
+            or (type(layer) is Attention and layer.head_size_v != layer.head_size)
+            or (type(layer) is MLAAttention and not layer.qk_rope_head_dim)
         ):
             raise TargetError(f"{type(layer).__name__} layers ({name}, {backend.__name__})")
 
@@ -184,7 +191,7 @@ def add_interface(model: nn.Module, config: VllmConfig) -> None:
     """
     depth = config.model_config.hf_text_config.num_hidden_layers
     lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
-    attention = {each for each in model.modules() if isinstance(each, Attention)}
+    attention = {each for each in model.modules() if isinstance(each, (Attention, MLAAttention))}
     layers = next((x for x in lists if len(x) == depth and attention & {*x.modules()}), None)
     if layers is None:
         raise TargetError(f"no list of {depth} decoder layers for the drafter to read")

@@ -31,7 +31,7 @@ class TreeMask:
         device: torch.device,
         adaptive: bool = False,
     ) -> None:
-        self.adaptive = adaptive
+        self.num_nodes, self.adaptive = num_nodes, adaptive
         # Requests with drafts, which come before those without; None: not known.
         self.num_trees: int | None = None
 

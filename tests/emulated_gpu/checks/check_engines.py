@@ -229,31 +229,49 @@ def test_tokens_are_those_of_plain_vllm(name, dtype, tmp_path, monkeypatch):
     assert "vllm_specblock.cpu.host_budget" not in sys.modules
 
 
-# ---- targets with recurrent layers, of random weights ----
+# ---- targets with other layers, of random weights ----
 
-RECURRENT = {
-    "Mamba-2": ("Granite 4 hybrid", "mamba", "attention"),
-    "short convolution": ("LFM2", "conv", "full_attention"),
+
+def layers(ours: str, attention: str) -> dict[str, Any]:
+    kinds = [ours, attention, ours]
+    return {"num_hidden_layers": 3, "layer_types": kinds, "layers_block_type": kinds}
+
+
+LATENT = "latent attention"
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Mamba-2": ("Granite 4 hybrid", "float32", layers("mamba", "attention")),
+    "short convolution": ("LFM2", "float32", layers("conv", "full_attention")),
+    # Of head sizes that FlashAttention takes, without experts.
+    LATENT: (
+        "DeepSeek V3, Kimi K2",
+        "float16",
+        {
+            "num_hidden_layers": 2,
+            "first_k_dense_replace": 2,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        },
+    ),
 }
-"""Layers → a family of `families.yaml`, and what its config calls the layers that it has here."""
+"""Layers → a family of `families.yaml`, its dtype, and what its config has otherwise here."""
 # As with Inductor, vLLM's layers run in plain torch: Dynamo cannot trace interpreted kernels.
 COMPILED = {"compilation_config": PIECEWISE | {"custom_ops": ["none"]}}
 MODES: dict[str, dict[str, Any]] = {
-    "eager": {},
-    "piecewise": {"enforce_eager": False, **COMPILED},
+    "NONE": {},
+    "PIECEWISE": {"enforce_eager": False, **COMPILED},
+    "FULL_DECODE_ONLY": GRAPHS,
 }
 
 
-@pytest.fixture(scope="module", params=RECURRENT)
-def recurrent(request, tmp_path_factory):
+@pytest.fixture(scope="module", params=OTHERS)
+def other(request, tmp_path_factory):
     """A kind of layers, arguments of an engine, requests, and plain vLLM's answers."""
-    name, ours, attention = RECURRENT[request.param]
+    name, dtype, changes = OTHERS[request.param]
     family, folder = FAMILIES[name], tmp_path_factory.mktemp("target")
-    layers = [ours, attention, ours]
-    few = {"num_hidden_layers": 3, "layer_types": layers, "layers_block_type": layers}
-    (folder / "config.json").write_text(json.dumps(family.config | few))
+    (folder / "config.json").write_text(json.dumps(family.config | changes))
     arguments = {
         **SMALL,
+        "dtype": dtype,
         "model": str(folder),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -268,8 +286,9 @@ def recurrent(request, tmp_path_factory):
         book = [[draw.randrange(5, VOCAB) for _ in range(3)] for _ in range(words)]
         texts.append([token for _ in range(length) for token in draw.choice(book)][:length])
     common = {"ignore_eos": True, "detokenize": False}
+    heat, common["logprobs"] = (0.0, 4) if dtype == "float16" else (0.3, None)
     params = [
-        SamplingParams(temperature=0.3 * (i % 2), seed=i, max_tokens=TOKENS + i, **common)
+        SamplingParams(temperature=heat * (i % 2), seed=i, max_tokens=TOKENS + i, **common)
         for i in range(len(texts))
     ]
     params[1].extra_args = {"specblock_draft": False}
@@ -283,18 +302,22 @@ def recurrent(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_recurrent_layers_give_the_tokens_of_plain_vllm(recurrent, mode):
-    kind, arguments, requests, wanted = recurrent
+def test_other_layers_give_the_tokens_of_plain_vllm(other, mode):
+    kind, arguments, requests, wanted = other
+    if mode == "FULL_DECODE_ONLY" and kind != LATENT:
+        pytest.skip("no full graph may contain recurrent layers")
+    for params in requests[1]:
+        params.logprobs = None
     drafts = {"num_speculative_tokens": 6, "model": None, **NGRAM, "earlier_tokens": 0}
     engine = make_engine(drafts, **(arguments | MODES[mode]))
     graphs = engine.speculator.vllm_config.compilation_config.cudagraph_mode.name
-    assert graphs == {"eager": "NONE", "piecewise": "PIECEWISE"}[mode]
+    assert graphs == mode
     compared = Compared()
     for (found,), each in zip(engine.generate(*requests), wanted, strict=True):
-        compared.add(found.tokens, each, "float32")
+        compared.add(found.tokens, each, arguments["dtype"])
     counters = engine.speculator.counters.as_dict()
     print(f"TOKENS {kind}, {mode}: {compared}", counters)
-    compared.record(f"{kind}, {mode}", "float32")
+    compared.record(f"{kind}, {mode}", arguments["dtype"])
     assert not compared.different
     accepted = sum(n for (name, _), n in counters.items() if name == "accepted_nodes")
     assert accepted > 5 or TOKENS < 20

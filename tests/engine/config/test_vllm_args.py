@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.engines import DRAFTER, ROOT, TARGET, configure
 from support.targets import edit_config
 from vllm import envs
@@ -226,15 +227,16 @@ def test_the_other_runner(monkeypatch):
     ("kind", "says"),
     [
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"use_mla": True}, "MLA"),
+        pytest.param({"use_mla": True}, "MLA", marks=on_a_cpu),
         ({"is_attention_free": True}, "no attention layers"),
         ({"supports_multimodal_inputs": True}, "multimodal inputs"),
         ({"attention_chunk_size": 8192}, "chunked attention"),
         ({"uses_alibi": True}, "ALiBi"),
     ],
 )
-def test_targets_that_cannot_be_verified_as_trees(kind, says):
+def test_targets_that_cannot_be_verified_as_trees(monkeypatch, kind, says):
     check_engine()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     with pytest.raises(OptionError, match=f"The target has .*{says}.*cannot verify"):
         check_engine(kind=kind)
 

@@ -83,6 +83,12 @@ class Batch:
     mask_words: torch.Tensor
     tree_start: torch.Tensor
     visible: list[tuple[int, set[int]]]  # per query: its request, the entries that it sees
+    value_size: int  # less than the queries' size: keys begin with their values
+
+    def empty(self, device=None) -> torch.Tensor:
+        """An output that no row was written to."""
+        shape = *self.query.shape[:2], self.value_size
+        return self.query.new_full(shape, torch.nan, device=device)
 
     def arguments(
         self, query_lens=None, max_seq_len=None, unknown_up_to=0, prefix_from=None, **scores
@@ -125,14 +131,17 @@ class Batch:
         num_tokens, num_heads, size = self.query.shape
         group = num_heads // self.kv_cache.shape[1]
         block_size = self.kv_cache.shape[2]
-        out = torch.zeros(num_tokens, num_heads, size, dtype=torch.float64)
+        out = torch.zeros(num_tokens, num_heads, self.value_size, dtype=torch.float64)
         for t, (request, entries) in enumerate(self.visible):
             if not entries:
                 continue
             entry = torch.tensor(sorted(entries)[-(window or len(entries)) :])
             block = self.block_table[request].cpu()[entry // block_size].long()
-            kv = self.kv_cache.cpu()[block, :, entry % block_size].double()  # [n, nkv, 2D]
-            key, value = kv.repeat_interleave(group, 1).split(size, dim=-1)
+            kv = self.kv_cache.cpu()[block, :, entry % block_size].double()  # [n, nkv, C]
+            kv = kv.repeat_interleave(group, 1)
+            key, value = kv[..., :size], kv[..., -self.value_size :]
+            if self.value_size < size:
+                value = kv[..., : self.value_size]
             scores = torch.einsum("nhd,hd->hn", key, self.query[t].cpu().double())
             scores = scores * size**-0.5 * key_scale
             if soft_cap:
@@ -157,6 +166,7 @@ def make_batch(
     layout="heads first",
     tail=0,
     cache_dtype=None,
+    value_size=None,
 ) -> Batch:
     """A batch of the given requests, `tail` padding tokens at its end, blocks in random order.
 
@@ -167,7 +177,8 @@ def make_batch(
     lens = [r.lens for r in requests]
     blocks = [-(-entries // block_size) for _, entries in lens]
     order = torch.randperm(sum(blocks) + 3, generator=generator)
-    shape = [len(order), num_kv_heads, block_size, 2 * head_size]
+    width = head_size if value_size else 2 * head_size
+    shape = [len(order), num_kv_heads, block_size, width]
     order_in_memory = LAYOUTS[layout]
     kv_cache = torch.full([shape[d] for d in order_in_memory], torch.nan, dtype=dtype)
     # Every layout above is its own inverse permutation.
@@ -181,7 +192,7 @@ def make_batch(
         taken += blocks[r]
         block_table[r, : blocks[r]] = own
         entry = torch.arange(num_entries)
-        entries = torch.randn(num_entries, num_kv_heads, 2 * head_size, generator=generator)
+        entries = torch.randn(num_entries, num_kv_heads, width, generator=generator)
         entries = entries.to(cache_dtype or dtype).to(dtype)
         kv_cache[own[entry // block_size], :, entry % block_size] = entries
         for prefix_len, bits in request.rows(shapes):
@@ -203,6 +214,7 @@ def make_batch(
         torch.nn.functional.pad(pack_bits(torch.tensor(seen_bits)), (0, 0, 0, tail)).to(device),
         torch.tensor([r.context for r in requests], dtype=rows, device=device),
         visible,
+        value_size or head_size,
     )
 
 
@@ -221,7 +233,7 @@ def check(got: torch.Tensor, batch: Batch, **rare) -> None:
 
 def reference(batch: Batch, **options) -> torch.Tensor:
     """The torch reference, on the CPU; `options` as in `Batch.arguments`."""
-    out = torch.full_like(batch.query, torch.nan, device="cpu")
+    out = batch.empty("cpu")
     return tree_attention.reference(*on("cpu", batch.arguments(**options)), out)
 
 
@@ -229,6 +241,6 @@ MIXED = [Chunk(5, 19), Tree(37, 12), Chunk(20, 1), Tree(3, 9), Chunk(0, 4)]
 
 
 def launch(kernels, batch: Batch, out=None, **options) -> torch.Tensor:
-    out = torch.full_like(batch.query, torch.nan) if out is None else out
+    out = batch.empty() if out is None else out
     module = kernels.load("tree_attention")
     return module.tree_attention_triton(*batch.arguments(**options), out)

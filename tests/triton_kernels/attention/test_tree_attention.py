@@ -71,6 +71,16 @@ def test_shapes_and_layouts(kernels, check_all, requests, sizes):
     check_all(make_batch(requests, device=kernels.device, **sizes))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("sizes", [(48, 32), (576, 512)], ids=str)
+def test_values_that_begin_their_keys(kernels, check_all, sizes, dtype):
+    """Multi-head latent attention: one KV head; DeepSeek's sizes, and odd ones."""
+    key_size, value_size = sizes
+    size = {"head_size": key_size, "value_size": value_size, "num_kv_heads": 1, "group": 4}
+    requests = [*MIXED, Blind(2), Chunk(700, 2)]
+    check_all(make_batch(requests, dtype=dtype, device=kernels.device, tail=2, **size))
+
+
 def test_buffers_longer_than_the_batch_strided_query_and_output(kernels):
     """An engine passes the front of buffers that were made once for the largest batch."""
     batch = make_batch(MIXED, device=kernels.device)

@@ -63,10 +63,7 @@ def register() -> None:
     AutoConfig.register(SpecBlockHFConfig.model_type, SpecBlockHFConfig, exist_ok=True)
     ModelRegistry.register_model(ARCHITECTURE, SpecBlockForDrafting)
     if DEVICES.keys() == {"cuda"}:  # other devices bring their own
-        register_backend(
-            AttentionBackendEnum.CUSTOM,
-            "vllm_specblock.engine.attention.TreeAttentionBackend",
-        )
+        register_backend(AttentionBackendEnum.CUSTOM, DEVICES["cuda"].attention)
     replaces(EngineArgs, "create_speculative_config")(create_speculative_config)
     replaces(EngineArgs, "_set_default_chunked_prefill_and_prefix_caching_args")(set_defaults)
     replaces(arg_utils, "maybe_override_with_speculators")(keep_method)

@@ -114,7 +114,10 @@ def check_engine(
             raise OptionError(f"SpecBlock does not support {what}: drop {options}.")
     for refused, kind in (
         (target.is_encoder_decoder, "an encoder-decoder"),
-        (target.use_mla, "multi-head latent attention (MLA)"),
+        (
+            target.use_mla and on_cpu and torch.cpu._is_amx_tile_supported(),
+            "latent attention (MLA) on a CPU with AMX tiles",
+        ),
         (target.is_attention_free, "no attention layers"),
         # Drafters cannot embed their placeholder tokens.
         (target.supports_multimodal_inputs, "multimodal inputs (see --language-model-only)"),

@@ -89,7 +89,7 @@ class EngineCaches:
         """Bind the allocated caches to the commit and the drafters."""
         alike: dict[tuple[Any, ...], dict[int, torch.Tensor]] = {}  # a shared cache comes once
         for name in self.target_layers:
-            cache, impl = self.context[name].kv_cache, self.context[name].impl
+            cache, impl = _with_heads(self.context[name].kv_cache), self.context[name].impl
             form = cache.shape, cache.stride(), cache.dtype, impl.packing(cache)
             alike.setdefault((self.group_of[name], *form), {})[cache.data_ptr()] = cache
         self.target = [
@@ -115,7 +115,8 @@ class EngineCaches:
             heads = impl.num_heads, impl.num_kv_heads, impl.head_size
             forms[(*heads, impl.window, impl.soft_cap, impl.sinks is None)] = layer
         for layer in forms.values():
-            impl, (cache, scales) = layer.impl, layer.impl.typed(layer.kv_cache, layer)
+            impl = layer.impl
+            cache, scales = impl.typed(_with_heads(layer.kv_cache), layer)
             dtype = config.model_config.dtype
             compile_attention(
                 cache.new_empty(1, impl.num_heads, impl.head_size, dtype=dtype),
@@ -124,6 +125,7 @@ class EngineCaches:
                 words_for(config.num_speculative_tokens),
                 rows,
                 config.model_config.max_model_len,
+                value_size=impl.value_size,
                 window=impl.window,
                 soft_cap=impl.soft_cap,
                 sinks=None if impl.sinks is None else impl.sinks.float(),
@@ -141,6 +143,11 @@ class EngineCaches:
     def slots(self, slot_mappings: Slots, group: int | None = None) -> torch.Tensor:
         """Return the slot mapping of a cache group, [≥ batch rows] int64; None: the drafters'."""
         return slot_mappings[self.layer_of[self.group if group is None else group]]
+
+
+def _with_heads(cache: torch.Tensor) -> torch.Tensor:
+    """Return a cache with the dimension of KV heads, which vLLM drops for MLA's only one."""
+    return cache if cache.dim() == 4 else cache[:, None]
 
 
 class DraftAttentionLayer(nn.Module, AttentionLayerBase):

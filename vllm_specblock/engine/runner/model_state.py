@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_specblock.engine.attention import TreeAttentionMetadataBuilder
+from vllm_specblock.engine.attention import ReadsTreeMask
 from vllm_specblock.engine.step_observer import WARM_UP
 from vllm_specblock.triton_kernels.verify.build_tree_mask import BatchRows
 from vllm_specblock.verify.tree_mask import TreeMask
@@ -99,7 +99,7 @@ class TreeModelState(DefaultModelState):
         for groups in attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder(0)
-                if isinstance(builder, TreeAttentionMetadataBuilder):
+                if isinstance(builder, ReadsTreeMask):
                     builder.tree_mask = mask
                     self.plain = self.plain and not builder.needs_mask
                 elif recurrent:

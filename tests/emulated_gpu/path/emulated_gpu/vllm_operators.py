@@ -54,14 +54,15 @@ def fused_add_rms_norm(input, residual, weight, epsilon):
 def rotary_embedding(
     positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False
 ):
-    assert is_neox and not inverse
+    assert not inverse
     rows = cos_sin_cache[positions.flatten()]
     cos, sin = (x.unsqueeze(1).to(query.dtype) for x in rows.chunk(2, dim=-1))
     end = rope_dim_offset + rows.shape[-1]
     for x in filter(torch.is_tensor, (query, key)):
         heads = x.view(len(rows), -1, head_size)[..., rope_dim_offset:end]
-        a, b = heads.chunk(2, dim=-1)
-        heads.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1))
+        a, b = heads.chunk(2, dim=-1) if is_neox else (heads[..., ::2], heads[..., 1::2])
+        turned = a * cos - b * sin, b * cos + a * sin
+        heads.copy_(torch.cat(turned, -1) if is_neox else torch.stack(turned, -1).flatten(-2))
 
 
 def silu_and_mul(result, input):
@@ -82,6 +83,42 @@ def reshape_and_cache_flash(
         cache[slots // size, slots % size] = new
 
 
+def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
+    size, rows = kv_cache.shape[1], (slot_mapping >= 0).nonzero().flatten()
+    slots = slot_mapping[rows]
+    kv_cache[slots // size, slots % size] = torch.cat((kv_c[rows], k_pe[rows]), dim=-1)
+
+
+def gather_and_maybe_dequant_cache(
+    src_cache,
+    dst,
+    block_table,
+    cu_seq_lens,
+    token_to_seq,
+    num_tokens,
+    kv_cache_dtype,
+    scale,
+    starts,
+):
+    """Copy each request's entries from `starts` on to its rows of `dst`."""
+    row = torch.arange(num_tokens)
+    request = token_to_seq[:num_tokens].long()
+    entry = row - cu_seq_lens[request] + (0 if starts is None else starts[request])
+    size = src_cache.shape[1]
+    dst[:num_tokens] = src_cache[block_table[request, entry // size].long(), entry % size]
+
+
+def merge_attn_states(
+    output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse, *rest
+):
+    both = torch.stack([prefix_lse, suffix_lse])  # [2, heads, T]; infinite: no entries
+    both = both.masked_fill(both == float("inf"), float("-inf"))
+    first, second = both.softmax(0).transpose(1, 2)[..., None]
+    output.copy_(prefix_output.float() * first + suffix_output.float() * second)
+    if output_lse is not None:
+        output_lse.copy_(both.logsumexp(0))
+
+
 def fa3_fwd(
     q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q,
     seqused_k, max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos,
@@ -89,7 +126,7 @@ def fa3_fwd(
     window_left, window_right, softcap, *rest,
 ):  # fmt: skip
     """Attend one request after the other, in float32."""
-    out = torch.empty_like(q) if out is None else out
+    out = q.new_empty(*q.shape[:2], v.shape[-1]) if out is None else out
     lse = torch.full((q.shape[1], q.shape[0]), float("inf"))
     for i, (first, last) in enumerate(pairwise(cu_seqlens_q.tolist())):
         if first == last:
@@ -104,7 +141,10 @@ def fa3_fwd(
             entries = (x[begin:end] for x in (k, v))
         group = q.shape[1] // k.shape[-2]
         keys, values = (x.float().repeat_interleave(group, dim=1) for x in entries)
-        scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), keys) * softmax_scale
+        scores = torch.einsum("qhd,khd->hqk", q[first:last].float(), keys)
+        if q_v is not None:
+            scores += torch.einsum("qhd,khd->hqk", q_v[first:last].float(), values)
+        scores = scores * softmax_scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         distance = torch.arange(count) - torch.arange(count - (last - first), count)[:, None]
@@ -126,10 +166,10 @@ def scheduler_metadata(*_):
     return torch.zeros(1, dtype=torch.int32)  # `fa3_fwd` reads none
 
 
-def fa3_shapes(q, *rest):
+def fa3_shapes(q, k, v, *rest):
     """Without a meta kernel, the bridge would have no shapes before the kernel runs."""
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    return [torch.empty_like(q), lse, q.new_empty(0), q.new_empty(0)]
+    return [q.new_empty(*q.shape[:2], v.shape[-1]), lse, q.new_empty(0), q.new_empty(0)]
 
 
 SHAPES: dict[str, Callable] = {"fwd": fa3_shapes, "get_scheduler_metadata": scheduler_metadata}
@@ -139,7 +179,12 @@ REFERENCES: dict[str, dict[str, Callable]] = {
         "fused_add_rms_norm": fused_add_rms_norm,
         "rotary_embedding": rotary_embedding,
         "silu_and_mul": silu_and_mul,
+        "merge_attn_states": merge_attn_states,
     },
-    "_C_cache_ops": {"reshape_and_cache_flash": reshape_and_cache_flash},
+    "_C_cache_ops": {
+        "reshape_and_cache_flash": reshape_and_cache_flash,
+        "concat_and_cache_mla": concat_and_cache_mla,
+        "gather_and_maybe_dequant_cache": gather_and_maybe_dequant_cache,
+    },
     "_vllm_fa3_C": {"fwd": fa3_fwd, "get_scheduler_metadata": scheduler_metadata},
 }

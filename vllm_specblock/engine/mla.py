@@ -1,0 +1,110 @@
+"""vLLM attention backend for draft trees in multi-head latent attention (DeepSeek, Kimi, GLM).
+
+Prompts run vLLM's own prefill. Trees and single tokens take its absorbed form: one KV head, whose
+values are the beginning of its keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+
+from vllm_specblock.engine.attention import ReadsTreeMask
+from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
+
+
+class TreeMLABuilder(ReadsTreeMask, MLACommonMetadataBuilder[MLACommonMetadata]):
+    """vLLM's builder, with a TreeAttentionBatch as `decode`."""
+
+    query_len_support = QueryLenSupport.VARLEN
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> MLACommonMetadata:
+        # Short prompts are no decode steps, as they are none without drafts; with context
+        # parallelism, which we refuse, vLLM counts them so. Full graphs hold decode steps only.
+        self.use_pcp = self.tree_mask.num_trees is not None
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def _build_decode(
+        self,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
+        num_decode_tokens: int,
+        max_query_len: int,
+        dcp_tot_seq_lens_device: torch.Tensor | None,
+    ) -> Any:
+        starts = query_start_loc_device, query_start_loc_cpu
+        return self.queries_of(
+            block_table_tensor, *starts, seq_lens_device, max_seq_len, max_query_len
+        )
+
+
+class TreeMLAImpl(MLACommonImpl[MLACommonMetadata]):
+    """Absorbed attention of one layer: tree attention with one KV head."""
+
+    # As `TreeAttentionImpl` has them.
+    window, soft_cap, sinks = None, 0.0, None
+
+    @property
+    def value_size(self) -> int:
+        return int(self.kv_lora_rank)
+
+    def packing(self, kv_cache: torch.Tensor) -> None:
+        return None
+
+    def typed(
+        self, kv_cache: torch.Tensor, layer: AttentionLayer
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        return kv_cache, {}
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],  # [T, heads, rank], [T, heads, rope]
+        kv_c_and_k_pe_cache: torch.Tensor,  # [blocks, block size, rank + rope]
+        attn_metadata: MLACommonMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, None]:
+        query = torch.cat(q, -1) if isinstance(q, tuple) else q
+        out = query.new_empty(*query.shape[:2], self.kv_lora_rank)
+        queries: TreeAttentionBatch = attn_metadata.decode
+        queries.attend(query, kv_c_and_k_pe_cache[:, None], self.scale, out)
+        return out, None
+
+
+class TreeMLABackend(MLACommonBackend):
+    """Registered as vLLM's CUSTOM backend for targets with multi-head latent attention."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []  # any
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeMLAImpl]:
+        return TreeMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeMLABuilder]:
+        return TreeMLABuilder
