@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from lib.adapters import write_adapter
 from lib.options import known
 from lib.pair import held_out
 from lib.results_store import MEASURED, ROOT, ResultsStore, markdown_table
 from lib.server import Server, ServerEnded
-from lib.soak_adapters import write_adapter
 from lib.soak_replies import Reply, ask_all, difference
 from lib.soak_traffic import COMPLETIONS, MAX_MODEL_LEN, Call, Traffic
 

@@ -14,10 +14,18 @@ if TYPE_CHECKING:
 DRAFT, SHARE = "specblock_draft", "specblock_share"
 
 
-def check(params: SamplingParams) -> None:
-    """Refuse values of these keys that are not booleans."""
+def check(params: SamplingParams, lora: bool) -> None:
+    """Refuse values of these keys that are not booleans; lora: the engine serves adapters."""
     from vllm.exceptions import VLLMValidationError
 
+    # vLLM's kernels would write outside of these logits, or fail.
+    asked = params.prompt_logprobs, params.prompt_logprob_token_ids
+    if lora and any(each is not None for each in asked):
+        raise VLLMValidationError(
+            "prompt_logprobs is set, but vLLM does not map the rows of a prompt to LoRA adapters: "
+            "drop it, or ask an engine without enable_lora.",
+            parameter="prompt_logprobs",
+        )
     for key in DRAFT, SHARE:
         given: Any = (params.extra_args or {}).get(key, 1)
         if not isinstance(given, (bool, int, float)) or given not in (0, 1):

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
+from support.adapters import LORA, in_turn
 from support.engines import (
     EAGLE3,
     FULL_GRAPHS,
@@ -42,6 +44,7 @@ from vllm_specblock.feedback import controller
 TOKENS = int(os.environ.get("CHECK_TOKENS", 8))
 RECORD = os.environ.get("CHECK_RECORD")
 """A JSON file that gets how many tokens were compared, by release, engine and dtype."""
+ADAPTERS = Path(mkdtemp())
 TEXTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\nclass Stack:\n",
     "import os\n\nclass ",
@@ -103,6 +106,9 @@ ENGINES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     "merged": (EACH[:2], MERGED, GRAPHS),
     "merged adaptive": (BOTH[1:], MERGED | {"second_drafter": EAGLE3, **ADAPTIVE}, GRAPHS),
     "routed": (BOTH, {"second_drafter": EAGLE3, "draft_policy": "route"}, GRAPHS),
+    # vLLM's kernels take 16-bit weights only, and the interpreter adds bfloat16 as integers.
+    "LoRA eager": (EACH[1:2], {**NGRAM, "model": None, "earlier_tokens": 0}, LORA),
+    "LoRA": (EACH[1:2], {}, GRAPHS | LORA),
     "fp8": (BOTH, {"quantization": "fp8"}, GRAPHS),
     "DFlash": (BOTH[:1], {"model": "dflash"}, GRAPHS),
     "JetSpec": (BOTH[:1], {"model": "jetspec"}, GRAPHS),
@@ -124,7 +130,7 @@ def asked(tokenizer) -> list[list[int]]:
     return [*map(tokenizer.encode, TEXTS), *prompts(count=2 * len(SAMPLING) - len(TEXTS))]
 
 
-def requests(engine: Engine, dtype: str) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(engine: Engine, dtype: str) -> tuple[list[Any], ...]:
     """Short texts, and made-up ones of up to 200 tokens, which come in chunks beside other rows."""
     texts = asked(engine.llm.get_tokenizer())
     kinds: Any = SAMPLING * 2
@@ -135,7 +141,8 @@ def requests(engine: Engine, dtype: str) -> tuple[list[list[int]], list[Sampling
         SamplingParams(**{**common, "max_tokens": TOKENS + i, **kind})
         for i, kind in enumerate(kinds)
     ]
-    return texts, params
+    lora = engine.runner.lora_config is not None
+    return texts, params, in_turn(ADAPTERS, len(texts)) if lora else [None] * len(texts)
 
 
 def answers(engine: Engine, dtype: str) -> list[Output]:
@@ -145,8 +152,8 @@ def answers(engine: Engine, dtype: str) -> list[Output]:
 def answers_beside_aborted(engine: Engine, dtype: str) -> list[list[int]]:
     """Return tokens of requests beside others; each third one is aborted in the fourth step."""
     llm, done = engine.llm.llm_engine, {}
-    for i, (text, params) in enumerate(zip(*requests(engine, dtype), strict=True)):
-        llm.add_request(f"{i}", {"prompt_token_ids": text}, params)
+    for i, (text, params, adapter) in enumerate(zip(*requests(engine, dtype), strict=True)):
+        llm.add_request(f"{i}", {"prompt_token_ids": text}, params, lora_request=adapter)
     step = 0
     while llm.has_unfinished_requests():
         step += 1
@@ -159,8 +166,8 @@ def answers_beside_aborted(engine: Engine, dtype: str) -> list[list[int]]:
 
 
 @cache
-def plain(dtype: str) -> list[Output]:
-    return answers(make_engine(None, dtype=dtype, **SMALL), dtype)
+def plain(dtype: str, lora: bool = False) -> list[Output]:
+    return answers(make_engine(None, dtype=dtype, **SMALL, **(LORA if lora else {})), dtype)
 
 
 @dataclass
@@ -208,7 +215,7 @@ def test_tokens_are_those_of_plain_vllm(name, dtype, tmp_path, monkeypatch):
         speculative["model"] = str(folder)
     if speculative.get("adapt", {}).get("trainer") == "folder":
         speculative["adapt"] = {"trainer": str(tmp_path / "requests")}
-    wanted = plain(dtype)
+    wanted = plain(dtype, "enable_lora" in changes)
     engine = make_engine(speculative, **(SMALL | {"dtype": dtype} | changes))
     preempted, compared = record_preemptions(engine), Compared()
     for _ in range(2):

@@ -200,8 +200,6 @@ def test_what_a_gpu_does_not_support(monkeypatch):
     target, gpu = configure().model_config, put_on_a_gpu(monkeypatch)
     with pytest.raises(OptionError, match=r"needs a CPU.*use 'auto'\.$"):
         check_engine(kv_cache_dtype="fp8")
-    with pytest.raises(OptionError, match=r"LoRA on a GPU, .*drop enable_lora\.$"):
-        check_engine(enable_lora=True)
     with pytest.raises(OptionError, match=r"micro-batches.*drop enable_dbo and ubatch_size\.$"):
         check_engine(replace(ParallelConfig(), enable_dbo=True))
     with pytest.raises(OptionError, match=r"ReplaySSM: drop use_replayssm\.$"):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,11 +80,14 @@ class Engine:
         return {each.name: each.value for each in self.llm.get_metrics() if hasattr(each, "value")}
 
     def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams]
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams | list[SamplingParams],
+        adapters: list[LoRARequest | None] | None = None,
     ) -> list[list[Output]]:
         """Outputs of every prompt, `n` each."""
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        answers = self.llm.generate(requests, params, use_tqdm=False)
+        answers = self.llm.generate(requests, params, use_tqdm=False, lora_request=adapters)
         return [[_output(each) for each in answer.outputs] for answer in answers]
 
 

@@ -158,7 +158,7 @@ def check_sampling_params(
 ) -> None:
     """Accept min_p and logit_bias, which are exact with trees; check our keys."""
     if is_ours(speculative_config):
-        request_drafts.check(self)
+        request_drafts.check(self, getattr(speculative_config, METHOD).lora)
     else:
         original(self, speculative_config)
 

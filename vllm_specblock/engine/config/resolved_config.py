@@ -56,6 +56,7 @@ class ResolvedConfig:
     num_speculative_tokens: int  # N, nodes of one request's tree
     adaptive: bool  # verify as many nodes of the trees as pay, step by step, or always all
     combine: CombineConfig | None = None  # how two drafters go together
+    lora: bool = False  # the target has adapters
 
     @property
     def adapting(self) -> ResolvedDrafter | None:
@@ -93,9 +94,8 @@ def resolve(
     combine = None
     if second is not None:
         combine = _resolve_combination(combining, drafters, num_nodes, parallel)
-    resolved = ResolvedConfig(
-        drafters, num_nodes, _is_adaptive(given, args, target, parallel), combine
-    )
+    adaptive = _is_adaptive(given, args, target, parallel)
+    resolved = ResolvedConfig(drafters, num_nodes, adaptive, combine, args.enable_lora)
     tokens = args.max_num_batched_tokens
     if tokens is not None and tokens <= num_nodes:
         raise OptionError(

@@ -75,7 +75,6 @@ def check_engine(
     on_cpu = current_platform.is_cpu()
     backend = args.attention_backend or args.attention_config.backend
     context = "context parallelism, since tree attention needs the whole cache"
-    lora = "LoRA on a GPU, where vLLM's kernels are untested with trees"
     connectors = args.kv_transfer_config is not None or args.kv_offloading_size
     sharded = parallel.enable_batch_sharded_sampling
     method = given.get("rejection_sample_method", "standard")
@@ -100,7 +99,6 @@ def check_engine(
             "a block table per layer type, since drafters use the target's",
             "disable_hybrid_kv_cache_manager",
         ),
-        (args.enable_lora and not on_cpu, lora, "enable_lora"),
         (parallel.use_ubatching, "micro-batches", "enable_dbo and ubatch_size"),
         (connectors, "KV connectors", "kv_transfer_config and kv_offloading_size"),
         (args.kv_sharing_fast_prefill, "fast prefill", "kv_sharing_fast_prefill"),

@@ -11,6 +11,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -40,6 +41,7 @@ class TreeModelState(DefaultModelState):
         self.tree_states = self.speculator.tree_states
         lora = (each for each in model.modules() if isinstance(each, LogitsProcessorWithLoRA))
         self.lora_mappings = {each.punica_wrapper for each in lora}
+        self.mapped = np.zeros(0)  # numbers of rows that they were made for
         self.tree_mask = TreeMask(
             self.max_num_tokens,
             self.max_num_reqs,
@@ -66,6 +68,23 @@ class TreeModelState(DefaultModelState):
         super().initialize_kv_cache(kv_cache_config, block_tables)
         self.speculator.bind_caches()
 
+    def map_logits(self, batch: InputBatch) -> None:
+        """Map each row of logits to its adapter; vLLM maps one row per request.
+
+        It maps anew, which shortens the mapping, only when its requests or adapters change.
+        """
+        logits = batch.logits_indices
+        rows = np.append(batch.num_scheduled_tokens, batch.cu_num_logits_np)
+        known, self.mapped = np.array_equal(rows, self.mapped), rows
+        for mapping in self.lora_mappings:
+            if known and mapping.indices_len[1] == len(logits):
+                continue
+            mapping._sampler_indices[: len(logits)] = mapping._token_lora_indices[logits]
+            mapping.indices_len[1] = len(logits)
+            if hasattr(mapping, "prompt_mapping_meta"):  # of kernels for a GPU
+                with gpu_sync_allowed():
+                    mapping.prompt_mapping_meta.prepare_tensors(mapping.sampler_indices)
+
     def prepare_attn(
         self,
         input_batch: InputBatch,
@@ -77,12 +96,8 @@ class TreeModelState(DefaultModelState):
         **kwargs: Any,
     ) -> dict[str, Any]:
         batch, mask = input_batch, self.tree_mask
-        # vLLM maps one row of logits per request to an adapter, and keeps the old mapping if the
-        # same requests come in the same order.
-        for mapping in self.lora_mappings:
-            logits = batch.logits_indices
-            mapping._sampler_indices[: len(logits)] = mapping._token_lora_indices[logits]
-            mapping.indices_len[1] = len(logits)
+        if self.lora_mappings:
+            self.map_logits(batch)
         # Full graphs serve decode steps only, and are captured with dummy batches without drafts.
         graph = kwargs.get("for_capture", False) or cudagraph_mode == CUDAGraphMode.FULL
         mask.num_trees = None if graph else 0

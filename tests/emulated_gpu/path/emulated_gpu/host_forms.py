@@ -10,7 +10,7 @@ import inspect
 import itertools
 import operator
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace as Arguments
 from typing import Any
@@ -210,6 +210,43 @@ def move_path(a: Arguments, grid: Grid) -> None:
                 ctypes.memmove(entry(slot), data, len(data))
 
 
+def adapted_rows(a: Arguments, grid: Grid) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the slot of each LoRA adapter in a launch, and its rows."""
+    slots, counts = a.lora_ids.tolist(), a.num_tokens_per_lora.tolist()
+    for place, slot in enumerate(slots[: grid[2]]):
+        if slot >= 0:
+            first = int(a.lora_token_start_loc[place])
+            yield slot, a.token_indices_sorted_by_lora_ids[first : first + counts[place]].long()
+
+
+def adapter(a: Arguments, part: int, start: int, rows: int, like: torch.dtype) -> torch.Tensor:
+    """Return the weight [rows, K] that starts so many elements after that of the first slot."""
+    pointer = a.lora_ptr.data_ptr() if a.SLICE_NUM == 1 else int(a.lora_ptr[part])
+    memory = ctypes.string_at(pointer + start * like.itemsize, rows * a.K * like.itemsize)
+    return torch.frombuffer(bytearray(memory), dtype=like).view(rows, a.K).float()
+
+
+def lora_shrink(a: Arguments, grid: Grid) -> None:
+    assert not a.STORE_PARTIALS
+    for (slot, rows), part in itertools.product(adapted_rows(a, grid), range(grid[1])):
+        down = adapter(a, part, slot * a.lora_d0_stride, a.N, a.input_ptr.dtype)
+        a.out_ptr[part, rows] = a.input_ptr[rows].float() @ down.T * a.scaling
+
+
+def lora_expand(a: Arguments, grid: Grid) -> None:
+    assert a.ADD_INPUTS
+    kind = a.lora_ptr.dtype if a.SLICE_NUM == 1 else a.out_ptr.dtype
+    sizes, starts, strides = (
+        [x] * grid[1] if isinstance(x, int) else x.tolist()
+        for x in (a.output_hs_ptr, a.slice_start_loc, a.ls_d0_ptr)
+    )
+    for (slot, rows), part in itertools.product(adapted_rows(a, grid), range(grid[1])):
+        up = adapter(a, part, slot * strides[part], sizes[part], kind)
+        added = (a.input_ptr[part, rows].to(kind).float() @ up.T).to(kind)
+        columns = slice(starts[part], starts[part] + sizes[part])
+        a.out_ptr[rows, columns] = a.out_ptr[rows, columns] + added
+
+
 FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "kernel_unified_attention": (unified_attention, ""),
     "reshape_and_cache_kernel_flash": (reshape_and_cache, "key_cache_ptr value_cache_ptr"),
@@ -234,6 +271,8 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     # It writes a row's best into the first block's place.
     "_gumbel_sample_kernel": (on_cpu(gumbel.gumbel_sample), ""),
     "_move_path_kernel": (move_path, ""),
+    "_lora_shrink_kernel": (lora_shrink, "out_ptr"),
+    "_lora_expand_kernel": (lora_expand, "out_ptr"),
 }
 """By a kernel's name, or its module's and its own where two have one name: its form, and the
 results in which the interpreter has to agree."""

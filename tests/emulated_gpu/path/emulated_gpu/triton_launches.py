@@ -31,7 +31,9 @@ TAKES_POINTERS = (
     "_gather_block_tables_kernel",
     "_compute_slot_mappings_kernel",
     "_move_path_kernel",
-    # Of targets with recurrent layers.
+    # Of adapters, and of targets with recurrent layers.
+    "_lora_shrink_kernel",
+    "_lora_expand_kernel",
     "_apply_write_kernel",
     "_zero_kv_blocks_kernel",
     "batch_memcpy_kernel",
