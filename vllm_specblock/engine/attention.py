@@ -95,24 +95,22 @@ class ReadsTreeMask:
         # The kernel takes any mix of lengths.
         return vllm_config.num_speculative_tokens + 1
 
-    def queries_of(
-        self,
-        block_table: torch.Tensor,  # [R, max blocks]
-        query_start: torch.Tensor,  # [R+1]
-        query_start_cpu: torch.Tensor,
-        seq_lens: torch.Tensor,  # [R]
-        max_seq_len: int,
-        max_query_len: int,
-    ) -> TreeAttentionBatch:
-        """Return the queries of the first R requests of the batch."""
-        mask, starts = self.tree_mask, query_start_cpu
-        if mask.adaptive and query_start.device.type == "cpu":
-            starts = query_start
+    def queries_of(self, batch: CommonAttentionMetadata, count: int) -> TreeAttentionBatch:
+        """Return the queries of the first `count` requests."""
+        mask = self.tree_mask
+        starts = batch.query_start_loc_cpu
+        if mask.adaptive and batch.query_start_loc.device.type == "cpu":
+            starts = batch.query_start_loc
+        max_seq_len, max_query_len = batch.max_seq_len, batch.max_query_len
+        if count < batch.num_reqs:
+            # Trees only; with `adaptive` their lengths are known on the device only.
+            max_seq_len = int(batch.seq_lens_cpu_upper_bound[:count].max())  # a host tensor
+            max_query_len = mask.num_nodes + 1
         return TreeAttentionBatch(
-            block_table,
-            query_start,
-            starts.tolist(),  # a host tensor
-            seq_lens,
+            batch.block_table_tensor[:count],
+            batch.query_start_loc[: count + 1],
+            starts[: count + 1].tolist(),  # a host tensor
+            batch.seq_lens[:count],
             max_seq_len,
             mask.prefix_len,
             mask.mask_words,
@@ -127,7 +125,6 @@ class TreeAttentionMetadataBuilder(ReadsTreeMask, AttentionMetadataBuilder[TreeA
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.num_speculative_tokens = self.vllm_config.num_speculative_tokens
         layers = self.vllm_config.compilation_config.static_forward_context
         # FlashAttention supports sinks on some GPUs only.
         sinks = any(layers[name].impl.sinks is not None for name in self.layer_names)
@@ -147,20 +144,9 @@ class TreeAttentionMetadataBuilder(ReadsTreeMask, AttentionMetadataBuilder[TreeA
         if self.by_flash and tree_mask.num_trees is not None:
             causal = after_trees(batch, tree_mask.num_trees)
         count = batch.num_reqs if causal is None else tree_mask.num_trees
-        queries = self._queries(batch, count) if count else None
+        queries = self.queries_of(batch, count) if count else None
         num_rows = batch.num_actual_tokens
         return TreeAttentionMetadata(num_rows, batch.slot_mapping[:num_rows], queries, causal)
-
-    def _queries(self, batch: CommonAttentionMetadata, count: int) -> TreeAttentionBatch:
-        """Return the metadata of the first `count` requests."""
-        max_seq_len, max_query_len = batch.max_seq_len, batch.max_query_len
-        if count < batch.num_reqs:
-            # Trees only; with `adaptive` their lengths are known on the device only.
-            max_seq_len = int(batch.seq_lens_cpu_upper_bound[:count].max())  # a host tensor
-            max_query_len = self.num_speculative_tokens + 1
-        starts = batch.query_start_loc[: count + 1], batch.query_start_loc_cpu[: count + 1]
-        lengths = batch.seq_lens[:count], max_seq_len, max_query_len
-        return self.queries_of(batch.block_table_tensor[:count], *starts, *lengths)
 
 
 class TreeAttentionBackend(AttentionBackend):

@@ -36,23 +36,10 @@ class TreeMLABuilder(ReadsTreeMask, MLACommonMetadataBuilder[MLACommonMetadata])
         # Short prompts are no decode steps, as they are none without drafts; with context
         # parallelism, which we refuse, vLLM counts them so. Full graphs hold decode steps only.
         self.use_pcp = self.tree_mask.num_trees is not None
-        return super().build(common_prefix_len, common_attn_metadata, fast_build)
-
-    def _build_decode(
-        self,
-        block_table_tensor: torch.Tensor,
-        seq_lens_device: torch.Tensor,
-        max_seq_len: int,
-        query_start_loc_cpu: torch.Tensor,
-        query_start_loc_device: torch.Tensor,
-        num_decode_tokens: int,
-        max_query_len: int,
-        dcp_tot_seq_lens_device: torch.Tensor | None,
-    ) -> Any:
-        starts = query_start_loc_device, query_start_loc_cpu
-        return self.queries_of(
-            block_table_tensor, *starts, seq_lens_device, max_seq_len, max_query_len
-        )
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if metadata.num_decodes:
+            metadata.decode = self.queries_of(common_attn_metadata, metadata.num_decodes)
+        return metadata
 
 
 class TreeMLAImpl(MLACommonImpl[MLACommonMetadata]):
