@@ -131,7 +131,7 @@ class TreeAttentionMetadataBuilder(ReadsTreeMask, AttentionMetadataBuilder[TreeA
         self.by_flash = not sinks and flash_takes(self.kv_cache_spec, self.device)
 
     @property
-    def needs_mask(self) -> bool:  # type: ignore[override]
+    def needs_mask(self) -> bool:
         return not self.by_flash
 
     def build(
