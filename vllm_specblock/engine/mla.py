@@ -33,8 +33,8 @@ class TreeMLABuilder(ReadsTreeMask, MLACommonMetadataBuilder[MLACommonMetadata])
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> MLACommonMetadata:
-        # Short prompts are no decode steps, as they are none without drafts; with context
-        # parallelism, which we refuse, vLLM counts them so. Full graphs hold decode steps only.
+        # Prompts take the prefill however short they are, as without drafts. vLLM does so with
+        # context parallelism, which we refuse otherwise. Full graphs hold decode steps only.
         self.use_pcp = self.tree_mask.num_trees is not None
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if metadata.num_decodes:
