@@ -22,7 +22,7 @@ class Op(Generic[P, R]):
     a gradient is needed.
 
     Attributes:
-        reference: the torch function, on any device.
+        reference: the torch function, on any device, or a loop in its place.
         loop: compiled loop for CPUs, registered in `cpu/loops.py`; None: the reference runs.
     """
 
