@@ -21,7 +21,19 @@ from vllm_specblock.train.data.packed_dataset import PackedDataset, load_texts
 from vllm_specblock.train.target.features import OnlineTeacher, StoredTeacher, load_target
 
 TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
-RUN = "from vllm_specblock.cli.main import app; app()"
+# The first time as `specblock` would; then as if it had been stopped after the first shard.
+TWICE = """
+import shutil, sys
+from pathlib import Path
+from vllm_specblock.cli.main import app
+whole, kept = map(Path, sys.argv[1:3])
+del sys.argv[1:3]
+app(standalone_mode=False)
+shutil.copytree(whole, kept)
+(whole / "data.json").unlink()
+next(whole.glob("*-00001.*")).unlink()
+app(standalone_mode=False)
+"""
 NEW = 24
 PROMPTS = ["class Reader:\n", "import os\n\ndef main(", "for line in lines:\n", "x = [\n"]
 
@@ -47,15 +59,6 @@ def words(source: Path, out: Path, *more: str | int | Path) -> list[str]:
     return [*map(str, given)]
 
 
-def specblock_data(source: Path, out: Path, *more: str | int | Path):
-    """The command as a user gives it, in a process of its own."""
-    # As in a user's shell, where nothing has chosen how vLLM runs its engine.
-    hidden = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    command = [sys.executable, "-c", RUN, *words(source, out, *more)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
 def greedy(prompt: list[int]) -> list[int]:
     """transformers' own answer."""
     model = load_target(TARGET, "fp32", torch.device("cpu"))
@@ -67,8 +70,12 @@ def greedy(prompt: list[int]) -> list[int]:
 def test_answers_are_the_targets_own(source, tmp_path):
     pytest.importorskip("vllm", reason="runs real vLLM")
     options = ("--temperature", 0, "--temperature", 0.8, "--shard-size", 2)
-    whole = tmp_path / "whole"
-    result = specblock_data(source, whole, *options)
+    whole, kept = tmp_path / "whole", tmp_path / "kept"
+    # As in a user's shell, where nothing has chosen how vLLM runs its engine.
+    hidden = ("VLLM_ENABLE_V1_MULTIPROCESSING", "TRITON_INTERPRET")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    command = [sys.executable, "-c", TWICE, str(whole), str(kept), *words(source, whole, *options)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     assert f"{source}:3: it has none of the keys" in result.stderr
     assert "1 lines were skipped." in result.stdout
@@ -85,14 +92,9 @@ def test_answers_are_the_targets_own(source, tmp_path):
         assert text.loss_mask.tolist() == [False] * len(asked) + [True] * (len(ids) - len(asked))
         assert (ids[len(asked) :] == greedy(asked)) == (number % 2 == 0)
 
-    # A run that was stopped after the first shard, and goes on.
-    there = [shards.shard_path(whole, number) for number in (0, 1)]
-    first, second = (path.read_bytes() for path in there)
-    there[1].unlink()
-    (whole / "data.json").unlink()
-    result = specblock_data(source, whole, *options)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert [path.read_bytes() for path in there] == [first, second]
+    for number in (0, 1):
+        path = shards.shard_path(whole, number)
+        assert path.read_bytes() == (kept / path.name).read_bytes()
 
     # All is there: no engine starts, even with impossible arguments.
     impossible = words(source, whole, *options, "--engine", '{"tensor_parallel_size": 64}')

@@ -68,18 +68,17 @@ def prompts():
     return made
 
 
-def requests_for(prompts, temperature):
+def requests_for(prompts, temperature=0.0, max_tokens=100):
+    """Every other request is greedy, whatever the temperature."""
+    common = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
     return [
-        SamplingParams(
-            temperature=temperature, seed=seed, max_tokens=100, ignore_eos=True, detokenize=False
-        )
+        SamplingParams(temperature=temperature * (seed % 2), seed=seed, **common)
         for seed in range(len(prompts))
     ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_tokens_are_vllms_own_beside_prompts_in_chunks(plain, ours, prompts, temperature):
-    requests = requests_for(prompts, temperature)
+def test_tokens_are_vllms_own_beside_prompts_in_chunks(plain, ours, prompts):
+    requests = requests_for(prompts, 0.8)
     expected = plain.generate(prompts, requests)
     check = Checker()
     check(ours, requests, expected, prompts)
@@ -93,7 +92,7 @@ def test_pauses_and_preemptions_leave_the_states_right(target, plain, prompts, m
     ours = make_engine({**DRAFTS, "enable_adaptive_verification": True}, **few)
     controller, turns = ours.runner.adaptive_verification.controller, iter(range(10**6))
     monkeypatch.setattr(controller, "budget", lambda survival, *args: survival.size // 3)
-    requests = requests_for(prompts, 0.0)
+    requests = requests_for(prompts)
     expected, check = plain.generate(prompts, requests), Checker()
     for most in (7, 4):  # of seven steps, how many draft
         monkeypatch.setattr(controller, "drafts", lambda *_, most=most: next(turns) % 7 < most)
@@ -120,7 +119,7 @@ def test_engine_arguments_may_be_used_again(target):
 def test_a_prompt_of_one_token_begins_without_a_state(plain, ours, prompts):
     """Beside others vLLM pads it with drafts; its block holds an earlier request's state."""
     texts = [*prompts, *prompts, [7], [8], [9]]  # the last three wait for one of eight to end
-    requests = requests_for(texts, 0.0)
+    requests = requests_for(texts, max_tokens=40)
     Checker()(ours, requests, plain.generate(texts, requests), texts)
 
 
@@ -149,7 +148,7 @@ def session(engine, prompts, name: str) -> list[list[int]]:
 
 def test_sessions_go_on_from_the_states_at_their_stops(plain, ours, prompts):
     """An accepted path may pass a stop, and a recurrent state cannot go back."""
-    for number in range(4):
+    for number in range(2):
         parts = [prompts[number], *(each[:8] for each in prompts[:3])]
         found = [session(each, parts, f"session {number}") for each in (plain, ours)]
         assert found[0] == found[1], number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,26 +11,32 @@ from support.processes import run_python
 from support.training import equal
 
 from vllm_specblock.train.config import TrainConfig
-from vllm_specblock.train.run import build
+from vllm_specblock.train.run import build, train
 
 
-def trained(config: TrainConfig, ranks: int = 1) -> dict:
-    """What `specblock train` in so many processes has saved of its drafter."""
+def trained_by_two(config: TrainConfig) -> Path:
+    """The folder that `specblock train` in two processes has left."""
     given = config.model_dump(mode="json", exclude_unset=True)
     words = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    run_python(*(launch if ranks > 1 else ()), "-m", "vllm_specblock", "train", *words)
-    state = torch.load(config.out / "training" / "state.pt", weights_only=True)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run_python(*launch, "-m", "vllm_specblock", "train", *words)
+    return config.out
+
+
+def saved(out: Path) -> dict:
+    """Of the drafter."""
+    state = torch.load(out / "training" / "state.pt", weights_only=True)
     return state["learners"]["drafter"]
 
 
 def test_two_processes_end_where_one_does(options, tmp_path):
     shared = {"steps": 4, "save_every": 2, "hold_out": 2, "eval_every": 2}
-    one = trained(options(**shared, out=tmp_path / "one"))
+    one = saved(train(options(**shared, out=tmp_path / "one"), progress=False))
     for parallel in ("replicate", "shard"):
         # Each counts other rows under the valid-prefix mask, and so does each of its micro-batches.
         out = tmp_path / parallel
-        two = trained(options(**shared, out=out, parallel=parallel, micro_batch=1), ranks=2)
+        config = options(**shared, out=out, parallel=parallel, micro_batch=1)
+        two = saved(trained_by_two(config))
         assert one["model"].keys() == two["model"].keys()
         for name, value in one["model"].items():
             torch.testing.assert_close(two["model"][name], value, atol=2e-5, rtol=1e-3, msg=name)
