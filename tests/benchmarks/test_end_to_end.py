@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import end_to_end
-import never_slower
-import psutil
 import pytest
 import typer
 from end_to_end import PLAIN, Place
@@ -42,21 +37,6 @@ def test_every_engine_is_one_that_vllm_can_be_asked_for():
     assert fixed["num_speculative_tokens"] == 24 and fixed["draft_policy"] == "merge"
     assert fixed["enable_adaptive_verification"] is False
     assert found["vllm-ngram"].speculative["method"] == "ngram"
-
-
-def test_a_neighbour_ends_with_its_benchmark():
-    """Also with one that was killed."""
-    code = (
-        "import time, neighbour\nwith neighbour.neighbour():\n    print(flush=True); time.sleep(99)"
-    )
-    folder = Path(never_slower.__file__).parent / "lib"
-    killed = subprocess.Popen([sys.executable, "-c", code], cwd=folder, stdout=subprocess.PIPE)
-    killed.stdout.readline()
-    busy = psutil.Process(killed.pid).children()
-    assert len(busy) == len(os.sched_getaffinity(0))
-    killed.kill()
-    killed.wait()
-    assert not psutil.wait_procs(busy, timeout=30)[1]
 
 
 TAU = 4.41
