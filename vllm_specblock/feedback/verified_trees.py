@@ -12,6 +12,8 @@ from vllm_specblock.triton_kernels.verify.verification_result import Verificatio
 class VerifiedTrees(VerificationResult):
     """A `VerificationResult` with derived tensors for the torch forms of kernels."""
 
+    _fields = VerificationResult._fields  # some releases of Triton look in the class itself
+
     @cached_property
     def temperature(self) -> torch.Tensor:
         """[R] fp32, of each request."""

@@ -32,6 +32,8 @@ class Compile:
         given = dict(zip(kernel.arg_names, positional)) | named
         groups = {name: type(x) for name, x in given.items() if isinstance(x, tuple)}
         assert not unspecialised & groups.keys(), "Triton heeds it for no group"
+        for kind in groups.values():  # some releases of Triton look for names in it alone
+            assert "_fields" in vars(kind) or not hasattr(kind, "_fields"), kind
         self.compiled.append(compile_for(self.capability, kernel, *positional, **named))
 
 
