@@ -69,7 +69,7 @@ def prompts():
 
 
 def requests_for(prompts, temperature=0.0, max_tokens=100):
-    """Every other request is greedy, whatever the temperature."""
+    """Every other request is greedy, the rest have the temperature that is given."""
     common = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
     return [
         SamplingParams(temperature=temperature * (seed % 2), seed=seed, **common)
