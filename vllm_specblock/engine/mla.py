@@ -6,7 +6,7 @@ values are the beginning of its keys.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from vllm.model_executor.layers.attention.mla_attention import (
@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
 
-from vllm_specblock.engine.attention import ReadsTreeMask
+from vllm_specblock.engine.attention import ReadsTreeMask, TreeAttentionImpl
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 
 
@@ -46,19 +46,12 @@ class TreeMLAImpl(MLACommonImpl[MLACommonMetadata]):
     """Absorbed attention of one layer: tree attention with one KV head."""
 
     # As `TreeAttentionImpl` has them.
-    window, soft_cap, sinks = None, 0.0, None
+    window, soft_cap, sinks, fp8 = None, 0.0, None, False
+    packing, typed = TreeAttentionImpl.packing, TreeAttentionImpl.typed
 
     @property
     def value_size(self) -> int:
         return int(self.kv_lora_rank)
-
-    def packing(self, kv_cache: torch.Tensor) -> None:
-        return None
-
-    def typed(
-        self, kv_cache: torch.Tensor, layer: AttentionLayer
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        return kv_cache, {}
 
     def forward_mqa(
         self,

@@ -36,15 +36,16 @@ def install() -> None:
         original: Function, self: Any, vllm_config: VllmConfig, model_config: Any, **more: Any
     ) -> nn.Module:
         speculative = vllm_config.speculative_config
-        if is_ours(speculative) and model_config is not speculative.draft_model_config:
+        ours = is_ours(speculative)
+        known = ours or extracts_features(speculative)
+        if not known or model_config is speculative.draft_model_config:
+            return original(self, vllm_config, model_config, **more)
+        if ours:
             device = device_of(torch.device(vllm_config.device_config.device_type))
             backend = device.mla if model_config.use_mla else device.attention
             register_backend(AttentionBackendEnum.CUSTOM, backend)
         model = original(self, vllm_config, model_config, **more)
-        known = is_ours(speculative) or extracts_features(speculative)
-        if not known or model_config is speculative.draft_model_config:
-            return model
-        if is_ours(speculative):
+        if ours:
             check_target_model(model, vllm_config)
         wanted = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
         if wanted and not hands_out_states(model, wanted):
@@ -149,13 +150,10 @@ def check_target_model(model: nn.Module, config: VllmConfig) -> None:
     for name in names:
         layer = layers[name]
         backend = layer.get_attn_backend()
-        if (
-            backend is not AttentionBackendEnum.CUSTOM.get_class()
-            # Subclasses may mask or store differently.
-            or type(layer) not in (Attention, MLAAttention)
-            or (type(layer) is Attention and layer.head_size_v != layer.head_size)
-            or (type(layer) is MLAAttention and not layer.qk_rope_head_dim)
-        ):
+        # Subclasses may mask or store differently.
+        known = type(layer) is Attention and layer.head_size_v == layer.head_size
+        known = known or (type(layer) is MLAAttention and layer.qk_rope_head_dim > 0)
+        if not known or backend is not AttentionBackendEnum.CUSTOM.get_class():
             raise TargetError(f"{type(layer).__name__} layers ({name}, {backend.__name__})")
 
 
