@@ -7,12 +7,13 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from lib.interpreter import teach_bf16_dot, teach_whole_arrays
+from lib.interpreter import keep_tables, teach_bf16_dot, teach_whole_arrays
 from vllm_specblock.triton_kernels import optional_numba
 
 from vllm_specblock import triton_interpreter, triton_kernels
@@ -38,26 +39,30 @@ class Kernels:
         self.interpreted = device == "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
 
     def load(self, name: str) -> ModuleType:
-        """The module `<name>.py` of any room; on CPU a private copy bound to the interpreter.
-
-        Triton decides at decoration whether a kernel is interpreted, and other tests may have
-        loaded the module before. Modules whose jitted functions it calls are copied first.
-        """
+        """The module `<name>.py` of any room; on CPU a private copy bound to the interpreter."""
         module = importlib.import_module(module_of(name))
-        if self.device.type == "cuda":
-            return module
-        with pytest.MonkeyPatch.context() as patch:
-            for each in dict.fromkeys([*called_by(module), module]):
-                copy = importlib.util.module_from_spec(
-                    importlib.util.spec_from_file_location(
-                        f"{each.__package__}.interpreted_{each.__name__.split('.')[-1]}",
-                        each.__file__,
-                    )
+        return module if self.device.type == "cuda" else interpreted(module)
+
+
+@cache
+def interpreted(module: ModuleType) -> ModuleType:
+    """A copy whose kernels are interpreted.
+
+    Triton decides at decoration whether a kernel is, and other tests may have loaded the module
+    before. Modules whose jitted functions it calls are copied first.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for each in dict.fromkeys([*called_by(module), module]):
+            copy = importlib.util.module_from_spec(
+                importlib.util.spec_from_file_location(
+                    f"{each.__package__}.interpreted_{each.__name__.split('.')[-1]}",
+                    each.__file__,
                 )
-                patch.setitem(sys.modules, copy.__name__, copy)  # a dataclass looks itself up there
-                copy.__spec__.loader.exec_module(copy)
-                patch.setitem(sys.modules, each.__name__, copy)
-        return copy
+            )
+            patch.setitem(sys.modules, copy.__name__, copy)  # a dataclass looks itself up there
+            copy.__spec__.loader.exec_module(copy)
+            patch.setitem(sys.modules, each.__name__, copy)
+    return copy
 
 
 def called_by(module: ModuleType) -> Iterator[ModuleType]:
@@ -97,6 +102,7 @@ def kernels(request, monkeypatch) -> Kernels:
         interpreter = request.getfixturevalue("interpreter")
         teach_bf16_dot(interpreter, monkeypatch.setattr)
         teach_whole_arrays(interpreter, monkeypatch.setattr)
+        keep_tables(interpreter, monkeypatch.setattr)
     return Kernels(request.param)
 
 

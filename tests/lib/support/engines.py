@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -135,6 +136,7 @@ def make_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
             settings |= {"enforce_eager": False, "compilation_config": FULL_GRAPHS}
     engine = Engine(LLM(**{**settings, **changes}))
     _ALIVE.append(engine)
+    gc.freeze()  # engines are many objects, all of which stay
     return engine
 
 
