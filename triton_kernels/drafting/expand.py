@@ -151,7 +151,8 @@ class Growing:
         size, dtypes = (self.num_requests, shape.num_starts), (*[torch.int64] * 4, torch.bool)
         next_starts = NextStarts._make([torch.empty(size, dtype=x, device=device) for x in dtypes])
         # The levels after the first are one program, whichever their number.
-        looks_at = cells_of(constants) if shape.by_level else count
+        cells = cells_of(constants.S, constants.ROWS * constants.K * constants.B)
+        looks_at = cells if shape.by_level else count
         _attach_and_start_kernel[grid](
             drafts,
             *kept,
@@ -190,9 +191,12 @@ class BlockConstants(NamedTuple):
 
 
 @constexpr_function
-def cells_of(constants: BlockConstants) -> int:
-    """Return the size of a block's tensors: ROWS · K · B and S, as tl.topk takes them."""
-    return next_power_of_2(max(2, constants.S, constants.ROWS * constants.K * constants.B))
+def cells_of(starts: int, candidates: int) -> int:
+    """Return the size of a block's tensors, as tl.topk takes them: S and ROWS · K · B fit.
+
+    Of numbers: Triton 3.6 gives a function a named tuple as a plain one.
+    """
+    return next_power_of_2(max(2, starts, candidates))
 
 
 class NextStarts(NamedTuple):
@@ -233,7 +237,7 @@ def _attach_block(
         token_ptr + 2 * size,
         token_ptr + 3 * size,
     )
-    CELLS: tl.constexpr = cells_of(GROW)
+    CELLS: tl.constexpr = cells_of(GROW.S, GROW.ROWS * GROW.K * GROW.B)
     cell = tl.arange(0, CELLS)
     inside = cell < GROW.ROWS * GROW.K * GROW.B
     row, position, branch = cell // (GROW.K * GROW.B), cell // GROW.B % GROW.K, cell % GROW.B
