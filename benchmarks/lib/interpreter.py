@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 
 Put = Callable[[Any, str, Any], None]
 
@@ -26,6 +27,20 @@ def teach_bf16_dot(interpreter: ModuleType, put: Put = setattr) -> None:
         return plain(self, widen(self, a), widen(self, b), *rest)
 
     put(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def teach_e4m3_rounding(interpreter: ModuleType, put: Put = setattr) -> None:
+    """The interpreter loses what rounding carries into the exponent."""
+    plain = interpreter.InterpreterBuilder.create_fp_to_fp
+    tl = interpreter.tl
+
+    def create_fp_to_fp(self, source, wanted, rounding):
+        if (source.dtype.scalar, wanted.scalar) != (tl.float32, tl.float8e4nv):
+            return plain(self, source, wanted, rounding)
+        rounded = torch.from_numpy(source.data).to(torch.float8_e4m3fn).view(torch.uint8)
+        return interpreter.TensorHandle(rounded.numpy(), wanted.scalar)
+
+    put(interpreter.InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)
 
 
 def teach_whole_arrays(interpreter: ModuleType, put: Put = setattr) -> None:

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from lib.interpreter import teach_bf16_dot, teach_whole_arrays
+from lib.interpreter import teach_bf16_dot, teach_e4m3_rounding, teach_whole_arrays
 from vllm_specblock.triton_kernels import optional_numba
 
 from vllm_specblock import triton_interpreter, triton_kernels
@@ -96,6 +96,7 @@ def kernels(request, monkeypatch) -> Kernels:
     if request.param == "cpu":
         interpreter = request.getfixturevalue("interpreter")
         teach_bf16_dot(interpreter, monkeypatch.setattr)
+        teach_e4m3_rounding(interpreter, monkeypatch.setattr)
         teach_whole_arrays(interpreter, monkeypatch.setattr)
     return Kernels(request.param)
 
