@@ -66,6 +66,7 @@ def patch_interpreter(interpreter: ModuleType) -> None:
     # By its path: `benchmarks/` is not importable in an engine.
     teach = runpy.run_path(str(Path(__file__).parents[4] / "benchmarks/lib/interpreter.py"))
     teach["teach_bf16_dot"](interpreter)
+    teach["teach_e4m3_rounding"](interpreter)
     teach["teach_whole_arrays"](interpreter)
     # Triton 3.7's give NaN for one NaN; a GPU, and 3.8's, the other operand.
     builder = interpreter.InterpreterBuilder
