@@ -24,6 +24,7 @@ from unittest.mock import patch
 import torch
 import typer
 from lib.fuzz_cases import LOOPS, TRITON, Case, Maker
+from lib.interpreter import note_launches, teach
 from lib.options import known
 from lib.results_store import MEASURED, markdown_table, write_results
 from tqdm import tqdm
@@ -82,11 +83,9 @@ def fuzz(make: Maker, trees: int, seed: int, name: str = "", form: Form = nullco
 
 def prepare_interpreter() -> list[str]:
     """Names of the kernels that it interprets from now on."""
-    import triton.runtime.interpreter as interpreter
-    from lib.interpreter import note_launches, teach_bf16_dot, teach_whole_arrays
+    from triton.runtime import interpreter
 
-    teach_bf16_dot(interpreter)
-    teach_whole_arrays(interpreter)
+    teach(interpreter)
     return note_launches(interpreter)
 
 

@@ -20,6 +20,7 @@ def compile_attention(
     max_query_len: int,
     max_seq_len: int,
     value_size: int | None = None,
+    out_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> None:
     """Launch every kernel that batches of a layer can need, on next to no work.
@@ -33,6 +34,7 @@ def compile_attention(
         num_words: W.
         max_query_len, max_seq_len: what a batch can have at most.
         value_size: Dv; None: D.
+        out_dtype: None: the query's.
         options: as `TreeAttentionBatch.attend` has them.
     """
     device, (num_heads, key_size) = query.device, query.shape[1:]
@@ -56,7 +58,8 @@ def compile_attention(
             torch.zeros(rows, num_words, dtype=torch.int64, device=device),
             one[:num_requests],
         )
-        asked, out = (query.new_zeros(rows, num_heads, size) for size in (key_size, value_size))
+        asked = query.new_zeros(rows, num_heads, key_size)
+        out = asked.new_empty(rows, num_heads, value_size, dtype=out_dtype)
         queries.attend(asked, kv_cache, 1.0, out, **options)
         if options.get("packing") is not None:
             queries.causal()

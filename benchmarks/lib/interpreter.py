@@ -1,25 +1,25 @@
-"""What Triton's interpreter lacks for our kernels, added to it.
-
-`interpreter`: the module `triton.runtime.interpreter`; `put`: `setattr`, or a test's monkeypatch.
-"""
+"""What Triton's interpreter, the module `triton.runtime.interpreter`, lacks for our kernels."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import numpy as np
+import torch
 
-Put = Callable[[Any, str, Any], None]
+
+@cache  # once
+def teach(interpreter: ModuleType) -> None:
+    """Add it."""
+    for add in (teach_bf16_dot, teach_e4m3_rounding, teach_whole_arrays, keep_tables):
+        add(interpreter)
 
 
-def teach_bf16_dot(interpreter: ModuleType, put: Put = setattr) -> None:
+def teach_bf16_dot(interpreter: ModuleType) -> None:
     """The interpreter keeps bf16 as bit patterns, and its dot multiplies these as integers."""
-    plain = interpreter.InterpreterBuilder.create_dot
-    tl = interpreter.tl
+    tl, plain = interpreter.tl, interpreter.InterpreterBuilder.create_dot
 
     def widen(builder, operand):
         return builder.cast_impl(operand, tl.float32) if operand.dtype == tl.bfloat16 else operand
@@ -27,64 +27,74 @@ def teach_bf16_dot(interpreter: ModuleType, put: Put = setattr) -> None:
     def create_dot(self, a, b, *rest):
         return plain(self, widen(self, a), widen(self, b), *rest)
 
-    put(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def teach_whole_arrays(interpreter: ModuleType, put: Put = setattr) -> None:
+def teach_e4m3_rounding(interpreter: ModuleType) -> None:
+    """The interpreter loses what rounding carries into the exponent."""
+    tl, plain = interpreter.tl, interpreter.InterpreterBuilder.create_fp_to_fp
+
+    def create_fp_to_fp(self, source, wanted, rounding):
+        if (source.dtype.scalar, wanted.scalar) != (tl.float32, tl.float8e4nv):
+            return plain(self, source, wanted, rounding)
+        rounded = torch.from_numpy(source.data).to(torch.float8_e4m3fn).view(torch.uint8)
+        return interpreter.TensorHandle(rounded.numpy(), wanted.scalar)
+
+    interpreter.InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+
+
+def teach_whole_arrays(interpreter: ModuleType) -> None:
     """Reductions and scans combine slices along their axis; the interpreter takes elements."""
+    plain = interpreter.ReduceOps.generic_reduce
 
-    def combined(self: Any, arrays: list[np.ndarray], kinds: list[Any]) -> Iterator[list[Any]]:
+    def combined(self, input):
         """Yield each array's slices up to the first, the second, …, combined from the first on."""
-        axis, total = self.axis or 0, ()
-        for place in range(arrays[0].shape[axis]):
-            slices = [x.take(place, axis) for x in arrays]
-            here = tuple(map(self.to_tensor, slices, kinds))
+        total = ()
+        for place in range(input[0].handle.data.shape[self.axis]):
+            slices = [x.handle.data.take(place, self.axis) for x in input]
+            here = tuple(self.to_tensor(x, y.dtype) for x, y in zip(slices, input))
             made = self.combine_fn.fn(*total, *here) if total else here
             total = made if isinstance(made, tuple) else (made,)
-            yield [x.handle.data.reshape(y.shape) for x, y in zip(total, slices)]
+            yield [x.handle.data for x in total]
 
     def generic_reduce(self, input):
-        kinds, shape = [x.dtype for x in input], input[0].handle.data.shape
-        arrays = [x.handle.data if self.axis is not None else x.handle.data.ravel() for x in input]
-        *_, values = combined(self, arrays, kinds)
-        if self.keep_dims:
-            kept = [1 if self.axis in (None, i) else size for i, size in enumerate(shape)]
-            values = [x.reshape(kept) for x in values]
-        return list(map(self.to_tensor, values, kinds))
+        if self.axis is None:
+            return plain(self, input)
+        *_, values = combined(self, input)
+        shape = list(input[0].handle.data.shape)
+        shape[self.axis : self.axis + 1] = [1] * self.keep_dims
+        return [self.to_tensor(x.reshape(shape), y.dtype) for x, y in zip(values, input)]
 
     def generic_scan(self, input):
-        kinds = [x.dtype for x in input]
-        each = zip(*combined(self, [x.handle.data for x in input], kinds))
-        return [self.to_tensor(np.stack(x, self.axis), kind) for x, kind in zip(each, kinds)]
+        values = (np.stack(each, self.axis) for each in zip(*combined(self, input)))
+        shape = input[0].handle.data.shape
+        return [self.to_tensor(x.reshape(shape), y.dtype) for x, y in zip(values, input)]
 
-    put(interpreter.ReduceOps, "generic_reduce", generic_reduce)
-    put(interpreter.ScanOps, "generic_scan", generic_scan)
+    interpreter.ReduceOps.generic_reduce = generic_reduce
+    interpreter.ScanOps.generic_scan = generic_scan
 
 
-def keep_tables(interpreter: ModuleType, put: Put = setattr) -> None:
+def keep_tables(interpreter: ModuleType) -> None:
     """The interpreter lists all dtypes in each operation, and the language in each launch."""
-    tl, numpy_dtype = interpreter.tl, cache(interpreter._get_np_dtype)
+    is_builtin, numpy_dtype = interpreter.tl.core.is_builtin, cache(interpreter._get_np_dtype)
 
     @cache
     def builtins(package):
-        members = inspect.getmembers(package)
-        return [name for name, member in members if tl.core.is_builtin(member)]
+        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
 
     def patch_builtin(package, builder, scope):
         for name in builtins(package):
-            member = getattr(package, name)
-            if tl.core.is_builtin(member):  # not within a launch, where it is patched already
+            if is_builtin(member := getattr(package, name)):  # within a launch it is patched
                 interpreter._patch_attr(package, name, member, builder, scope)
 
     def get_np_dtype(kind):
-        element = kind.scalar
-        return np.dtype(np.uint64) if element.is_ptr() else numpy_dtype(element)
+        return np.dtype(np.uint64) if kind.scalar.is_ptr() else numpy_dtype(kind.scalar)
 
-    put(interpreter, "_patch_builtin", patch_builtin)
-    put(interpreter, "_get_np_dtype", get_np_dtype)
+    interpreter._patch_builtin = patch_builtin
+    interpreter._get_np_dtype = get_np_dtype
 
 
-def note_launches(interpreter: ModuleType, put: Put = setattr) -> list[str]:
+def note_launches(interpreter: ModuleType) -> list[str]:
     """Names of the kernels that are launched from now on, in their order."""
     launched: list[str] = []
     plain = interpreter.GridExecutor.__call__
@@ -93,5 +103,5 @@ def note_launches(interpreter: ModuleType, put: Put = setattr) -> list[str]:
         launched.append(self.fn.__name__)
         return plain(self, *args, **kwargs)
 
-    put(interpreter.GridExecutor, "__call__", noting)
+    interpreter.GridExecutor.__call__ = noting
     return launched

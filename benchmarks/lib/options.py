@@ -11,10 +11,7 @@ def numbers(text: str, option: str) -> list[int]:
     """Whole numbers above 0 with commas between them."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdigit() and int(part) for part in parts):
-        raise SystemExit(
-            f"{option} is {text!r}, but must be whole numbers with commas between them, such as "
-            "30,60,120."
-        )
+        raise SystemExit(f"{option} is {text!r}, but must be whole numbers such as 30,60,120.")
     return [int(part) for part in parts]
 
 

@@ -104,22 +104,30 @@ def llama_launches(architecture: int) -> list[str]:
         for module, names in kernels.items():
             for name in names:
                 patch.setattr(module, name, Recorder(getattr(module, name), lines))
-        launch_llama(attention, expand, select_tree)
+        launch_attention(attention, torch.bfloat16)
+        if architecture == 90:  # for FlashAttention 3
+            launch_attention(attention, torch.float8_e4m3fn)
+        launch_llama(expand, select_tree)
     return list(dict.fromkeys(lines))
 
 
-def launch_llama(attention: Any, expand: Any, select_tree: Any) -> None:
+def launch_attention(attention: Any, dtype: torch.dtype) -> None:
+    one = torch.ones(()) if dtype.itemsize == 1 else None
     for requests, unknown in ((1, 0), (32, 0), (32, 61)):
         rows = torch.zeros(requests * 61, dtype=torch.int32)
-        query = torch.empty(len(rows), 32, 128, dtype=torch.bfloat16)
-        cache = torch.empty(8, 16, 8, 256, dtype=torch.bfloat16).transpose(1, 2)
+        query = torch.empty(len(rows), 32, 128, dtype=dtype)
+        cache = torch.empty(8, 16, 8, 256, dtype=dtype).transpose(1, 2)
         seen = attention.VisibleEntries(
             torch.zeros(requests, 2048, dtype=torch.int32), rows[: requests + 1], rows[:requests],
             rows, None, torch.zeros(len(rows), 1).long(), rows[:requests],
         )  # fmt: skip
         bounds = attention.BatchBounds({61}, 32768, unknown)
-        scores = attention.ScoreOptions(0.1)
-        attention.tree_attention_triton(query, cache, seen, bounds, scores, torch.empty_like(query))
+        scores = attention.ScoreOptions(0.1, 0.0, one, one, None, one)
+        out = torch.empty_like(query, dtype=torch.bfloat16)
+        attention.tree_attention_triton(query, cache, seen, bounds, scores, out)
+
+
+def launch_llama(expand: Any, select_tree: Any) -> None:
     growing = expand.Growing(expand.TreeShape(4, 2, 4, (4, 4, 4, 4), 60), torch.zeros(4).long(), 1)
 
     def block(rows: int) -> tuple[torch.Tensor, ...]:

@@ -37,7 +37,7 @@ def test_a_length_that_vllm_fits_to_the_cache(plain: Engine):
 
 @pytest.mark.skipif(
     torch.cuda.is_available() or not torch.cpu._is_avx512_supported(),
-    reason="vLLM has it on CPUs with AVX-512; on a GPU it is refused",
+    reason="vLLM has it on CPUs with AVX-512; on a GPU it needs bfloat16",
 )
 def test_a_kv_cache_of_8_bits(reference):
     plain, ours = (

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from lib.interpreter import keep_tables, teach_bf16_dot, teach_whole_arrays
+from lib.interpreter import teach
 from vllm_specblock.triton_kernels import optional_numba
 
 from vllm_specblock import triton_interpreter, triton_kernels
@@ -79,6 +79,7 @@ def interpreter() -> ModuleType:
     """Triton's interpreter, switched on for this process as an engine on a CPU does."""
     found = pytest.importorskip("triton.runtime.interpreter")
     triton_interpreter.enable()
+    teach(found)
     return found
 
 
@@ -97,12 +98,9 @@ def interpreter() -> ModuleType:
     ],
     ids=["interpreter", "cuda"],
 )
-def kernels(request, monkeypatch) -> Kernels:
+def kernels(request) -> Kernels:
     if request.param == "cpu":
-        interpreter = request.getfixturevalue("interpreter")
-        teach_bf16_dot(interpreter, monkeypatch.setattr)
-        teach_whole_arrays(interpreter, monkeypatch.setattr)
-        keep_tables(interpreter, monkeypatch.setattr)
+        request.getfixturevalue("interpreter")
     return Kernels(request.param)
 
 

@@ -45,8 +45,9 @@ from vllm_specblock.tree import DraftTree
 
 OWN_PROCESS = "the interpreter runs in this process; `make test` compiles in one of its own"
 SHARED_LIMIT = min(SHARED.values())
-FLOAT8 = 89
-"""First architecture with float8."""
+FLOAT8, HOPPER = 89, 90
+"""First architecture with float8, and the one with FlashAttention 3."""
+SCALES = "query_scale", "key_scale", "value_scale"
 
 
 @pytest.fixture
@@ -113,6 +114,7 @@ LATENT = 576
         (torch.bfloat16, 64, 1, True, {"window": True, "soft_cap": 50.0}),
         (torch.bfloat16, 64, 61, False, {"sinks": torch.ones(32)}),
         (torch.bfloat16, 128, 61, True, {"key_scale": ONE, "value_scale": ONE}),
+        (torch.float8_e4m3fn, 128, 61, False, dict.fromkeys(SCALES, ONE)),
         (torch.bfloat16, 256, 61, True, {}),
         (torch.float32, 96, 61, True, {}),
     ],
@@ -123,10 +125,12 @@ def test_tree_attention_compiles(
 ):
     if "key_scale" in rare and capability < FLOAT8:
         pytest.skip("this GPU has no float8")
+    if "query_scale" in rare and capability != HOPPER:
+        pytest.skip("no FlashAttention 3")
     limit = SHARED_LIMIT if smallest else SHARED[capability]
     monkeypatch.setattr(attention_schedule, "shared_memory", lambda device: limit)
     monkeypatch.setattr(attention_schedule, "generation", lambda device: capability // 10)
-    compiler(tree_attention, limit=limit, may_spill=smallest or bool(rare))
+    compiler(tree_attention, limit=limit, may_spill=smallest or not {*rare} <= {*SCALES})
     scores = dict(rare)
     cache_dtype = torch.float8_e4m3fn if "key_scale" in rare else dtype
     kv_heads, width, value_size = 8, 2 * head_size, head_size
@@ -148,7 +152,8 @@ def test_tree_attention_compiles(
             tree_start=rows[:requests],
         )
         bounds = tree_attention.BatchBounds({queries}, 32768, 0)
-        out = query.new_empty(*query.shape[:2], value_size)
+        kept = torch.bfloat16 if query.itemsize == 1 else dtype
+        out = query.new_empty(*query.shape[:2], value_size, dtype=kept)
         tree_attention.tree_attention_triton(query, cache, seen, bounds, scores, out)
 
 

@@ -18,6 +18,7 @@ class ReadConstants(NamedTuple):
     CAPPED: bool
     WHOLE: bool  # this program reads all splits of its tile
     SINGLE: bool  # there is one split only
+    FP8: bool  # of queries: weights are rounded to e4m3, too, as FlashAttention 3 does
 
 
 @jit
@@ -111,12 +112,17 @@ def _softmax_step(
         raw = 1.0 - 2.0 / (1.0 + tl.exp2(raw * (inner * 2.8853900817779268)))
     if MASKED:
         raw = tl.where(visible, raw, float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(raw, 1) * factor)
+    top = tl.max(raw, 1) * factor
+    if READ.FP8:
+        top -= 8.0  # weights are then up to 256: e4m3 holds more of the small ones
+    m_new = tl.maximum(m_i, top)
     # While a row has seen nothing its maximum is -inf, and -inf - -inf is NaN.
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
     weight = tl.exp2(raw * factor - base[:, None])
     decay = tl.exp2(m_i - base)
     l_i = l_i * decay + tl.sum(weight, 1)
+    if READ.FP8:
+        weight = weight.to(tl.float8e4nv)
     if TILE.ROPE > 0:
         value = key
     else:

@@ -36,7 +36,8 @@ def _tree_attention_kernel(
     query_ptr,  # [T, nh, D]
     kv_cache_ptr,  # [num_blocks, nkv, block_size, C], see `tree_attention`
     seen,  # VisibleEntries, mask_words [T, 2W] int32: words, low half first
-    key_scale_ptr,  # [] fp32; or None
+    query_scale_ptr,  # [] fp32; or None
+    key_scale_ptr,  # the same
     into,  # OutPointers
     partial_ptr,  # [R, nkv, slots, BLOCK_M, BLOCK_D] fp32, or None if WHOLE
     stats_ptr,  # [R, nkv, slots, 2, BLOCK_M] fp32, or None if WHOLE
@@ -104,6 +105,8 @@ def _tree_attention_kernel(
         mask=row_in[:, None] & (dim < TILE.HEAD)[None, :],
         other=0.0,
     )
+    if READ.FP8:
+        q = q.to(tl.float16)  # exact, as it is for keys, values and weights of e4m3
     query = (q,)
     if TILE.ROPE > 0:
         beyond = tl.arange(0, TILE.BLOCK_ROPE)[None, :]
@@ -152,6 +155,9 @@ def _tree_attention_kernel(
     # Scores in the scale of exp2: raw · factor.
     factor = scale * 1.4426950408889634
     inner = scale * 1.0
+    if query_scale_ptr is not None:
+        factor = factor * tl.load(query_scale_ptr)
+        inner = inner * tl.load(query_scale_ptr)
     if key_scale_ptr is not None:
         factor = factor * tl.load(key_scale_ptr)
         inner = inner * tl.load(key_scale_ptr)

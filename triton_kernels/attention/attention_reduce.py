@@ -1,7 +1,7 @@
 """Split-KV reduction of tree attention: number of splits, merge, epilogue.
 
-A state is (top, total, acc): the largest score, in units of log 2, the sum of the exponentials
-relative to it, and the values weighted by them.
+A state is (top, total, acc): the largest score, in units of log 2 (8 less for float8 queries), the
+sum of the exponentials relative to it, and the values weighted by them.
 """
 
 from __future__ import annotations

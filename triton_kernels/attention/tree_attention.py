@@ -61,6 +61,7 @@ class ScoreOptions(NamedTuple):
     key_scale, value_scale: one fp32 on the device each, positive factors of stored keys and
         values.
     sinks: [nh], an extra score of each head, with value zero.
+    query_scale: as `key_scale`, of float8 queries.
     """
 
     scale: float
@@ -68,6 +69,7 @@ class ScoreOptions(NamedTuple):
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    query_scale: torch.Tensor | None = None
 
 
 def tree_attention_triton(
@@ -142,6 +144,7 @@ def tree_attention_triton(
             CAPPED=scores.soft_cap > 0,
             WHOLE=launch.whole,
             SINGLE=launch.single,
+            FP8=query.dtype == torch.float8_e4m3fn,
         )
         # One more program row clears the tokens past query_start[R].
         slots = launch.tiles if launch.whole else launch.slots
@@ -150,6 +153,7 @@ def tree_attention_triton(
             query,
             kv_cache,
             seen._replace(mask_words=mask_words32),
+            scores.query_scale,
             scores.key_scale,
             into,
             partial,

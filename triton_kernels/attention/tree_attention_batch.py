@@ -76,6 +76,7 @@ class TreeAttentionBatch:
         key_scale: torch.Tensor | None = None,
         value_scale: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
+        query_scale: torch.Tensor | None = None,
         packing: Packing | None = None,
         causal_elsewhere: bool = False,
     ) -> torch.Tensor:
@@ -83,14 +84,14 @@ class TreeAttentionBatch:
 
         Args:
             query, kv_cache, out: see `tree_attention`; `out` is allocated if None.
-            scale, soft_cap, key_scale, value_scale, sinks: see `ScoreOptions`.
+            scale, soft_cap, key_scale, value_scale, sinks, query_scale: see `ScoreOptions`.
             window: a query sees only the last `window` of its visible entries.
             packing: layout of a packed cache, on a CPU; None: not packed.
             causal_elsewhere: skip rows of `causal` requests; packed caches only.
         """
         if out is None:
             out = torch.empty_like(query)
-        options = ScoreOptions(scale, soft_cap, key_scale, value_scale, sinks)
+        options = ScoreOptions(scale, soft_cap, key_scale, value_scale, sinks, query_scale)
         if packing is not None:
             from .cpu_attention import attend_batch
 

@@ -23,12 +23,13 @@ def tree_attention(
     """Attend T query tokens of R requests, in order.
 
     Args:
-        query: [T, nh, D] fp32, bf16 or fp16.
+        query: [T, nh, D] fp32, bf16, fp16, or with a cache of it float8_e4m3fn. Weights are then
+            rounded to that, too, relative to the largest score so far, which becomes 256.
         kv_cache: [num_blocks, nkv, block_size, 2D], any strides, keys first, of the queries' dtype
             or float8_e4m3fn; nh is a multiple of nkv. With Dv < D it is [·, D], keys, which begin
             with their values (multi-head latent attention).
         out: [T, nh, Dv], written and returned; zeros for queries without visible entries and for
-            tokens past query_start[R]. Dv is D, or less.
+            tokens past query_start[R]. Dv is D, or less. Float8 queries have another dtype here.
     """
     size = kv_cache.shape[2]
     lengths = seen.seq_len.clamp(max=bounds.max_seq_len).tolist()
@@ -85,8 +86,9 @@ def _attend(
         )[0]
     key, value = (x.float().repeat_interleave(group, dim=0) for x in (key, value))
     score = query.float() @ key.transpose(-1, -2) * scores.scale
-    if scores.key_scale is not None:
-        score = score * scores.key_scale
+    for stored in (scores.query_scale, scores.key_scale):
+        if stored is not None:
+            score = score * stored
     if scores.soft_cap:
         score = scores.soft_cap * torch.tanh(score / scores.soft_cap)
     score = score.masked_fill(~visible, float("-inf"))
@@ -94,7 +96,11 @@ def _attend(
     if scores.sinks is not None:
         total = torch.logaddexp(total, scores.sinks.float()[:, None])
     weight = (score - total.masked_fill(total == -torch.inf, 0)[..., None]).exp()
+    if query.dtype == torch.float8_e4m3fn:
+        largest = weight.amax(-1, keepdim=True)
+        unit = largest.masked_fill(largest == 0, 1) / 256
+        weight = (weight / unit).to(query.dtype).float() * unit
     out = weight @ value
     if scores.value_scale is not None:
         out = out * scores.value_scale
-    return out.to(query.dtype)
+    return out

@@ -40,6 +40,7 @@ def count_step_triton(
         count,
         NUM_NODES=nodes,
         PLACES=result.path.shape[1],
+        DRAFTED=drafted is not None,
     )
 
 
@@ -53,6 +54,7 @@ def _count_step_kernel(
     num_requests,  # R
     NUM_NODES: tl.constexpr,
     PLACES: tl.constexpr,
+    DRAFTED: tl.constexpr,  # Triton 3.6 does not compare a tuple with None
 ):
     BLOCK: tl.constexpr = requests_at_once(NUM_NODES)
     request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -63,7 +65,7 @@ def _count_step_kernel(
         _add(total_ptr + 3 * kind, mine)
         _add(total_ptr + 3 * kind + 1, kept == kind + 1)
         _add(total_ptr + 3 * kind + 2, mine & first)
-    if drafted is not None:
+    if DRAFTED:
         total_ptr += 9
         there = request < num_requests
         live = tl.load(drafted.live + request * by_request.live, mask=there, other=0)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -40,14 +41,10 @@ def flash_attention(head_size: int) -> partial[Any]:
 
 
 def flash_takes(spec: AttentionSpec, device: torch.device) -> bool:
-    """Whether FlashAttention supports layers of this kind."""
-    half = spec.dtype in (torch.float16, torch.bfloat16)
-    if device.type != "cuda" or not half or spec.head_size % 8:
+    """Whether FlashAttention supports layers of this kind on this GPU."""
+    if device.type != "cuda" or spec.dtype == torch.float32 or spec.head_size % 8:
         return False
-    try:  # None: an unsupported GPU
-        return flash_attention(spec.head_size).keywords["fa_version"] is not None
-    except (ImportError, AssertionError):  # not in this build, or not for this head size
-        return False
+    return flash_attention(spec.head_size).keywords["fa_version"] is not None
 
 
 def after_trees(batch: CommonAttentionMetadata, num_trees: int) -> CommonAttentionMetadata | None:
@@ -55,9 +52,8 @@ def after_trees(batch: CommonAttentionMetadata, num_trees: int) -> CommonAttenti
     if num_trees >= batch.num_reqs:
         return None
     requests = slice(num_trees, batch.num_reqs)
-    rows = slice(
-        int(batch.query_start_loc_cpu[num_trees]), batch.num_actual_tokens
-    )  # a host tensor
+    start = int(batch.query_start_loc_cpu[num_trees])  # a host tensor
+    rows = slice(start, batch.num_actual_tokens)
     (rest,) = split_attn_metadata([UBatchSlice(requests, rows)], batch)
     prefilling = batch.is_prefilling
     return rest.replace(
@@ -198,12 +194,15 @@ class TreeAttentionImpl(AttentionImpl):
         if alibi_slopes is not None or others:
             raise TargetError(f"attention with {', '.join(others)}" if others else "ALiBi")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.value_size = head_size
-        self.num_kv_heads = num_kv_heads
+        self.num_kv_heads, self.value_size = num_kv_heads, head_size
         self.window, self.soft_cap = sliding_window, logits_soft_cap or 0.0
         self.shares_cache = kv_sharing_target_layer_name is not None
         self.sinks = sinks  # [heads], a parameter of the model
         self.cache_dtype, self.fp8 = kv_cache_dtype, kv_cache_dtype.startswith("fp8")
+        if self.fp8 and current_platform.is_cuda():
+            self.supports_quant_query_input = True  # e4m3, as vLLM's FlashAttention 3 takes them
+            if flash_attention(head_size).keywords["fa_version"] != 3:
+                raise TargetError(f"an fp8 KV cache of head size {head_size}")
 
     def packing(self, kv_cache: torch.Tensor) -> Packing | None:
         """Return the layout of a packed cache; None: it is not packed."""
@@ -216,12 +215,14 @@ class TreeAttentionImpl(AttentionImpl):
         if not self.fp8:
             return kv_cache, {}
         scales = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
+        if self.supports_quant_query_input:
+            scales["query_scale"] = layer._q_scale
         return kv_cache.view(torch.float8_e4m3fn), scales
 
     def forward(
         self,
         layer: AttentionLayer,
-        query: torch.Tensor,  # [T, heads, head size]
+        query: torch.Tensor,  # [T, heads, head size]; on a GPU in e4m3 if the cache is
         key: torch.Tensor,  # [T, kv heads, head size]
         value: torch.Tensor,
         kv_cache: torch.Tensor,  # [blocks, kv heads, block size, 2 × head size]; uint8 for fp8
@@ -257,38 +258,32 @@ class TreeAttentionImpl(AttentionImpl):
         """Store and attend rows without padding; arguments as in `forward`."""
         kv_cache, scales = self.typed(kv_cache, layer)
         if slots is not None:
-            store_kv(kv_cache, slots, key, value, **scales)
+            store_kv(
+                kv_cache, slots, key, value, scales.get("key_scale"), scales.get("value_scale")
+            )
         queries, causal = metadata.queries, metadata.causal
         if causal is not None:
             trees = metadata.num_rows - causal.num_actual_tokens
-            self.attend_causal(query[trees:], kv_cache, causal, out[trees:])
+            # The bits of vLLM's FlashAttention, whose views are [blocks, block size, kv heads, D].
+            keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+            descales = causal.num_reqs, self.num_kv_heads
+            flash_attention(self.head_size)(
+                query[trees:],
+                canonicalize_singleton_dim_strides(keys),
+                canonicalize_singleton_dim_strides(values),
+                out=out[trees:],
+                max_seqlen_q=causal.max_query_len,
+                cu_seqlens_q=causal.query_start_loc,
+                max_seqlen_k=causal.max_seq_len,
+                seqused_k=causal.seq_lens,
+                softmax_scale=self.scale,
+                causal=True,
+                window_size=[-1, -1] if self.window is None else [self.window - 1, 0],
+                softcap=self.soft_cap,
+                block_table=causal.block_table_tensor,
+                **{f"{name[0]}_descale": each.expand(descales) for name, each in scales.items()},
+            )
             query, out = query[:trees], out[:trees]
         if queries is not None:
             scales |= {"window": self.window, "soft_cap": self.soft_cap, "sinks": self.sinks}
             queries.attend(query, kv_cache, self.scale, out, **scales)
-
-    def attend_causal(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        requests: CommonAttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
-        """Attend the rows of these requests by FlashAttention: the bits of vLLM's own backend."""
-        # FlashAttention's views are [blocks, block size, kv heads, D].
-        key, value = kv_cache.transpose(1, 2).chunk(2, dim=-1)
-        flash_attention(self.head_size)(
-            query,
-            canonicalize_singleton_dim_strides(key),
-            canonicalize_singleton_dim_strides(value),
-            out=out,
-            max_seqlen_q=requests.max_query_len,
-            cu_seqlens_q=requests.query_start_loc,
-            max_seqlen_k=requests.max_seq_len,
-            seqused_k=requests.seq_lens,
-            softmax_scale=self.scale,
-            causal=True,
-            window_size=[-1, -1] if self.window is None else [self.window - 1, 0],
-            softcap=self.soft_cap,
-            block_table=requests.block_table_tensor,
-        )

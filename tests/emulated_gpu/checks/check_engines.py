@@ -86,6 +86,7 @@ PROFILED = {
 ADAPTIVE = {"enable_adaptive_verification": True}
 MERGED = {"second_drafter": NGRAM, "draft_policy": "merge"}
 CROWDED = {"num_gpu_blocks_override": 12}
+FP8_CACHE = {"kv_cache_dtype": "fp8"}
 BOTH = ["float32", "bfloat16"]
 EACH = ["float32", "float16", "bfloat16"]
 
@@ -110,6 +111,8 @@ ENGINES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     "LoRA eager": (EACH[1:2], {**NGRAM, "model": None, "earlier_tokens": 0}, LORA),
     "LoRA": (EACH[1:2], {}, GRAPHS | LORA),
     "fp8": (BOTH, {"quantization": "fp8"}, GRAPHS),
+    "fp8 cache": (BOTH[1:], {}, GRAPHS | FP8_CACHE),
+    "fp8 cache eager": (BOTH[1:], {**NGRAM, "model": None, "earlier_tokens": 0}, FP8_CACHE),
     "DFlash": (BOTH[:1], {"model": "dflash"}, GRAPHS),
     "JetSpec": (BOTH[:1], {"model": "jetspec"}, GRAPHS),
     "crowded": (BOTH[:1], {}, GRAPHS | CROWDED),
@@ -166,8 +169,8 @@ def answers_beside_aborted(engine: Engine, dtype: str) -> list[list[int]]:
 
 
 @cache
-def plain(dtype: str, lora: bool = False) -> list[Output]:
-    return answers(make_engine(None, dtype=dtype, **SMALL, **(LORA if lora else {})), dtype)
+def plain(dtype: str, *options: tuple[str, Any]) -> list[Output]:
+    return answers(make_engine(None, dtype=dtype, **SMALL, **dict(options)), dtype)
 
 
 @dataclass
@@ -215,7 +218,7 @@ def test_tokens_are_those_of_plain_vllm(name, dtype, tmp_path, monkeypatch):
         speculative["model"] = str(folder)
     if speculative.get("adapt", {}).get("trainer") == "folder":
         speculative["adapt"] = {"trainer": str(tmp_path / "requests")}
-    wanted = plain(dtype, "enable_lora" in changes)
+    wanted = plain(dtype, *((LORA | FP8_CACHE).items() & changes.items()))
     engine = make_engine(speculative, **(SMALL | {"dtype": dtype} | changes))
     preempted, compared = record_preemptions(engine), Compared()
     for _ in range(2):

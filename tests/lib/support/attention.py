@@ -86,9 +86,10 @@ class Batch:
     value_size: int  # less than the queries' size: keys begin with their values
 
     def empty(self, device=None) -> torch.Tensor:
-        """An output that no row was written to."""
-        shape = *self.query.shape[:2], self.value_size
-        return self.query.new_full(shape, torch.nan, device=device)
+        """An output that no row was written to; float32 for queries of 8 bits."""
+        shape, eight = (*self.query.shape[:2], self.value_size), self.query.itemsize == 1
+        dtype = torch.float32 if eight else None
+        return self.query.new_full(shape, torch.nan, device=device, dtype=dtype)
 
     def arguments(
         self, query_lens=None, max_seq_len=None, unknown_up_to=0, prefix_from=None, **scores
@@ -149,6 +150,9 @@ class Batch:
             if sinks is not None:
                 scores = torch.cat([scores, sinks.cpu().double()[:, None]], 1)
             weights = scores.softmax(1)[:, : len(entry)]
+            if self.query.itemsize == 1:  # as FlashAttention 3 rounds them, all in one tile
+                unit = weights.amax(1, keepdim=True) / 256
+                weights = (weights / unit).to(self.query.dtype).double() * unit
             out[t] = torch.einsum("hn,nhd->hd", weights, value) * value_scale
         return out
 

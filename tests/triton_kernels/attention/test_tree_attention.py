@@ -18,6 +18,7 @@ from support.attention import (
     make_batch,
     reference,
 )
+from support.tensors import on
 from vllm_specblock.triton_kernels.attention import attention_schedule
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import see_last
 
@@ -154,6 +155,19 @@ def test_fp8_cache(kernels, dtype):
     loose = {"atol": 3 * TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}  # values of three times
     for got in (launch(kernels, batch, **on_device), reference(batch, **on_device)):
         torch.testing.assert_close(got.cpu().double(), batch.oracle(**scales), **loose)
+
+
+@pytest.mark.parametrize("rare", [{}, {"soft_cap": 2.0}, {"sinks": torch.linspace(-9, 3, 4)}])
+def test_fp8_queries(kernels, rare):
+    """One tile of entries, so that weights are rounded relative to the largest of all."""
+    few = [Chunk(5, 7), Tree(20, 6), Chunk(37, 1), Blind(2)]
+    batch = make_batch(few, group=2, dtype=FP8, device=kernels.device, tail=2)
+    scales = {"query_scale": 3.0, "key_scale": 0.5, "value_scale": 2.0}
+    given = on(kernels.device, {name: torch.tensor(s) for name, s in scales.items()} | rare)
+    scales["key_scale"] *= scales.pop("query_scale")
+    for got in (launch(kernels, batch, **given), reference(batch, **given)):
+        wanted = batch.oracle(**scales, **rare)
+        torch.testing.assert_close(got.cpu().double(), wanted, atol=2e-5, rtol=2e-5)
 
 
 # ---- Splits: equal bits in every batch, captured graph and form of launch ----

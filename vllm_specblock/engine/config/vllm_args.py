@@ -14,6 +14,7 @@ from vllm import envs
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_specblock.config import METHOD
@@ -78,6 +79,7 @@ def check_engine(
     connectors = args.kv_transfer_config is not None or args.kv_offloading_size
     sharded = parallel.enable_batch_sharded_sampling
     method = given.get("rejection_sample_method", "standard")
+    said = getattr(target.hf_config, "quantization_config", None) or {}
     for refused, what, options in (
         (envs.VLLM_USE_V2_MODEL_RUNNER is False, "Model Runner V1", "VLLM_USE_V2_MODEL_RUNNER=0"),
         (
@@ -121,16 +123,22 @@ def check_engine(
         (target.supports_multimodal_inputs, "multimodal inputs (see --language-model-only)"),
         (target.attention_chunk_size is not None, "chunked attention"),
         (target.uses_alibi, "ALiBi positions"),
+        ("attn_head" in str(said.get("kv_cache_scheme")), "KV cache scales of each head"),
     ):
         if refused:
             raise TargetError(kind)
     dtype, size, block = args.kv_cache_dtype, target.get_head_size(), args.block_size or 32
-    # On a GPU vLLM may quantise queries too.
-    packed = on_cpu and torch.cpu._is_avx512_supported() and not (size % 32 or block % 32)
-    if dtype != "auto" and not (packed and dtype in ("fp8", "fp8_e4m3")):
+    if on_cpu:
+        unit, needs, fits = 32, "a CPU with AVX-512", torch.cpu._is_avx512_supported()
+    else:
+        unit, needs = 16, "FlashAttention 3 (Hopper), a bfloat16 target without MLA"
+        fits = get_flash_attn_version(head_size=size) == 3
+        fits = fits and target.dtype == torch.bfloat16 and not target.use_mla
+    fits = fits and dtype in ("fp8", "fp8_e4m3") and not (size % unit or block % unit)
+    if dtype != "auto" and not fits:
         raise OptionError(
-            f"kv_cache_dtype is {dtype!r}, but 'fp8' needs a CPU with AVX-512, and a head size and "
-            f"block_size in multiples of 32 (here {size} and {block}): use 'auto'."
+            f"kv_cache_dtype is {dtype!r}, but 'fp8' needs {needs}, and a head size and "
+            f"block_size in multiples of {unit} (here {size} and {block}): use 'auto'."
         )
 
 

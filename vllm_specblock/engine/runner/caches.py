@@ -113,19 +113,21 @@ class EngineCaches:
         for layer in map(self.context.__getitem__, self.target_layers):
             impl = layer.impl
             heads = impl.num_heads, impl.num_kv_heads, impl.head_size
-            forms[(*heads, impl.window, impl.soft_cap, impl.sinks is None)] = layer
+            forms[(*heads, impl.window, impl.soft_cap, impl.sinks is None, impl.fp8)] = layer
         for layer in forms.values():
             impl = layer.impl
             cache, scales = impl.typed(_with_heads(layer.kv_cache), layer)
             dtype = config.model_config.dtype
+            asked = cache.dtype if "query_scale" in scales else dtype
             compile_attention(
-                cache.new_empty(1, impl.num_heads, impl.head_size, dtype=dtype),
+                cache.new_empty(1, impl.num_heads, impl.head_size, dtype=asked),
                 cache,
                 block_table,
                 words_for(config.num_speculative_tokens),
                 rows,
                 config.model_config.max_model_len,
                 value_size=impl.value_size,
+                out_dtype=dtype,
                 window=impl.window,
                 soft_cap=impl.soft_cap,
                 sinks=None if impl.sinks is None else impl.sinks.float(),

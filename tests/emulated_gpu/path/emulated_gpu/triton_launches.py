@@ -64,10 +64,8 @@ def patch_interpreter(interpreter: ModuleType) -> None:
     """Add what the interpreter lacks, and replace what takes seconds in it."""
     tl = interpreter.tl
     # By its path: `benchmarks/` is not importable in an engine.
-    teach = runpy.run_path(str(Path(__file__).parents[4] / "benchmarks/lib/interpreter.py"))
-    teach["teach_bf16_dot"](interpreter)
-    teach["teach_whole_arrays"](interpreter)
-    teach["keep_tables"](interpreter)
+    taught = runpy.run_path(str(Path(__file__).parents[4] / "benchmarks/lib/interpreter.py"))
+    taught["teach"](interpreter)
     # Triton 3.7's give NaN for one NaN; a GPU, and 3.8's, the other operand.
     builder = interpreter.InterpreterBuilder
     builder.create_minnumf = functools.partialmethod(builder.binary_op, op=np.fmin)

@@ -6,6 +6,7 @@ each replay of a graph.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -70,6 +71,11 @@ def silu_and_mul(result, input):
     result.copy_(torch.nn.functional.silu(gate) * up)
 
 
+def static_scaled_fp8_quant(result, input, scale, group_shape=None):
+    assert scale.numel() == 1
+    result.copy_((input.float() * scale.reciprocal()).clamp(-448, 448).to(result.dtype))
+
+
 def reshape_and_cache_flash(
     key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale
 ):
@@ -125,8 +131,10 @@ def fa3_fwd(
     rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, is_causal,
     window_left, window_right, softcap, *rest,
 ):  # fmt: skip
-    """Attend one request after the other, in float32."""
+    """Attend one request after the other, in float32, with weights in e4m3 if queries are."""
+    fp8 = q.dtype == torch.float8_e4m3fn
     out = q.new_empty(*q.shape[:2], v.shape[-1]) if out is None else out
+    assert out.dtype == (torch.bfloat16 if fp8 else q.dtype)
     lse = torch.full((q.shape[1], q.shape[0]), float("inf"))
     for i, (first, last) in enumerate(pairwise(cu_seqlens_q.tolist())):
         if first == last:
@@ -134,7 +142,8 @@ def fa3_fwd(
         if page_table is not None:
             count = int(seqused_k[i])
             blocks = page_table[i, : -(-count // k.shape[1])].long()
-            entries = (x[blocks].flatten(0, 1)[:count] for x in (k, v))
+            memory = (x.view(torch.uint8) if fp8 else x for x in (k, v))  # which torch indexes
+            entries = (x[blocks].view(k.dtype).flatten(0, 1)[:count] for x in memory)
         else:
             begin, end = cu_seqlens_k[i : i + 2].tolist()
             count = end - begin
@@ -145,6 +154,10 @@ def fa3_fwd(
         if q_v is not None:
             scores += torch.einsum("qhd,khd->hqk", q_v[first:last].float(), values)
         scores = scores * softmax_scale
+        if fp8:
+            scales = torch.stack([q_descale[i] * k_descale[i], v_descale[i]])
+            of_scores, of_values = scales.repeat_interleave(group, dim=1)[..., None, None]
+            scores = scores * of_scores
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         distance = torch.arange(count) - torch.arange(count - (last - first), count)[:, None]
@@ -157,6 +170,10 @@ def fa3_fwd(
         total = scores.logsumexp(-1)
         seen = total > float("-inf")
         weights = torch.where(seen[..., None], scores.softmax(-1), 0.0)
+        if fp8:
+            scores = (scores - scores.amax(-1, keepdim=True)) / math.log(2) + 8
+            wide = torch.where(seen[..., None], scores.exp2(), 0.0)  # up to 256
+            weights = wide.to(q.dtype).float() / wide.sum(-1, keepdim=True).clamp(min=1) * of_values
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
         lse[:, first:last] = torch.where(seen, total, float("inf"))
     return [out, lse, torch.empty(0), torch.empty(0)]
@@ -166,10 +183,11 @@ def scheduler_metadata(*_):
     return torch.zeros(1, dtype=torch.int32)  # `fa3_fwd` reads none
 
 
-def fa3_shapes(q, k, v, *rest):
+def fa3_shapes(q, k, v, k_new, v_new, q_v, out, *rest):
     """Without a meta kernel, the bridge would have no shapes before the kernel runs."""
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    return [q.new_empty(*q.shape[:2], v.shape[-1]), lse, q.new_empty(0), q.new_empty(0)]
+    written = (q if out is None else out).new_empty(*q.shape[:2], v.shape[-1])
+    return [written, lse, q.new_empty(0), q.new_empty(0)]
 
 
 SHAPES: dict[str, Callable] = {"fwd": fa3_shapes, "get_scheduler_metadata": scheduler_metadata}
@@ -179,6 +197,7 @@ REFERENCES: dict[str, dict[str, Callable]] = {
         "fused_add_rms_norm": fused_add_rms_norm,
         "rotary_embedding": rotary_embedding,
         "silu_and_mul": silu_and_mul,
+        "static_scaled_fp8_quant": static_scaled_fp8_quant,
         "merge_attn_states": merge_attn_states,
     },
     "_C_cache_ops": {
