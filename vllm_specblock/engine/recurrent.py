@@ -171,19 +171,19 @@ class RecurrentLayer(ABC):
         """[slots, H, K, V]."""
         raise NotImplementedError
 
-    def forward(self, *, output: Tensor, **inputs: Tensor) -> None:
-        """Compute `output` [rows, …]; requests and steps without drafts run vLLM's method."""
+    def forward(self, **given: Tensor) -> None:
+        """Fill the last tensor, [rows, …]; requests and steps without drafts run vLLM's method."""
         metadata, name = get_forward_context().attn_metadata, self.layer.prefix
         step = metadata.get(name) if isinstance(metadata, dict) else None
         if not isinstance(step, RecurrentTreeMetadata):
-            return self.plain(*inputs.values(), output)
-        trees = step.trees
+            return self.plain(*given.values())
+        trees, (*inputs, output) = step.trees, given.values()
         if step.others is not None:
             metadata[name] = step.others
-            self.plain(*(x[trees.others] for x in inputs.values()), output[trees.others])
+            self.plain(*(x[trees.others] for x in given.values()))
             metadata[name] = step
         self.step = step
-        made = self.verify(step, *map(trees.pad, inputs.values())).flatten(0, 1)[trees.place]
+        made = self.verify(step, *map(trees.pad, inputs)).flatten(0, 1)[trees.place]
         output[: trees.num_rows] = made.reshape(-1, *output.shape[1:]).to(output.dtype)
 
     @abstractmethod
@@ -260,16 +260,20 @@ class ShortConvLayer(RecurrentLayer):
 
 
 class GatedDeltaNetLayer(RecurrentLayer):
-    replaced = "core"
+    replaced = "core" if ON_CPU else "_forward_core"
 
     def __init__(self, layer: Any) -> None:
-        _call_core()
+        if ON_CPU:
+            _call_core()
+        layer.enable_fused_gdn_spec_decode = False  # a fused norm, of vLLM's chains only
         super().__init__(layer)
 
     @property
     def states(self) -> Tensor:
-        # vLLM's kernels for CPUs take the memory of [V, K] as [K, V].
         states = self.layer.kv_cache[1]
+        if not ON_CPU:
+            return states.transpose(2, 3)
+        # vLLM's kernels for CPUs take the memory of [V, K] as [K, V].
         slots, heads, value, key = states.shape
         return states.view(slots, heads, key, value)
 
@@ -290,10 +294,9 @@ class GatedDeltaNetLayer(RecurrentLayer):
 KINDS: dict[type[MambaBase], type[RecurrentLayer]] = {
     MambaMixer2: Mamba2Layer,
     ShortConv: ShortConvLayer,
+    QwenGatedDeltaNetAttention: GatedDeltaNetLayer,
 }
 """vLLM's layer → how it verifies trees."""
-if ON_CPU:  # on a GPU the target is refused
-    KINDS[QwenGatedDeltaNetAttention] = GatedDeltaNetLayer
 
 
 def take_recurrent(
@@ -309,15 +312,15 @@ def take_recurrent(
 def _call_core() -> torch.library.Library:
     """Let vLLM's operator call a method of the layer, as its other operators do."""
 
-    def core(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, output: Tensor) -> None:
-        gdn_attention.cpu_gdn_attention_core(mixed_qkv, b, a, output, layer.prefix)
+    def core(layer: Any, *tensors: Tensor) -> None:
+        gdn_attention.cpu_gdn_attention_core(*tensors, layer.prefix)
 
     def cpu_gdn_attention_core(
         mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: Any
     ) -> None:
         layers: Any = get_forward_context().no_compile_layers
         layer = layers[gdn_attention._resolve_layer_name(layer_name)]
-        layer.core(mixed_qkv=mixed_qkv, b=b, a=a, output=core_attn_out)
+        layer.core(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
 
     QwenGatedDeltaNetAttention.core = core
     library = torch.library.Library("vllm", "IMPL")

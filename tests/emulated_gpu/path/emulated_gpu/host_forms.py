@@ -118,6 +118,12 @@ def norm_pair(a: Arguments, grid: Grid) -> None:
     a.out_ptr.view(grid[0], -1).copy_(torch.cat(both, -1))
 
 
+def gated_norm(a: Arguments, grid: Grid) -> None:
+    assert a.IS_RMS_NORM and a.NORM_BEFORE_GATE and a.B is None and grid[1] == 1
+    gate = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}[a.ACTIVATION]
+    a.Y.copy_(rms_normed(a.X.float(), a.W, a.eps) * gate(a.Z.float()))
+
+
 def layer_shift(a: Arguments, grid: Grid) -> None:
     a.out_ptr.copy_(shift.reference(a.hidden_ptr.float(), a.weight_ptr.float()))
 
@@ -255,6 +261,7 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "_rotate_pair_kernel": (rotate_pair, "query.out key.out"),
     "_add_norm_kernel": (add_norm, "total_ptr normed_ptr"),
     "_norm_pair_kernel": (norm_pair, "out_ptr"),
+    "layer_norm_fwd_kernel": (gated_norm, "Y"),
     "_layer_shift_kernel": (layer_shift, "out_ptr"),
     "_fp8_linear_kernel": (fp8_linear, "out_ptr"),
     "_merge_and_rank_kernel": (merge_and_rank, "logprob_ptr token_ptr"),

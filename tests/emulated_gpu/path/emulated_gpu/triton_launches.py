@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import collections
 import functools
@@ -53,10 +54,19 @@ def install() -> None:
     from triton.runtime import autotuner, interpreter
 
     interpreter.GridExecutor.__call__ = launch
+    interpreter.ASTTransformer.visit_For = rewrite_loop
     # The first config is as good as any here.
     autotuner.Autotuner._bench = lambda self, *args, config, **meta: [0.0]
     if TRACE:
         atexit.register(print_times)
+
+
+def rewrite_loop(self, node: ast.For) -> ast.AST:
+    """Make a loop's number, an `int` in the interpreter, a tensor where a kernel casts it."""
+    name = ast.unparse(node.target)
+    if f"{name}.to(" in ast.unparse(node):
+        node.body[:0] = ast.parse(f"{name} = {name}").body  # assignments convert
+    return self.generic_visit(node)
 
 
 @functools.cache  # at the first launch: the language is only half imported before it
@@ -87,10 +97,15 @@ def patch_interpreter(interpreter: ModuleType) -> None:
     patched: set[int] = set()
 
     def patch_once(fn: Callable) -> SimpleNamespace:
-        modules = {id(value) for value in fn.__globals__.values() if value in (tl, tl.core)}
-        if not modules <= patched:
-            patched.update(modules)
-            patch_language(fn)
+        names = fn.__globals__
+        if id(names) not in patched:
+            modules = {id(value) for value in names.values() if value in (tl, tl.core)}
+            if not modules <= patched:
+                patch_language(fn)
+            patched.update(modules, {id(names)})
+            for name, value in list(names.items()):
+                if tl.core.is_builtin(value):  # as in `exp = tl.exp`
+                    names[name] = getattr(tl, value.__name__, value)
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = patch_once
