@@ -16,7 +16,7 @@ import torch
 torch.set_num_threads(1)
 
 
-# vLLM collects garbage ten times in an engine's start: half a second each with its own modules.
+# vLLM runs the garbage collector ten times per engine start: half a second each with its modules.
 gc.disable()
 
 

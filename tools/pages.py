@@ -127,7 +127,7 @@ def _fewer_bits() -> Iterator[str]:
         "4 of 20 answers differed | not tried |"
     )
     yield "| weights in float8 | vLLM needs AMX tiles; not tried | not tried |"
-    yield "| KV cache in e4m3 | tested, with AVX-512 | Hopper: on the emulated GPU; else refused |"
+    yield "| KV cache in e4m3 | tested, with AVX-512 | Hopper only, tested on the emulated GPU |"
 
 
 def _drafters() -> Iterator[str]:

@@ -34,7 +34,7 @@ def compile_attention(
         num_words: W.
         max_query_len, max_seq_len: what a batch can have at most.
         value_size: Dv; None: D.
-        out_dtype: None: the query's.
+        out_dtype: dtype of the output; None: the query's.
         options: as `TreeAttentionBatch.attend` has them.
     """
     device, (num_heads, key_size) = query.device, query.shape[1:]

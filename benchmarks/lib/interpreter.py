@@ -1,4 +1,4 @@
-"""What Triton's interpreter, the module `triton.runtime.interpreter`, lacks for our kernels."""
+"""Patches that Triton's interpreter, `triton.runtime.interpreter`, needs to run our kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 
-@cache  # once
+@cache
 def teach(interpreter: ModuleType) -> None:
-    """Add it."""
+    """Apply all patches, once."""
     for add in (teach_bf16_dot, teach_e4m3_rounding, teach_whole_arrays, keep_tables):
         add(interpreter)
 
@@ -31,7 +31,7 @@ def teach_bf16_dot(interpreter: ModuleType) -> None:
 
 
 def teach_e4m3_rounding(interpreter: ModuleType) -> None:
-    """The interpreter loses what rounding carries into the exponent."""
+    """Round to e4m3 with torch: the interpreter drops a carry into the exponent."""
     tl, plain = interpreter.tl, interpreter.InterpreterBuilder.create_fp_to_fp
 
     def create_fp_to_fp(self, source, wanted, rounding):
@@ -75,7 +75,7 @@ def teach_whole_arrays(interpreter: ModuleType) -> None:
 
 
 def keep_tables(interpreter: ModuleType) -> None:
-    """The interpreter lists all dtypes in each operation, and the language in each launch."""
+    """Cache the tables that the interpreter builds anew in every operation and launch."""
     is_builtin, numpy_dtype = interpreter.tl.core.is_builtin, cache(interpreter._get_np_dtype)
 
     @cache

@@ -18,7 +18,7 @@ class ReadConstants(NamedTuple):
     CAPPED: bool
     WHOLE: bool  # this program reads all splits of its tile
     SINGLE: bool  # there is one split only
-    FP8: bool  # of queries: weights are rounded to e4m3, too, as FlashAttention 3 does
+    FP8: bool  # float8 queries: round weights to e4m3, as FlashAttention 3 does
 
 
 @jit
@@ -114,7 +114,7 @@ def _softmax_step(
         raw = tl.where(visible, raw, float("-inf"))
     top = tl.max(raw, 1) * factor
     if READ.FP8:
-        top -= 8.0  # weights are then up to 256: e4m3 holds more of the small ones
+        top -= 8.0  # scale weights up to 256: e4m3 then keeps more of the small ones
     m_new = tl.maximum(m_i, top)
     # While a row has seen nothing its maximum is -inf, and -inf - -inf is NaN.
     base = tl.where(m_new == float("-inf"), 0.0, m_new)

@@ -37,7 +37,7 @@ def _tree_attention_kernel(
     kv_cache_ptr,  # [num_blocks, nkv, block_size, C], see `tree_attention`
     seen,  # VisibleEntries, mask_words [T, 2W] int32: words, low half first
     query_scale_ptr,  # [] fp32; or None
-    key_scale_ptr,  # the same
+    key_scale_ptr,  # [] fp32; or None
     into,  # OutPointers
     partial_ptr,  # [R, nkv, slots, BLOCK_M, BLOCK_D] fp32, or None if WHOLE
     stats_ptr,  # [R, nkv, slots, 2, BLOCK_M] fp32, or None if WHOLE
@@ -106,7 +106,7 @@ def _tree_attention_kernel(
         other=0.0,
     )
     if READ.FP8:
-        q = q.to(tl.float16)  # exact, as it is for keys, values and weights of e4m3
+        q = q.to(tl.float16)  # float16 holds every e4m3 value exactly
     query = (q,)
     if TILE.ROPE > 0:
         beyond = tl.arange(0, TILE.BLOCK_ROPE)[None, :]

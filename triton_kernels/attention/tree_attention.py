@@ -61,7 +61,7 @@ class ScoreOptions(NamedTuple):
     key_scale, value_scale: one fp32 on the device each, positive factors of stored keys and
         values.
     sinks: [nh], an extra score of each head, with value zero.
-    query_scale: as `key_scale`, of float8 queries.
+    query_scale: factor of float8 queries, like `key_scale`.
     """
 
     scale: float

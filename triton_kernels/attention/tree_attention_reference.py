@@ -23,13 +23,13 @@ def tree_attention(
     """Attend T query tokens of R requests, in order.
 
     Args:
-        query: [T, nh, D] fp32, bf16, fp16, or with a cache of it float8_e4m3fn. Weights are then
-            rounded to that, too, relative to the largest score so far, which becomes 256.
+        query: [T, nh, D] fp32, bf16 or fp16; or float8_e4m3fn if the cache is. Weights are then
+            rounded to it, scaled so that the largest is 256 (in the kernel, the largest so far).
         kv_cache: [num_blocks, nkv, block_size, 2D], any strides, keys first, of the queries' dtype
             or float8_e4m3fn; nh is a multiple of nkv. With Dv < D it is [·, D], keys, which begin
             with their values (multi-head latent attention).
         out: [T, nh, Dv], written and returned; zeros for queries without visible entries and for
-            tokens past query_start[R]. Dv is D, or less. Float8 queries have another dtype here.
+            tokens past query_start[R]. Dv is D, or less. Of any dtype with float8 queries.
     """
     size = kv_cache.shape[2]
     lengths = seen.seq_len.clamp(max=bounds.max_seq_len).tolist()

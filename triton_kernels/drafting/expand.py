@@ -194,7 +194,7 @@ class BlockConstants(NamedTuple):
 def cells_of(starts: int, candidates: int) -> int:
     """Return the size of a block's tensors, as tl.topk takes them: S and ROWS · K · B fit.
 
-    Of numbers: Triton 3.6 gives a function a named tuple as a plain one.
+    Takes numbers: Triton 3.6 passes a named tuple as a plain tuple.
     """
     return next_power_of_2(max(2, starts, candidates))
 

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from vllm_specblock.commit import store_kv
-from vllm_specblock.options import TargetError
+from vllm_specblock.options import OptionError, TargetError
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.verify.tree_mask import TreeMask
 
@@ -44,7 +44,8 @@ def flash_takes(spec: AttentionSpec, device: torch.device) -> bool:
     """Whether FlashAttention supports layers of this kind on this GPU."""
     if device.type != "cuda" or spec.dtype == torch.float32 or spec.head_size % 8:
         return False
-    return flash_attention(spec.head_size).keywords["fa_version"] is not None
+    version = flash_attention(spec.head_size).keywords["fa_version"]
+    return version is not None and (spec.head_size <= 256 or version == 4)
 
 
 def after_trees(batch: CommonAttentionMetadata, num_trees: int) -> CommonAttentionMetadata | None:
@@ -200,9 +201,11 @@ class TreeAttentionImpl(AttentionImpl):
         self.sinks = sinks  # [heads], a parameter of the model
         self.cache_dtype, self.fp8 = kv_cache_dtype, kv_cache_dtype.startswith("fp8")
         if self.fp8 and current_platform.is_cuda():
-            self.supports_quant_query_input = True  # e4m3, as vLLM's FlashAttention 3 takes them
-            if flash_attention(head_size).keywords["fa_version"] != 3:
-                raise TargetError(f"an fp8 KV cache of head size {head_size}")
+            self.supports_quant_query_input = True  # vLLM then quantises the queries to e4m3
+            if flash_attention(head_size).keywords["fa_version"] != 3 or head_size % 16:
+                raise OptionError(
+                    f"Head size {head_size} has no fp8 KV cache: set kv_cache_dtype to 'bfloat16'."
+                )
 
     def packing(self, kv_cache: torch.Tensor) -> Packing | None:
         """Return the layout of a packed cache; None: it is not packed."""
@@ -222,7 +225,7 @@ class TreeAttentionImpl(AttentionImpl):
     def forward(
         self,
         layer: AttentionLayer,
-        query: torch.Tensor,  # [T, heads, head size]; on a GPU in e4m3 if the cache is
+        query: torch.Tensor,  # [T, heads, head size]; e4m3 on a GPU with an fp8 cache
         key: torch.Tensor,  # [T, kv heads, head size]
         value: torch.Tensor,
         kv_cache: torch.Tensor,  # [blocks, kv heads, block size, 2 × head size]; uint8 for fp8
@@ -258,13 +261,12 @@ class TreeAttentionImpl(AttentionImpl):
         """Store and attend rows without padding; arguments as in `forward`."""
         kv_cache, scales = self.typed(kv_cache, layer)
         if slots is not None:
-            store_kv(
-                kv_cache, slots, key, value, scales.get("key_scale"), scales.get("value_scale")
-            )
+            stored = scales.get("key_scale"), scales.get("value_scale")
+            store_kv(kv_cache, slots, key, value, *stored)
         queries, causal = metadata.queries, metadata.causal
         if causal is not None:
             trees = metadata.num_rows - causal.num_actual_tokens
-            # The bits of vLLM's FlashAttention, whose views are [blocks, block size, kv heads, D].
+            # As vLLM's backend does, for equal bits; it takes [blocks, block size, kv heads, D].
             keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
             descales = causal.num_reqs, self.num_kv_heads
             flash_attention(self.head_size)(

@@ -172,7 +172,7 @@ class RecurrentLayer(ABC):
         raise NotImplementedError
 
     def forward(self, **given: Tensor) -> None:
-        """Fill the last tensor, [rows, …]; requests and steps without drafts run vLLM's method."""
+        """Write the last tensor, [rows, …], the output; requests without drafts run vLLM's."""
         metadata, name = get_forward_context().attn_metadata, self.layer.prefix
         step = metadata.get(name) if isinstance(metadata, dict) else None
         if not isinstance(step, RecurrentTreeMetadata):
@@ -265,7 +265,7 @@ class GatedDeltaNetLayer(RecurrentLayer):
     def __init__(self, layer: Any) -> None:
         if ON_CPU:
             _call_core()
-        layer.enable_fused_gdn_spec_decode = False  # a fused norm, of vLLM's chains only
+        layer.enable_fused_gdn_spec_decode = False  # it bypasses `_forward_core`
         super().__init__(layer)
 
     @property

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_specblock.engine import attention
 from vllm_specblock.engine.attention import TreeAttentionImpl, TreeAttentionMetadata
-from vllm_specblock.options import TargetError
+from vllm_specblock.options import OptionError
 
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 32, 40
 
@@ -138,8 +138,9 @@ def test_flash_attention_takes_what_it_knows(monkeypatch):
     assert attention.flash_takes(spec(torch.uint8), cuda), "a cache of 8 bits"
     assert not attention.flash_takes(spec(torch.float32), cuda)
     assert not attention.flash_takes(spec(head_size=20), cuda)
+    assert not attention.flash_takes(spec(head_size=512), cuda), "FlashAttention 4 alone takes it"
     monkeypatch.setattr(attention, "flash_attention", of_version(None))
     assert not attention.flash_takes(spec(), cuda), "a GPU that it has no kernel for"
     monkeypatch.setattr(attention, "current_platform", SimpleNamespace(is_cuda=lambda: True))
-    with pytest.raises(TargetError, match=r"an fp8 KV cache of head size 512"):
+    with pytest.raises(OptionError, match=r"Head size 512 has no fp8 KV cache"):
         TreeAttentionImpl(1, 512, 0.25, 1, kv_cache_dtype="fp8")

@@ -181,6 +181,7 @@ FLAGS = (
 )
 TARGET_KIND = dict.fromkeys(FLAGS.split(), False)
 TARGET_KIND |= {"runner_type": "generate", "attention_chunk_size": None}
+IN_8_BITS = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
 EACH_HEAD = {"kv_cache_scheme": {"strategy": "attn_head"}}
 TARGET_KIND |= {"get_head_size": lambda: 64, "dtype": torch.bfloat16, "hf_config": None}
 
@@ -193,15 +194,16 @@ def check_engine(parallel=None, kind=None, **given) -> None:
 
 def test_a_head_size_that_a_cache_of_8_bits_cannot_have(monkeypatch):
     monkeypatch.setattr(vllm_args, "current_platform", SimpleNamespace(is_cpu=lambda: True))
-    with pytest.raises(OptionError, match=r"multiples of 32 \(here 40 and 32\): use 'auto'\.$"):
+    with pytest.raises(OptionError, match=r"multiples of 32 \(here 40 and 32\): use 'bfloat16'\.$"):
         check_engine(kv_cache_dtype="fp8", kind={"get_head_size": lambda: 40})
 
 
 def test_what_a_gpu_does_not_support(monkeypatch):
     target, gpu = configure().model_config, put_on_a_gpu(monkeypatch)
-    says = r"needs FlashAttention 3 \(Hopper\).* multiples of 16 \(here 64 and 32\): use 'auto'\.$"
+    says = r"FlashAttention 3 \(Hopper\).* multiples of 16 \(here 64 and 32\): use 'b?float16'\.$"
     for version, dtype, kind in (
         (2, "fp8", {}),
+        (2, "auto", {"hf_config": SimpleNamespace(quantization_config=IN_8_BITS)}),
         (3, "fp8_e5m2", {}),
         (3, "fp8", {"dtype": torch.float16}),
         (3, "fp8", {"use_mla": True}),
@@ -209,7 +211,10 @@ def test_what_a_gpu_does_not_support(monkeypatch):
         monkeypatch.setattr(vllm_args, "get_flash_attn_version", lambda head_size, v=version: v)
         with pytest.raises(OptionError, match=says):
             check_engine(kv_cache_dtype=dtype, kind=kind)
+        check_engine(kv_cache_dtype="bfloat16", kind={**kind, "dtype": torch.bfloat16})
     check_engine(kv_cache_dtype="fp8")
+    with pytest.raises(OptionError, match=says):
+        check_engine(kv_cache_dtype="fp8", attention_config={"flash_attn_version": 2})
     with pytest.raises(OptionError, match=r"micro-batches.*drop enable_dbo and ubatch_size\.$"):
         check_engine(replace(ParallelConfig(), enable_dbo=True))
     with pytest.raises(OptionError, match=r"ReplaySSM: drop use_replayssm\.$"):
@@ -240,7 +245,7 @@ def test_the_other_runner(monkeypatch):
         ({"supports_multimodal_inputs": True}, "multimodal inputs"),
         ({"attention_chunk_size": 8192}, "chunked attention"),
         ({"uses_alibi": True}, "ALiBi"),
-        ({"hf_config": SimpleNamespace(quantization_config=EACH_HEAD)}, "scales of each head"),
+        ({"hf_config": SimpleNamespace(quantization_config=EACH_HEAD)}, "per-head KV cache scales"),
     ],
 )
 def test_targets_that_cannot_be_verified_as_trees(monkeypatch, kind, says):

@@ -123,22 +123,27 @@ def check_engine(
         (target.supports_multimodal_inputs, "multimodal inputs (see --language-model-only)"),
         (target.attention_chunk_size is not None, "chunked attention"),
         (target.uses_alibi, "ALiBi positions"),
-        ("attn_head" in str(said.get("kv_cache_scheme")), "KV cache scales of each head"),
+        ("attn_head" in str(said.get("kv_cache_scheme")), "per-head KV cache scales"),
     ):
         if refused:
             raise TargetError(kind)
-    dtype, size, block = args.kv_cache_dtype, target.get_head_size(), args.block_size or 32
+    own = "auto" if target.dtype == torch.float32 else str(target.dtype).removeprefix("torch.")
+    scheme = args.kv_cache_dtype == "auto" and said.get("kv_cache_scheme")
+    dtype = "fp8" if scheme else args.kv_cache_dtype  # as vLLM's layers do
+    if dtype in ("auto", own):
+        return
+    size, block = target.get_head_size(), args.block_size or 32
     if on_cpu:
         unit, needs, fits = 32, "a CPU with AVX-512", torch.cpu._is_avx512_supported()
     else:
         unit, needs = 16, "FlashAttention 3 (Hopper), a bfloat16 target without MLA"
-        fits = get_flash_attn_version(head_size=size) == 3
-        fits = fits and target.dtype == torch.bfloat16 and not target.use_mla
-    fits = fits and dtype in ("fp8", "fp8_e4m3") and not (size % unit or block % unit)
-    if dtype != "auto" and not fits:
+        fits = get_flash_attn_version(head_size=size) == 3 and target.dtype == torch.bfloat16
+        fits = fits and not target.use_mla
+        fits = fits and args.attention_config.flash_attn_version in (None, 3)
+    if not fits or dtype not in ("fp8", "fp8_e4m3") or size % unit or block % unit:
         raise OptionError(
             f"kv_cache_dtype is {dtype!r}, but 'fp8' needs {needs}, and a head size and "
-            f"block_size in multiples of {unit} (here {size} and {block}): use 'auto'."
+            f"block_size in multiples of {unit} (here {size} and {block}): use {own!r}."
         )
 
 

@@ -62,7 +62,7 @@ def install() -> None:
 
 
 def rewrite_loop(self, node: ast.For) -> ast.AST:
-    """Make a loop's number, an `int` in the interpreter, a tensor where a kernel casts it."""
+    """Convert a loop variable that the kernel casts to a tensor: the interpreter has an `int`."""
     name = ast.unparse(node.target)
     if f"{name}.to(" in ast.unparse(node):
         node.body[:0] = ast.parse(f"{name} = {name}").body  # assignments convert
