@@ -183,7 +183,8 @@ def test_micro_batches_add_up_to_the_batch(scene, floor):
         counts, parts = BatchCounts(2 // micro), []
         for first in range(0, 2, micro):
             here = slice(first, first + micro)
-            outputs = TargetOutputs(*(rows[here] for rows in train_batch.target_outputs))
+            hidden, last, head = train_batch.target_outputs
+            outputs = TargetOutputs(hidden[here], last[here], head)
             part = replace(train_batch, batch=train_batch.batch[here], target_outputs=outputs)
             parts.append(replace(part, counts=counts))
         for part in parts if micro == 1 else ():

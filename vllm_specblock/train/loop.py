@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shutil
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
 from vllm_specblock.train.config import RunConfig, TrainError
@@ -112,22 +110,14 @@ class Trainer:
         config, train_state = self.config, self.train_state
         rounds = config.batch // (self.micro * self.ranks)
         counts = BatchCounts(rounds)
-        train_batches = []
         with self._arithmetic():
-            for turn in range(rounds):
-                train_batch = self._train_batch(turn, counts)
-                if rounds > 1:
-                    train_state.count(train_batch)
-                    # Recompute p* to save memory.
-                    train_batch = _with_probs(train_batch, torch.empty(0))
-                train_batches.append(train_batch)
+            train_batches = [self._train_batch(turn, counts) for turn in range(rounds)]
+            for train_batch in train_batches if rounds > 1 else ():
+                train_state.count(train_batch)
         counts.finish()
         # A new context, or autocast would reuse weights cast without a gradient.
         with self._arithmetic():
             for turn, train_batch in enumerate(train_batches, start=1):
-                if rounds > 1:
-                    last = train_batch.target_outputs.last
-                    train_batch = _with_probs(train_batch, self.teacher.target_probs(last))
                 train_state.learn(train_batch, more_to_come=turn < rounds)
         train_state.step(learning_rate(config, self.step, self.steps), config.clip)
         if train_state.lost == _LOST_IN_A_ROW:
@@ -240,8 +230,3 @@ class Trainer:
     def seconds(self) -> float:
         """Seconds of training, including those before a resume."""
         return time.monotonic() - self._began
-
-
-def _with_probs(train_batch: TrainBatch, target_probs: Tensor) -> TrainBatch:
-    outputs = train_batch.target_outputs._replace(target_probs=target_probs)
-    return dataclasses.replace(train_batch, target_outputs=outputs)

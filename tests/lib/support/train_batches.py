@@ -36,7 +36,7 @@ def lesson_of(drafter, batch: Batch) -> TrainBatch:
     target_outputs = TargetOutputs(
         torch.randn(*shape, 3 * config.target_hidden_size, generator=draw),
         torch.randn(*shape, config.target_hidden_size, generator=draw),
-        torch.randn(*shape, config.draft_vocab_size, generator=draw).softmax(-1),
+        torch.randn(config.draft_vocab_size, config.target_hidden_size, generator=draw),
     )
     table = torch.randn(config.vocab_size, config.hidden_size, generator=draw)
     return TrainBatch(batch, target_outputs, lambda tokens: table[tokens], 0, 0)
