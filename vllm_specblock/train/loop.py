@@ -130,12 +130,11 @@ class Trainer:
     def _train_batch(self, turn: int, counts: BatchCounts) -> TrainBatch:
         """Return micro-batch `turn` of this rank for the next update."""
         config = self.config
-        batch = self.windows.batch(self.step, config.batch, config.seed)
-        first = (turn * self.ranks + self.rank) * self.micro
-        mine = batch[slice(first, first + self.micro)].to(self.device)
+        number = (self.step * counts.rounds + turn) * self.ranks + self.rank
+        batch = self.windows.batch(number, self.micro, config.seed).to(self.device)
         return TrainBatch(
-            mine,
-            self.teacher.teach(mine),
+            batch,
+            self.teacher.teach(batch),
             self.teacher.embed,
             self.step,
             config.seed * 1_000_003 + self.step,  # the same cuts for the whole batch

@@ -17,12 +17,9 @@ def packed(tokens: Tensor, loss_mask: Tensor, lengths: Sequence[Sequence[int]]) 
     batch = Batch.of(tokens.clone(), loss_mask)
     for window, sizes in enumerate(lengths):
         column = 0
-        for number, size in enumerate(sizes):
-            batch.document[window, column : column + size] = number
+        for size in sizes:
             batch.position[window, column : column + size] = torch.arange(size)
             column += size
-        rest = tokens.shape[1] - column
-        batch.document[window, column:] = len(sizes) + torch.arange(rest)
         batch.tokens[window, column:] = NO_TOKEN
         batch.position[window, column:] = 0
         batch.loss_mask[window, column:] = False
