@@ -88,7 +88,7 @@ def outcome(
     num_positions = grid([block.num_positions for block in blocks])
     ce_loss = grid([block.draft for block in blocks])
     draft = counts.mean(ce_loss, num_positions, loss_floor)
-    rank = counts.mean(grid([block.rank for block in blocks]), num_positions.sum(1))
+    rank = counts.mean(grid([block.rank for block in blocks]), num_positions.sum(1), name="rank")
     return LossOutput(
         loss=draft.sum() + rank.sum(),
         ce_loss=ce_loss.detach(),
