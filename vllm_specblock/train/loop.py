@@ -63,6 +63,7 @@ class Trainer:
                 f"take {self.micro} at once: make batch a multiple of {self.micro * self.ranks}."
             )
         self.train_state = TrainState(learner, config)
+        self._state_file = config.out / STATE_DIR / "state.pt"
         if sequences and not any(s.prompt + JUDGED_DEPTH + 1 < len(s.tokens) for s in sequences):
             raise TrainError(
                 f"None of the {config.hold_out} held-out texts has {JUDGED_DEPTH + 2} "
@@ -214,10 +215,6 @@ class Trainer:
         state = read_state(path, self.config, self.windows.fingerprint)
         self.train_state.load_state(state["learners"]["drafter"], self.device)
         self.step, self._began = state["step"], time.monotonic() - state["seconds"]
-
-    @property
-    def _state_file(self) -> Path:
-        return self.config.out / STATE_DIR / "state.pt"
 
     def forget(self) -> None:
         """Delete the state and the best drafter of an earlier run."""

@@ -85,8 +85,8 @@ def build(config: TrainConfig, device: torch.device) -> Trainer:
     run_context = prepare(config, device, shortest=config.block_size + 2)
     drafter = new_drafter(config, run_context)
     teacher = make_teacher(config, run_context, drafter.t2d, device)
-    if config.init is None:
-        start_from_head(drafter, config.target)
+    if config.init is None:  # the last state learns to match the target's
+        drafter.lm_head.weight.data.copy_(folded_head(config.target, drafter.t2d))
     drafter = drafter.to(device, torch.float32).train()
     # Flex attention has no backward pass on a CPU.
     learner = SpecBlockLearner(drafter, config, "flex" if device.type == "cuda" else "sdpa")
@@ -206,14 +206,6 @@ def folded_head(target: Path, t2d: Tensor) -> Tensor:
     """Return the target's LM head over the draft vocabulary times its final norm: [Vd, Ht] fp32."""
     rows = target_rows.head_rows(target, t2d.nonzero()[:, 0])
     return rows.float() * target_rows.final_norm(target).float()
-
-
-@torch.no_grad()
-def start_from_head(drafter: SpecBlockModel, target: Path) -> None:
-    """Initialise the LM head from the target's, so that the last state learns to match it."""
-    head = folded_head(target, drafter.t2d)
-    if head.shape == drafter.lm_head.weight.shape:
-        drafter.lm_head.weight.copy_(head)
 
 
 def _describe(

@@ -34,7 +34,7 @@ class TrainState:
         elif many:
             # The rank head is unused at first, and no row may reach a block.
             self._module = DistributedDataParallel(learner, find_unused_parameters=True)
-        self.optimizers = make_optimizers(list(learner.named_parameters()), config)
+        self.optimizers = make_optimizers(learner.named_parameters(), config)
         self.metrics_log = MetricsLog()
         self.best_tau = 0.0
         self.lost = 0  # consecutive updates without a finite gradient

@@ -109,24 +109,23 @@ class StoredTeacher(Teacher):
     def teach(self, batch: Batch) -> TargetOutputs:
         """Features of a batch on any device; zeros past each window's last document. Raises
         `TrainError` where a piece is not on disk, or has other tokens there."""
-        gathered = self.store.zeros(*batch.tokens.shape)
-        tokens = torch.full(batch.tokens.shape, NO_TOKEN, dtype=torch.int32)
+        shape, width = batch.tokens.shape, self.head.shape[1]
+        hidden = torch.zeros(*shape, 3 * width, dtype=self.dtype)
+        last = torch.zeros(*shape, width, dtype=self.dtype)
+        tokens = torch.full(shape, NO_TOKEN, dtype=torch.int32)
         for window, segments in enumerate(batch.segments):
             column = 0
             for segment in segments:
-                features, seen = self.store.read(segment)
                 here = slice(column, column + segment.length)
-                gathered.hidden[window, here] = features.hidden
-                gathered.last[window, here] = features.last
-                tokens[window, here] = seen
+                features, tokens[window, here] = self.store.read(segment)
+                hidden[window, here], last[window, here] = features
                 column += segment.length
         if not torch.equal(tokens, batch.tokens.int().cpu()):
             raise TrainError(
                 f"The features in {self.store.folder} are of other data: tokens of this batch "
                 "differ from those that the target has seen."
             )
-        hidden, last = (rows.to(self.device, self.dtype) for rows in gathered)
-        return TargetOutputs(hidden, last, self.head)
+        return TargetOutputs(hidden.to(self.device), last.to(self.device), self.head)
 
 
 def load_target(path: Path, precision: str, device: torch.device) -> PreTrainedModel:
