@@ -50,16 +50,16 @@ class Batch:
     segments: Sources = ()
 
     @classmethod
-    def of(cls, tokens: Tensor, loss_mask: Tensor | None = None) -> Batch:
+    def of(cls, tokens: Tensor, loss_mask: Tensor | None = None, first: int = 0) -> Batch:
         """One document per window. tokens [B, L] int64, `NO_TOKEN` at the end of short ones;
-        loss_mask [B, L] bool (default: all)."""
+        loss_mask [B, L] bool (default: all); first: index of the first document's sequence."""
         column = torch.arange(tokens.shape[1], device=tokens.device)
         inside = tokens >= 0
         return cls(
             tokens,
             torch.where(inside, column, 0),
             inside if loss_mask is None else inside & loss_mask,
-            tuple((Segment(row, 0, n),) for row, n in enumerate(inside.sum(1).tolist())),
+            tuple((Segment(i, 0, n),) for i, n in enumerate(inside.sum(1).tolist(), first)),
         )
 
     def __len__(self) -> int:

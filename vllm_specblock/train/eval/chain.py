@@ -125,9 +125,10 @@ class ChainFigures:
         named = on_chain & (chain.rank != IGNORE_INDEX)
         pairs = chain.rank[named] * BUCKETS + chain.guess[named]
         confusion = pairs.bincount(minlength=BUCKETS**2)
+        positions = on_chain.sum(0)
         return cls(
-            _shares((on_chain & chain.hit).sum(0), on_chain.sum(0)),
-            on_chain.sum(0).tolist(),
+            _shares((on_chain & chain.hit).sum(0), positions),
+            positions.tolist(),
             bucket_figures(confusion.view(BUCKETS, BUCKETS)),
             int(confusion.sum()),
             block_size,
