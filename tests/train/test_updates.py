@@ -15,6 +15,7 @@ from torch import nn
 from vllm_specblock.drafters.common.linear import PackedLinear
 from vllm_specblock.train import losses
 from vllm_specblock.train.config import Recipe, RunConfig, TrainConfig, TrainError, parse
+from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.distributed import BatchCounts
 from vllm_specblock.train.learner import IGNORE_INDEX, LossOutput
 from vllm_specblock.train.losses import block_loss
@@ -183,9 +184,12 @@ def test_micro_batches_add_up_to_the_batch(scene, floor):
         counts, parts = BatchCounts(2 // micro), []
         for first in range(0, 2, micro):
             here = slice(first, first + micro)
-            outputs = TargetOutputs(*(rows[here] for rows in train_batch.target_outputs))
-            part = replace(train_batch, batch=train_batch.batch[here], target_outputs=outputs)
-            parts.append(replace(part, counts=counts))
+            hidden, last, head = train_batch.target_outputs
+            outputs = TargetOutputs(hidden[here], last[here], head)
+            whole = train_batch.batch
+            batch = Batch(whole.tokens[here], whole.position[here], whole.loss_mask[here])
+            part = replace(train_batch, batch=batch, target_outputs=outputs, counts=counts)
+            parts.append(part)
         for part in parts if micro == 1 else ():
             train_state.count(part)
         counts.finish()

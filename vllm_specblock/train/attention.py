@@ -104,30 +104,22 @@ class NextBlock(TrainingAttention):
         self, before: FirstBlock | NextBlock, source: Tensor, restart_position: int
     ) -> None:
         super().__init__(before.kernel)
-        self.before, self.source, self.restart_position = before, source, restart_position
-        self.block_size: int = before.block_size
+        self.before, self.source, self.block_size = before, source, before.block_size
+        # [B, R], row of block 1; positions of the row's own block 1 on the path; and entries on
+        # the path between block 1 and this block.
         if isinstance(before, FirstBlock):
-            self.first, self.row = before, source
-            self.reach = restart_position
+            self.first, self.row, self.reach, self.lead = before, source, restart_position, 0
         else:
-            self.first = before.first
-            self.row = before.row.gather(1, source)  # [B, R], row of block 1
-            self.reach = before.reach  # positions of the row's own block 1 on the path
-        self.own = self.block_size + self._lead  # entries of one start: its path, then itself
+            self.first, self.row = before.first, before.row.gather(1, source)
+            self.reach, self.lead = before.reach, before.lead + restart_position
+        self.own = self.block_size + self.lead  # entries of one start: its path, then itself
         self.prefix = (self.first.begin.shape[1] - 1) * self.block_size  # block 1's entries
         # Per start, as tensors, so that new cuts need no recompilation.
         self.low = self.first.begin.gather(1, self.row)
         self.high = (self.row * self.block_size + self.reach).clamp(max=self.prefix)
         starts = torch.arange(self.row.shape[1], device=self.row.device)
         self.own_low = self.prefix + starts * self.own
-        self.own_high = self.own_low + self._lead
-
-    @property
-    def _lead(self) -> int:
-        """Entries on the path between block 1 and this block."""
-        if isinstance(self.before, FirstBlock):
-            return 0
-        return self.before.own - self.block_size + self.restart_position
+        self.own_high = self.own_low + self.lead
 
     def sees(self, window: Tensor, query: Tensor, key: Tensor) -> Tensor:
         start, position = query // self.block_size, query % self.block_size
@@ -135,21 +127,14 @@ class NextBlock(TrainingAttention):
         own = (key >= self.own_low[start]) & (key <= self.own_high[start] + position)
         return in_prefix | own
 
-    def _path(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """Keys and values of the blocks strictly between block 1 and this one, on the path."""
-        if not self._lead:
-            return None, None
-        window = torch.arange(self.source.shape[0], device=self.source.device)[:, None]
-        key, value = (kept[window, self.source, : self._lead] for kept in self.before.kept[layer])
-        return key, value
-
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [B·R, K, nh, D], key and value [B·R, K, nkv, D] -> [B·R, K, nh, D]."""
         windows, starts = self.row.shape
-        own = []
-        for between, mine in zip(self._path(layer), (key, value)):
-            mine = mine.reshape(windows, starts, *mine.shape[1:])
-            own.append(mine if between is None else torch.cat([between, mine], dim=2))
+        own = [x.reshape(windows, starts, *x.shape[1:]) for x in (key, value)]
+        if self.lead:
+            window = torch.arange(windows, device=self.source.device)[:, None]
+            paths = (kept[window, self.source, : self.lead] for kept in self.before.kept[layer])
+            own = [torch.cat(pair, dim=2) for pair in zip(paths, own)]
         self.kept.setdefault(layer, (own[0], own[1]))  # [B, R, own, nkv, D] each
         prefix = self.first.kept[layer]
         if self.kernel == "flex":

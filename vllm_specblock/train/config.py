@@ -7,17 +7,15 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 
 class TrainError(ValueError):
     """Training cannot start or continue; the message is one sentence with the reason."""
 
 
-class RunConfig(BaseModel):
+class RunConfig(BaseModel, extra="forbid", frozen=True):
     """Options of a training run. Defaults are the paper's (Appendix A.1) where it gives one."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: Path = Field(description="Folder or hub id of the frozen target model.")
     data: Path = Field(
@@ -87,10 +85,8 @@ class RunConfig(BaseModel):
         return self.model_dump(mode="json", exclude=_FREE)
 
 
-class Recipe(BaseModel):
+class Recipe(BaseModel, extra="forbid", frozen=True):
     """How a SpecBlock drafter learns."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_blocks: int = Field(2, ge=1, description="M, blocks drafted one after the other.")
     rank_from: int = Field(2000, ge=0, description="First update with the rank loss.")
@@ -149,10 +145,8 @@ _FREE = {
 """Options that may change when a run resumes: locations, and equivalent ways to compute."""
 
 
-class DataOptions(BaseModel):
+class DataOptions(BaseModel, extra="forbid", frozen=True):
     """Options of `specblock data`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: Path = Field(description="Folder or hub id of the target model.")
     input: tuple[Path, ...] = Field(

@@ -74,20 +74,15 @@ class BatchCounts:
 
     def __init__(self, rounds: int = 1) -> None:
         self.rounds, self._counted = rounds, rounds == 1
-        self.totals: list[Tensor] = []
-        self._next = 0
-
-    def start(self) -> None:
-        """Start a forward; all forwards compute their means in the same order."""
-        self._next = 0
+        self.totals: dict[str, Tensor] = {}
 
     def finish(self) -> None:
         """End the counting; every rank must call this."""
-        for total in self.totals:
+        for total in self.totals.values():
             sum_over_ranks(total)
         self._counted = True
 
-    def mean(self, total: Tensor, count: Tensor, floor: float = 0.0) -> Tensor:
+    def mean(self, total: Tensor, count: Tensor, floor: float = 0.0, name: str = "draft") -> Tensor:
         """Return this micro-batch's share of means over all rows: [...] fp32, 0 if no row was
         counted. Averaged over ranks and rounds, it is the mean that one rank would compute in one
         round. Valid after `finish`.
@@ -96,16 +91,14 @@ class BatchCounts:
             total: [...] fp32 with gradient, sums over this rank's rows.
             count: [...] number of these rows, any dtype.
             floor: minimum of the divisors, as a share of the largest.
+            name: of the mean, one of each name in a forward.
         """
-        number, self._next = self._next, self._next + 1
         if self.rounds == 1:
             rows = sum_over_ranks(count.to(torch.float32, copy=True))
         elif self._counted:
-            rows = self.totals[number]
+            rows = self.totals[name]
         else:
-            if number == len(self.totals):
-                self.totals.append(torch.zeros_like(count, dtype=torch.float32))
-            self.totals[number] += count
+            self.totals[name] = count.float() + self.totals.get(name, 0)
             return total
         divisor = rows.clamp(min=1).maximum(floor * rows.max())
         return total * world()[1] * self.rounds / divisor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shutil
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
 from vllm_specblock.train.config import RunConfig, TrainError
@@ -65,6 +63,7 @@ class Trainer:
                 f"take {self.micro} at once: make batch a multiple of {self.micro * self.ranks}."
             )
         self.train_state = TrainState(learner, config)
+        self._state_file = config.out / STATE_DIR / "state.pt"
         if sequences and not any(s.prompt + JUDGED_DEPTH + 1 < len(s.tokens) for s in sequences):
             raise TrainError(
                 f"None of the {config.hold_out} held-out texts has {JUDGED_DEPTH + 2} "
@@ -112,22 +111,14 @@ class Trainer:
         config, train_state = self.config, self.train_state
         rounds = config.batch // (self.micro * self.ranks)
         counts = BatchCounts(rounds)
-        train_batches = []
         with self._arithmetic():
-            for turn in range(rounds):
-                train_batch = self._train_batch(turn, counts)
-                if rounds > 1:
-                    train_state.count(train_batch)
-                    # Recompute p* to save memory.
-                    train_batch = _with_probs(train_batch, torch.empty(0))
-                train_batches.append(train_batch)
+            train_batches = [self._train_batch(turn, counts) for turn in range(rounds)]
+            for train_batch in train_batches if rounds > 1 else ():
+                train_state.count(train_batch)
         counts.finish()
         # A new context, or autocast would reuse weights cast without a gradient.
         with self._arithmetic():
             for turn, train_batch in enumerate(train_batches, start=1):
-                if rounds > 1:
-                    last = train_batch.target_outputs.last
-                    train_batch = _with_probs(train_batch, self.teacher.target_probs(last))
                 train_state.learn(train_batch, more_to_come=turn < rounds)
         train_state.step(learning_rate(config, self.step, self.steps), config.clip)
         if train_state.lost == _LOST_IN_A_ROW:
@@ -140,12 +131,11 @@ class Trainer:
     def _train_batch(self, turn: int, counts: BatchCounts) -> TrainBatch:
         """Return micro-batch `turn` of this rank for the next update."""
         config = self.config
-        batch = self.windows.batch(self.step, config.batch, config.seed)
-        first = (turn * self.ranks + self.rank) * self.micro
-        mine = batch[slice(first, first + self.micro)].to(self.device)
+        number = (self.step * counts.rounds + turn) * self.ranks + self.rank
+        batch = self.windows.batch(number, self.micro, config.seed).to(self.device)
         return TrainBatch(
-            mine,
-            self.teacher.teach(mine),
+            batch,
+            self.teacher.teach(batch),
             self.teacher.embed,
             self.step,
             config.seed * 1_000_003 + self.step,  # the same cuts for the whole batch
@@ -226,10 +216,6 @@ class Trainer:
         self.train_state.load_state(state["learners"]["drafter"], self.device)
         self.step, self._began = state["step"], time.monotonic() - state["seconds"]
 
-    @property
-    def _state_file(self) -> Path:
-        return self.config.out / STATE_DIR / "state.pt"
-
     def forget(self) -> None:
         """Delete the state and the best drafter of an earlier run."""
         if self.rank == 0:
@@ -240,8 +226,3 @@ class Trainer:
     def seconds(self) -> float:
         """Seconds of training, including those before a resume."""
         return time.monotonic() - self._began
-
-
-def _with_probs(train_batch: TrainBatch, target_probs: Tensor) -> TrainBatch:
-    outputs = train_batch.target_outputs._replace(target_probs=target_probs)
-    return dataclasses.replace(train_batch, target_outputs=outputs)

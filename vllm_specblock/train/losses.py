@@ -117,8 +117,7 @@ def block_loss(
 def rank_bucket(logits: Tensor, label: Tensor) -> Tensor:
     """Bucket 0..3 of each label's rank (1 = most likely) in logits [n, Vd]; label [n] -> [n]."""
     rank = 1 + (logits > logits.gather(-1, label[:, None])).sum(-1)
-    first, second, third = RANK_BUCKETS
-    return (rank > first).long() + (rank > second) + (rank > third)
+    return torch.stack([rank > highest for highest in RANK_BUCKETS]).sum(0)
 
 
 ROWS, GPU_ROWS = 256, 4096

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -16,10 +16,10 @@ _MOMENTUM = 0.95
 _NOT_HIDDEN = ("head", "embed", "queries")
 """Name parts of weights with rows or columns for tokens, classes or positions."""
 
-Named = tuple[str, nn.Parameter]
 
-
-def make_optimizers(weights: Sequence[Named], config: RunConfig) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    weights: Iterable[tuple[str, nn.Parameter]], config: RunConfig
+) -> list[torch.optim.Optimizer]:
     """Return optimisers for all trainable `weights`.
 
     AdamW for all, or Muon for matrices between hidden states and AdamW for norms, embeddings and
@@ -29,26 +29,24 @@ def make_optimizers(weights: Sequence[Named], config: RunConfig) -> list[torch.o
         TrainError: Muon with sharded weights: it needs whole matrices.
     """
     lr, weight_decay = config.lr, config.weight_decay
-    learning = {name: weight for name, weight in weights if weight.requires_grad}
-    inner: dict[str, nn.Parameter] = {}
-    if config.optimizer == "muon":
-        if config.parallel == "shard":
-            raise TrainError(
-                "optimizer muon needs whole matrices: train with parallel replicate, or with adamw."
-            )
-        inner = {
-            name: weight
-            for name, weight in learning.items()
-            if weight.dim() == 2 and not any(word in name for word in _NOT_HIDDEN)
-        }
-    rest = [weight for name, weight in learning.items() if name not in inner]
+    muon = config.optimizer == "muon"
+    if muon and config.parallel == "shard":
+        raise TrainError(
+            "optimizer muon needs whole matrices: train with parallel replicate, or with adamw."
+        )
+    inner: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, weight in weights:
+        hidden = weight.dim() == 2 and not any(word in name for word in _NOT_HIDDEN)
+        if weight.requires_grad:
+            (inner if muon and hidden else rest).append(weight)
     found: list[torch.optim.Optimizer] = []
     if inner:
-        matrices = list(inner.values())
-        muon = torch.optim.Muon(
-            matrices, lr, weight_decay, momentum=_MOMENTUM, adjust_lr_fn="match_rms_adamw"
+        found.append(
+            torch.optim.Muon(
+                inner, lr, weight_decay, momentum=_MOMENTUM, adjust_lr_fn="match_rms_adamw"
+            )
         )
-        found.append(muon)
     if rest:
         found.append(torch.optim.AdamW(rest, lr, BETAS, weight_decay=weight_decay, fused=True))
     return found

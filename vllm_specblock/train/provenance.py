@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import shlex
 import subprocess
@@ -37,10 +38,8 @@ def versions() -> dict[str, str]:
     """Return the installed versions that a drafter's numbers depend on."""
     found = {}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from vllm_specblock.drafters.specblock.config import TargetInfo
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.train import provenance, untrained
 from vllm_specblock.train.config import RunConfig, TrainConfig, TrainError
-from vllm_specblock.train.data.batch import Batch, Segment
+from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.data.packed_dataset import PackedDataset, load_texts, token_counts
 from vllm_specblock.train.data.shards import Text
 from vllm_specblock.train.distributed import ranks, world
@@ -61,23 +60,17 @@ def train(
     if dry_run and (config.out / STATE_DIR / "state.pt").exists():
         raise TrainError(f"{config.out} holds a trained drafter: give the dry run another --out.")
     with ranks(config.device) as device:
-        # In a function of its own, so that no trainer outlives `ranks`.
-        _train_on(device, config, resume, progress, dry_run)
+        trainer = build(config, device)
+        if dry_run:
+            trainer.keep()
+        elif resume:
+            trainer.restore()
+        else:
+            trainer.forget()
+        if not dry_run:
+            trainer.run(progress)
+        del trainer  # it must not outlive `ranks`
     return config.out
-
-
-def _train_on(
-    device: torch.device, config: TrainConfig, resume: bool, progress: bool, dry_run: bool
-) -> None:
-    trainer = build(config, device)
-    if dry_run:
-        trainer.keep()
-        return
-    if resume:
-        trainer.restore()
-    else:
-        trainer.forget()
-    trainer.run(progress)
 
 
 def build(config: TrainConfig, device: torch.device) -> Trainer:
@@ -85,8 +78,8 @@ def build(config: TrainConfig, device: torch.device) -> Trainer:
     run_context = prepare(config, device, shortest=config.block_size + 2)
     drafter = new_drafter(config, run_context)
     teacher = make_teacher(config, run_context, drafter.t2d, device)
-    if config.init is None:
-        start_from_head(drafter, config.target)
+    if config.init is None:  # the last state learns to match the target's
+        drafter.lm_head.weight.data.copy_(folded_head(config.target, drafter.t2d))
     drafter = drafter.to(device, torch.float32).train()
     # Flex attention has no backward pass on a CPU.
     learner = SpecBlockLearner(drafter, config, "flex" if device.type == "cuda" else "sdpa")
@@ -171,9 +164,7 @@ def sequences_of(
     for number, text in enumerate(run_context.held_out, first):
         if not text.loss_mask.any():
             continue  # its prompt fills the window
-        batch = Batch.of(text.tokens.long()[None], text.loss_mask[None])
-        segment = Segment(number, 0, len(text.tokens))
-        batch = dataclasses.replace(batch, segments=((segment,),)).to(device)
+        batch = Batch.of(text.tokens.long()[None], text.loss_mask[None], number).to(device)
         sequences.append(EvalSequence.of(teacher, batch, prompt_of(text)))
     return sequences
 
@@ -206,14 +197,6 @@ def folded_head(target: Path, t2d: Tensor) -> Tensor:
     """Return the target's LM head over the draft vocabulary times its final norm: [Vd, Ht] fp32."""
     rows = target_rows.head_rows(target, t2d.nonzero()[:, 0])
     return rows.float() * target_rows.final_norm(target).float()
-
-
-@torch.no_grad()
-def start_from_head(drafter: SpecBlockModel, target: Path) -> None:
-    """Initialise the LM head from the target's, so that the last state learns to match it."""
-    head = folded_head(target, drafter.t2d)
-    if head.shape == drafter.lm_head.weight.shape:
-        drafter.lm_head.weight.copy_(head)
 
 
 def _describe(

@@ -88,7 +88,7 @@ def outcome(
     num_positions = grid([block.num_positions for block in blocks])
     ce_loss = grid([block.draft for block in blocks])
     draft = counts.mean(ce_loss, num_positions, loss_floor)
-    rank = counts.mean(grid([block.rank for block in blocks]), num_positions.sum(1))
+    rank = counts.mean(grid([block.rank for block in blocks]), num_positions.sum(1), name="rank")
     return LossOutput(
         loss=draft.sum() + rank.sum(),
         ce_loss=ce_loss.detach(),
@@ -106,7 +106,8 @@ class Unroll:
         self.learner, self.recipe = learner, learner.recipe
         self.drafter, self.config = learner.drafter, learner.drafter.config
         self.batch, self.embed = train_batch.batch, train_batch.embed
-        self.target_outputs = train_batch.target_outputs
+        self.hidden = train_batch.target_outputs.hidden
+        self.target_probs = train_batch.target_outputs.target_probs.flatten(0, 1)
         self.rank = train_batch.step >= self.recipe.rank_from
         self.label = draft_labels(self.drafter.t2d, train_batch.batch)
 
@@ -118,7 +119,7 @@ class Unroll:
         attend: FirstBlock | NextBlock = FirstBlock(
             self.batch, self.config.block_size, self.learner.kernel
         )
-        condition = self.drafter.condition(self.target_outputs.hidden[:, :-1].flatten(0, 1))
+        condition = self.drafter.condition(self.hidden[:, :-1].flatten(0, 1))
         # Roots are tokens that the target generated, as in serving.
         live = self.batch.at(self.batch.loss_mask, row, row + 1, False)
         offset, blocks = 0, []
@@ -169,7 +170,7 @@ class Unroll:
             self.drafter,
             hidden,
             label.view(-1, block),
-            self.target_outputs.target_probs.flatten(0, 1),
+            self.target_probs,
             target_row.view(-1, block),
             live.flatten(),
             self.rank,

@@ -30,13 +30,11 @@ class TrainState:
         if many and config.parallel == "shard":
             # Judging and saving need whole weights on one rank.
             self._whole = copy.deepcopy(learner)
-            fully_shard(learner)  # in place
+            fully_shard(learner)  # in place, before the optimisers get the parameters
         elif many:
             # The rank head is unused at first, and no row may reach a block.
             self._module = DistributedDataParallel(learner, find_unused_parameters=True)
-        named = list(learner.named_parameters())  # after sharding
-        self._parameters = [parameter for _, parameter in named]
-        self.optimizers = make_optimizers(named, config)
+        self.optimizers = make_optimizers(learner.named_parameters(), config)
         self.metrics_log = MetricsLog()
         self.best_tau = 0.0
         self.lost = 0  # consecutive updates without a finite gradient
@@ -54,7 +52,6 @@ class TrainState:
 
     def _forward(self, train_batch: TrainBatch, exchange: bool) -> LossOutput:
         """exchange: whether ranks exchange gradients after the next backward pass."""
-        train_batch.counts.start()
         if isinstance(self._module, DistributedDataParallel):
             self._module.require_backward_grad_sync = exchange
         elif isinstance(self._module, FSDPModule):
@@ -63,7 +60,7 @@ class TrainState:
 
     def step(self, rate: float, clip: float) -> None:
         """Update the weights; skip and count updates without a finite gradient."""
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.learner.parameters(), clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         finite = bool(norm.isfinite())
         self.lost = 0 if finite else self.lost + 1

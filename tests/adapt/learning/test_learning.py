@@ -25,7 +25,7 @@ from vllm_specblock.train.config import Recipe
 from vllm_specblock.train.data.batch import Batch
 from vllm_specblock.train.learner import EvalSequence, TrainBatch
 from vllm_specblock.train.specblock import SpecBlockLearner
-from vllm_specblock.train.target.features import TargetOutputs, target_probs_of
+from vllm_specblock.train.target.features import TargetOutputs
 
 SIZE = random_record("any").size
 
@@ -160,8 +160,7 @@ def test_a_record_of_a_whole_text_has_the_loss_of_the_text():
     drafter, teacher = small_drafter(), small_teacher()
     sequence = random_script(teacher, 30, prompt=7)
     loss_mask = torch.arange(30)[None] >= 7
-    target_probs = target_probs_of(sequence.last[None], teacher.head)
-    target_outputs = TargetOutputs(sequence.hidden[None], sequence.last[None], target_probs)
+    target_outputs = TargetOutputs(sequence.hidden[None], sequence.last[None], teacher.head)
     whole = TrainBatch(
         Batch.of(sequence.tokens[None], loss_mask), target_outputs, teacher.embed, 5, seed=2
     )

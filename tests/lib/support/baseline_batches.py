@@ -56,7 +56,7 @@ def lesson_of(batch: Batch) -> TrainBatch:
     target_outputs = TargetOutputs(
         torch.randn(*shape, 3 * HIDDEN),
         torch.randn(*shape, HIDDEN),
-        torch.randn(*shape, DRAFT_VOCAB).mul(2).softmax(-1),
+        torch.randn(DRAFT_VOCAB, HIDDEN),
     )
     return TrainBatch(batch, target_outputs, embed, 0, 0)
 

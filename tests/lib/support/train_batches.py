@@ -17,12 +17,9 @@ def packed(tokens: Tensor, loss_mask: Tensor, lengths: Sequence[Sequence[int]]) 
     batch = Batch.of(tokens.clone(), loss_mask)
     for window, sizes in enumerate(lengths):
         column = 0
-        for number, size in enumerate(sizes):
-            batch.document[window, column : column + size] = number
+        for size in sizes:
             batch.position[window, column : column + size] = torch.arange(size)
             column += size
-        rest = tokens.shape[1] - column
-        batch.document[window, column:] = len(sizes) + torch.arange(rest)
         batch.tokens[window, column:] = NO_TOKEN
         batch.position[window, column:] = 0
         batch.loss_mask[window, column:] = False
@@ -36,7 +33,7 @@ def lesson_of(drafter, batch: Batch) -> TrainBatch:
     target_outputs = TargetOutputs(
         torch.randn(*shape, 3 * config.target_hidden_size, generator=draw),
         torch.randn(*shape, config.target_hidden_size, generator=draw),
-        torch.randn(*shape, config.draft_vocab_size, generator=draw).softmax(-1),
+        torch.randn(config.draft_vocab_size, config.target_hidden_size, generator=draw),
     )
     table = torch.randn(config.vocab_size, config.hidden_size, generator=draw)
     return TrainBatch(batch, target_outputs, lambda tokens: table[tokens], 0, 0)

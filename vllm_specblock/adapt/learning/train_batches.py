@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 from vllm_specblock.adapt.book import Book, Record
 from vllm_specblock.train.data.batch import NO_TOKEN, Batch
 from vllm_specblock.train.learner import EvalSequence, TrainBatch
-from vllm_specblock.train.target.features import TargetOutputs, target_probs_of
+from vllm_specblock.train.target.features import TargetOutputs
 
 UNKNOWN = 0
 """Placeholder for the token of a record's first row, which is never read."""
@@ -58,7 +58,7 @@ class RecordTeacher:
             hidden[window, :rows], last[window, :rows] = record.states, record.last
         hidden, last = self._rows(hidden), self._rows(last)
         batch = Batch.of(tokens, loss_mask).to(self.device)
-        target_outputs = TargetOutputs(hidden, last, target_probs_of(last, self.head))
+        target_outputs = TargetOutputs(hidden, last, self.head)
         return TrainBatch(batch, target_outputs, self.embed, step, seed)
 
     def sequence(self, record: Record) -> EvalSequence:

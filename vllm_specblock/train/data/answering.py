@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from vllm_specblock.train.config import DataOptions
 from vllm_specblock.train.data.chat import BrokenLine, Message
 from vllm_specblock.train.data.chat_tokens import ChatTokens
 
@@ -94,16 +95,13 @@ class Dialogue:
 def answer(
     dialogues: Sequence[Dialogue],
     answerer: Answerer,
-    *,
-    temperatures: Sequence[float],
-    max_new_tokens: int,
-    seed: int,
+    options: DataOptions,
     over: Callable[[int], object],
 ) -> None:
     """Write all answers of all dialogues; each turn is one batch. Conversation n takes temperature
     n modulo their count; `over` is called with the number of dialogues that ended."""
     answerer.forget()
-    open_ = list(dialogues)
+    open_, temperatures = list(dialogues), options.temperature
     while open_:
         asked = [(dialogue, dialogue.ask()) for dialogue in open_]
         turn = [(dialogue, question) for dialogue, question in asked if question is not None]
@@ -114,8 +112,8 @@ def answer(
         answers = answerer.generate(
             [question for _, question in turn],
             [temperatures[dialogue.number % len(temperatures)] for dialogue in open_],
-            [min(max_new_tokens, d.max_length - len(question)) for d, question in turn],
-            [dialogue.seed(seed) for dialogue in open_],
+            [min(options.max_new_tokens, d.max_length - len(question)) for d, question in turn],
+            [dialogue.seed(options.seed) for dialogue in open_],
         )
         for (dialogue, question), ids in zip(turn, answers, strict=True):
             dialogue.hear(question, ids)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -38,47 +39,42 @@ class Batch:
 
     Attributes (each [B, L]):
         tokens: int64 target ids, `NO_TOKEN` past the last document.
-        document: int64, number of the column's document in its window; each column past the last
-            document has a number of its own.
-        position: int64, 0-based column within the document.
+        position: int64, 0-based column within the document, 0 past the last one.
         loss_mask: bool, the target generated the token: it is trained on.
         segments: per window, the sources of its documents.
     """
 
     tokens: Tensor
-    document: Tensor
     position: Tensor
     loss_mask: Tensor
     segments: Sources = ()
 
     @classmethod
-    def of(cls, tokens: Tensor, loss_mask: Tensor | None = None) -> Batch:
+    def of(cls, tokens: Tensor, loss_mask: Tensor | None = None, first: int = 0) -> Batch:
         """One document per window. tokens [B, L] int64, `NO_TOKEN` at the end of short ones;
-        loss_mask [B, L] bool (default: all)."""
-        column = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        loss_mask [B, L] bool (default: all); first: index of the first document's sequence."""
+        column = torch.arange(tokens.shape[1], device=tokens.device)
         inside = tokens >= 0
-        lengths = inside.sum(1, keepdim=True)
         return cls(
             tokens,
-            (column - lengths + 1).clamp(min=0),
             torch.where(inside, column, 0),
             inside if loss_mask is None else inside & loss_mask,
-            tuple((Segment(row, 0, int(n)),) for row, n in enumerate(lengths[:, 0].tolist())),
+            tuple((Segment(i, 0, n),) for i, n in enumerate(inside.sum(1).tolist(), first)),
         )
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, windows: slice) -> Batch:
-        return self._each(lambda values: values[windows], self.segments[windows])
-
     def to(self, device: torch.device | str) -> Batch:
-        return self._each(lambda values: values.to(device), self.segments)
+        tensors = (self.tokens, self.position, self.loss_mask)
+        tokens, position, loss_mask = (values.to(device) for values in tensors)
+        return Batch(tokens, position, loss_mask, self.segments)
 
-    def _each(self, change: Callable[[Tensor], Tensor], segments: Sources) -> Batch:
-        tensors = (self.tokens, self.document, self.position, self.loss_mask)
-        tokens, document, position, loss_mask = map(change, tensors)
-        return Batch(tokens, document, position, loss_mask, segments)
+    @cached_property
+    def document(self) -> Tensor:
+        """Return the number of each column's document in its window, [B, L] int64; each column past
+        the last document has a number of its own."""
+        return (self.position == 0).cumsum(1) - 1
 
     def at(self, values: Tensor, row: Tensor, place: Tensor, missing: int) -> Tensor:
         """values [B, L] at columns `place` [B, n], or `missing` where `place` lies past the

@@ -68,7 +68,7 @@ def parse(line: bytes) -> Entry:
     if "data" in entry:
         if not isinstance(entry["data"], list):
             raise BrokenLine('"data" is not a list')
-        turns = [_text(turn, number) for number, turn in enumerate(entry["data"])]
+        turns = [_string(turn, f"turn {n}") for n, turn in enumerate(entry["data"], start=1)]
         return _conversation(list(zip(cycle(("user", "assistant")), turns)))
     if "prompt" in entry:
         return Prompt(_string(entry["prompt"], '"prompt"'))
@@ -78,7 +78,7 @@ def parse(line: bytes) -> Entry:
         turns = entry["turns"]
         if not isinstance(turns, list) or not turns:
             raise BrokenLine('"turns" is not a list of questions')
-        return Prompt(_text(turns[0], 0))
+        return Prompt(_string(turns[0], "turn 1"))
     raise BrokenLine(
         'it has none of the keys "conversations", "messages", "data", "prompt", "text", "turns"'
     )
@@ -102,18 +102,14 @@ def _turns(turns: Any, role_key: str, text_key: str) -> list[tuple[str, str]]:
     if not isinstance(turns, list):
         raise BrokenLine("its turns are not a list")
     found = []
-    for index, turn in enumerate(turns):
+    for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict) or role_key not in turn or text_key not in turn:
-            raise BrokenLine(f'turn {index + 1} has no "{role_key}" and "{text_key}"')
+            raise BrokenLine(f'turn {number} has no "{role_key}" and "{text_key}"')
         role = turn[role_key]
         if not isinstance(role, str) or role not in _ROLES:
-            raise BrokenLine(f"turn {index + 1} is by {role!r}, not by a user or an assistant")
-        found.append((_ROLES[role], _text(turn[text_key], index)))
+            raise BrokenLine(f"turn {number} is by {role!r}, not by a user or an assistant")
+        found.append((_ROLES[role], _string(turn[text_key], f"turn {number}")))
     return found
-
-
-def _text(value: Any, index: int) -> str:
-    return _string(value, f"turn {index + 1}")
 
 
 def _string(value: Any, what: str) -> str:

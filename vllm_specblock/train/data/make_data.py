@@ -111,7 +111,6 @@ def _make_shard(
 ) -> tuple[list[Text], dict[str, int]]:
     """Return the sequences of numbered lines, in order, and how many conversations were `cut` and
     lines `skipped`; `done` is called with numbers of finished lines."""
-    most = options.max_length
     dialogues = {
         number: _dialogue(options, tokens, number, entry)
         for number, (_, entry) in lines
@@ -119,26 +118,19 @@ def _make_shard(
     }
     done(len(lines) - len(dialogues))
     if dialogues:
-        answer(
-            list(dialogues.values()),
-            target(),
-            temperatures=options.temperature,
-            max_new_tokens=options.max_new_tokens,
-            seed=options.seed,
-            over=done,
-        )
+        answer(list(dialogues.values()), target(), options, done)
     texts: list[Text] = []
     facts = {"cut": 0, "skipped": 0}
     for number, (where, entry) in lines:
         try:
             if isinstance(entry, Document):
-                ids = tokens.document(entry.text)
-                texts += [_text(ids[at : at + most]) for at in range(0, len(ids), most)]
+                pieces = torch.tensor(tokens.document(entry.text)).split(options.max_length)
+                texts += [Text(ids, torch.ones_like(ids).bool()) for ids in pieces if len(ids)]
                 continue
             dialogue = dialogues[number]
             if dialogue.broken:
                 raise dialogue.broken
-            texts.append(_text(dialogue.ids, dialogue.loss_mask))
+            texts.append(Text(torch.tensor(dialogue.ids), torch.tensor(dialogue.loss_mask)))
             facts["cut"] += dialogue.cut
         except BrokenLine as reason:
             facts["skipped"] += 1
@@ -155,11 +147,6 @@ def _dialogue(
     questions = [{"role": "user", "content": entry.text}]
     raw = options.raw or not tokens.chat
     return Dialogue(tokens, questions, number, options.max_length, raw=raw)
-
-
-def _text(ids: list[int], loss_mask: list[bool] | None = None) -> Text:
-    tokens = torch.tensor(ids, dtype=torch.int64)
-    return Text(tokens, torch.tensor([True] * len(ids) if loss_mask is None else loss_mask))
 
 
 def _finish(

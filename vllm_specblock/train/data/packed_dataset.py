@@ -50,7 +50,7 @@ class PackedDataset:
         return sum(segment.length for window in self.plan for segment in window)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """The `size` windows of update `step` (0-based). Each epoch is a permutation seeded by
+        """The `size` windows of batch `step` (0-based). Each epoch is a permutation seeded by
         (seed, epoch): a resumed run sees the batches of an unbroken one."""
         wanted = range(step * size, (step + 1) * size)
         return self.of(
@@ -63,18 +63,15 @@ class PackedDataset:
         tokens = torch.full(shape, NO_TOKEN)
         loss_mask = torch.zeros(shape, dtype=torch.bool)
         position = torch.zeros(shape, dtype=torch.int64)
-        document = torch.zeros(shape, dtype=torch.int64)
-        for row, number in enumerate(numbers):
+        windows = tuple(self.plan[number] for number in numbers)
+        for row, window in enumerate(windows):
             column = 0
-            for place, segment in enumerate(self.plan[number]):
+            for segment in window:
                 text, here = self._text(segment), slice(column, column + segment.length)
                 tokens[row, here], loss_mask[row, here] = text.tokens, text.loss_mask
                 position[row, here] = torch.arange(segment.length)
-                document[row, here] = place
                 column += segment.length
-            rest = self.length - column
-            document[row, column:] = len(self.plan[number]) + torch.arange(rest)
-        return Batch(tokens, document, position, loss_mask, tuple(self.plan[n] for n in numbers))
+        return Batch(tokens, position, loss_mask, windows)
 
     def _text(self, segment: Segment) -> Text:
         text = self.texts[segment.sequence]

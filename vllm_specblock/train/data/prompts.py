@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data import shards
-from vllm_specblock.train.data.chat import Conversation, Document, Message, read_lines
+from vllm_specblock.train.data.chat import Conversation, Document, read_lines
+from vllm_specblock.train.data.chat_tokens import ChatTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,11 +45,13 @@ def read_prompts(
         TrainError: there is no such data, no prompt in it, or it is of another target.
     """
 
+    question = ChatTokens(tokenizer, sys.maxsize).question
+
     def of_lines() -> Iterator[Tensor]:
         for _, entry in read_lines([path], count, bool(tokenizer.chat_template), report):
             if isinstance(entry, Conversation):
                 turns = [message["role"] for message in entry.messages]
-                ids = _question(entry.messages[: turns.index("user") + 1], tokenizer)
+                ids = question(entry.messages[: turns.index("user") + 1])
             elif isinstance(entry, Document):
                 ids = tokenizer(entry.text)["input_ids"][:prompt_tokens]
             else:
@@ -87,10 +91,4 @@ def prompt_ids(text: str, tokenizer: PreTrainedTokenizerBase, chat: bool | None)
         raise TrainError("The target's tokenizer has no chat template: drop --chat.")
     if chat is False or not tokenizer.chat_template:
         return tokenizer(text)["input_ids"]
-    return _question([{"role": "user", "content": text}], tokenizer)
-
-
-def _question(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+    return ChatTokens(tokenizer, sys.maxsize).question([{"role": "user", "content": text}])

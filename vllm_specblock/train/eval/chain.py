@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +27,7 @@ from vllm_specblock.train.losses import RANK_BUCKETS, rank_bucket
 BUCKETS = len(RANK_BUCKETS) + 1
 
 
-@dataclass(frozen=True)
-class Chain:
+class Chain(NamedTuple):
     """Chains of n roots, position k of block m in column (m − 1)·K + k − 1; each [n, M·K].
 
     seen: bool, the text has a token there; hit: bool, it is the drafter's first choice.
@@ -48,7 +48,7 @@ class Chain:
 
     def of_roots(self, index: Tensor) -> Chain:
         """Return the chains of some roots; index int64."""
-        return Chain(*(part[index] for part in (self.seen, self.hit, self.rank, self.guess)))
+        return Chain(*(part[index] for part in self))
 
 
 @torch.no_grad()
@@ -120,18 +120,14 @@ class ChainFigures:
     @classmethod
     def of(cls, chains: Iterable[Chain], block_size: int) -> ChainFigures:
         """Return the figures over several texts."""
-        counted: list[Tensor] = []
-        confused: list[Tensor] = []
-        for chain in chains:
-            on_chain = chain.on_chain
-            counted.append(torch.stack([(on_chain & chain.hit).sum(0), on_chain.sum(0)]))
-            named = on_chain & (chain.rank != IGNORE_INDEX)
-            pairs = chain.rank[named] * BUCKETS + chain.guess[named]
-            confused.append(pairs.bincount(minlength=BUCKETS**2))
-        hits, positions = torch.stack(counted).sum(0)
-        confusion = torch.stack(confused).sum(0)
+        chain = Chain(*map(torch.cat, zip(*chains)))
+        on_chain = chain.on_chain
+        named = on_chain & (chain.rank != IGNORE_INDEX)
+        pairs = chain.rank[named] * BUCKETS + chain.guess[named]
+        confusion = pairs.bincount(minlength=BUCKETS**2)
+        positions = on_chain.sum(0)
         return cls(
-            _shares(hits, positions),
+            _shares((on_chain & chain.hit).sum(0), positions),
             positions.tolist(),
             bucket_figures(confusion.view(BUCKETS, BUCKETS)),
             int(confusion.sum()),

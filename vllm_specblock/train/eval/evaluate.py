@@ -100,15 +100,14 @@ def evaluate(
     depth = max(shape.max_depth for shape in shapes.values())
     replays = {name: Replay() for name in shapes}
     device = drafter.lm_head.weight.device
-    learned = dict.fromkeys(shapes)
+    heat, learned = temperature or 0.0, dict[str, DraftCalibration]()
     if temperature is not None:
         learned = {name: DraftCalibration(device, num_slots=1) for name in shapes}
-    sampling_temperature = temperature or 0.0
     chains, texts, new_tokens = [], 0, 0
     for sequence in sequences:
         texts += 1
         for name, shape in shapes.items():
-            draft = draft_trees(drafter, sequence, shape, learned[name], sampling_temperature)
+            draft = draft_trees(drafter, sequence, shape, learned.get(name), heat)
             replays[name].follow(draft, sequence, depth)
         if len(sequence.tokens) > sequence.prompt + 1:  # else the text ends at the first root
             chains.append(chain_along(drafter, sequence, blocks))
@@ -116,9 +115,7 @@ def evaluate(
     trees = {}
     for name, whole in replays.items():
         whole.check(depth)
-        sharpness = learned[name]
-        heat = torch.tensor([sampling_temperature], device=device)
-        beta = 1.0 if sharpness is None else float(sharpness.of(heat))
+        beta = float(learned[name].of(torch.tensor([heat], device=device))) if learned else 1.0
         trees[name] = TreeFigures.of(whole, beta)
     chain = ChainFigures.of(chains, drafter.config.block_size)
     return Figures(texts, new_tokens, trees, chain)

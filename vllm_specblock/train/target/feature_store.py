@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ def fill(
     begin(folder, origin)
     groups = list(_shards_of(segments_of(sequences, origin.length), origin.shard_tokens))
     with ThreadPoolExecutor(max_workers=1) as writer:
-        written: Future[int] | None = None
+        written = writer.submit(int)  # no tokens before the first shard
         for number, group in enumerate(groups):
             path = shard_path(folder, number)
             if path.exists():
@@ -93,11 +93,9 @@ def fill(
                 continue
             texts = [sequences[p.sequence][p.start : p.start + p.length].long() for p in group]
             features = extract(texts)
-            if written is not None:
-                progress(written.result())
-            written = writer.submit(_write_shard, path, group, texts, features)
-        if written is not None:
             progress(written.result())
+            written = writer.submit(_write_shard, path, group, texts, features)
+        progress(written.result())
     index = asdict(origin) | {"sequences": len(sequences), "shards": len(groups)}
     shards.write_json(folder / INDEX, index)
     (folder / UNFINISHED).unlink()
@@ -184,15 +182,6 @@ class FeatureStore:
             for sequence, start, length in file.get_tensor("pieces").tolist():
                 self._places[sequence, start] = (number, row, length)
                 row += length
-
-    def __len__(self) -> int:
-        """Number of pieces."""
-        return len(self._places)
-
-    def zeros(self, *shape: int) -> Features:
-        """Zeros shaped [*shape, ...], in the dtype of the files."""
-        columns = (self._files[0].get_slice(name)[:0] for name in Features._fields)
-        return Features(*(rows.new_zeros(*shape, rows.shape[1]) for rows in columns))
 
     def read(self, segment: Segment) -> tuple[Features, Tensor]:
         """Features and tokens ([T] int32) of one piece, which may be shorter than the stored one:

@@ -4,6 +4,8 @@ or from the features on disk."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,32 +27,30 @@ class TargetOutputs(NamedTuple):
 
     hidden: [B, L, 3·Ht], un-normed residual stream of the low, mid and high layer (eq. 1's input).
     last: [B, L, Ht], what the target's LM head reads: after the last layer and the final norm.
+    head: [Vd, Ht], the target's LM head over the draft vocabulary.
     target_probs: [B, L, Vd] fp32, p*: the target's next-token probabilities after each token,
-        restricted to the draft vocabulary and renormalised (eq. 6).
+        restricted to the draft vocabulary and renormalised (eq. 6). Computed anew at each access,
+        to save memory.
     """
 
     hidden: Tensor
     last: Tensor
-    target_probs: Tensor
+    head: Tensor
+
+    @property
+    @torch.no_grad()
+    def target_probs(self) -> Tensor:
+        return linear(self.last, self.head.to(self.last.dtype)).float().softmax(-1)
 
 
 class Teacher(ABC):
-    """Source of `TargetOutputs`. head: [Vd, Ht], the target's LM head over the draft vocabulary."""
+    """Source of `TargetOutputs`. embed: target ids [...] -> the target's embeddings [..., Ht]."""
 
-    head: Tensor
+    embed: Callable[[Tensor], Tensor]
 
     @abstractmethod
     def teach(self, batch: Batch) -> TargetOutputs:
         """Return the outputs over a batch; zeros past each window's last document are allowed."""
-
-    @abstractmethod
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Target ids [...] -> the target's embeddings [..., Ht]."""
-
-    @torch.no_grad()
-    def target_probs(self, last: Tensor) -> Tensor:
-        """p* of `TargetOutputs`, of its `last`."""
-        return target_probs_of(last, self.head)
 
 
 class OnlineTeacher(Teacher):
@@ -61,7 +61,7 @@ class OnlineTeacher(Teacher):
         self, target: PreTrainedModel, layer_ids: tuple[int, ...], draft_ids: Tensor
     ) -> None:
         self.decoder, self.layer_ids = target.get_decoder(), layer_ids
-        self.embedding = target.get_input_embeddings()
+        self.embed = target.get_input_embeddings()
         # Only rows of the draft vocabulary, to avoid logits over the whole vocabulary.
         self.head = target.get_output_embeddings().weight[draft_ids]
 
@@ -75,11 +75,7 @@ class OnlineTeacher(Teacher):
             use_cache=False,
         )
         hidden = torch.cat([output.hidden_states[layer] for layer in self.layer_ids], dim=-1)
-        last = output.last_hidden_state
-        return TargetOutputs(hidden, last, self.target_probs(last))
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.embedding(tokens)
+        return TargetOutputs(hidden, output.last_hidden_state, self.head)
 
 
 class StoredTeacher(Teacher):
@@ -106,38 +102,30 @@ class StoredTeacher(Teacher):
         self.store = FeatureStore(folder, target=target_rows.fingerprint(target), **expected)
         self.device, self.dtype = torch.device(device), dtype
         self.head = target_rows.head_rows(target, draft_ids).to(self.device, dtype)
-        self.embedding = target_rows.embedding_rows(target).to(self.device, dtype)
+        rows = target_rows.embedding_rows(target).to(self.device, dtype)
+        self.embed = partial(embedding, weight=rows)
 
     @torch.no_grad()
     def teach(self, batch: Batch) -> TargetOutputs:
         """Features of a batch on any device; zeros past each window's last document. Raises
         `TrainError` where a piece is not on disk, or has other tokens there."""
-        gathered = self.store.zeros(*batch.tokens.shape)
-        tokens = torch.full(batch.tokens.shape, NO_TOKEN, dtype=torch.int32)
+        shape, width = batch.tokens.shape, self.head.shape[1]
+        hidden = torch.zeros(*shape, 3 * width, dtype=self.dtype)
+        last = torch.zeros(*shape, width, dtype=self.dtype)
+        tokens = torch.full(shape, NO_TOKEN, dtype=torch.int32)
         for window, segments in enumerate(batch.segments):
             column = 0
             for segment in segments:
-                features, seen = self.store.read(segment)
                 here = slice(column, column + segment.length)
-                gathered.hidden[window, here] = features.hidden
-                gathered.last[window, here] = features.last
-                tokens[window, here] = seen
+                features, tokens[window, here] = self.store.read(segment)
+                hidden[window, here], last[window, here] = features
                 column += segment.length
         if not torch.equal(tokens, batch.tokens.int().cpu()):
             raise TrainError(
                 f"The features in {self.store.folder} are of other data: tokens of this batch "
                 "differ from those that the target has seen."
             )
-        hidden, last = (rows.to(self.device, self.dtype) for rows in gathered)
-        return TargetOutputs(hidden, last, self.target_probs(last))
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return embedding(tokens, self.embedding)
-
-
-def target_probs_of(last: Tensor, head: Tensor) -> Tensor:
-    """p* over the draft vocabulary. last [..., Ht], head [Vd, Ht] -> [..., Vd] fp32."""
-    return linear(last, head.to(last.dtype)).float().softmax(-1)
+        return TargetOutputs(hidden.to(self.device), last.to(self.device), self.head)
 
 
 def load_target(path: Path, precision: str, device: torch.device) -> PreTrainedModel:
