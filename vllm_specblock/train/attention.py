@@ -104,7 +104,8 @@ class NextBlock(TrainingAttention):
         self, before: FirstBlock | NextBlock, source: Tensor, restart_position: int
     ) -> None:
         super().__init__(before.kernel)
-        self.before, self.source, self.block_size = before, source, before.block_size
+        self.before, self.source = before, source
+        self.block_size: int = before.block_size
         # [B, R], row of block 1; positions of the row's own block 1 on the path; and entries on
         # the path between block 1 and this block.
         if isinstance(before, FirstBlock):

@@ -159,8 +159,7 @@ class MetricsLog:
 
     def tau_at(self, step: int) -> float | None:
         """τ of the replay after update `step`; None: there was none."""
-        found = [entry["tau"] for entry in self.entries if "tau" in entry and entry["step"] == step]
-        return found[-1] if found else None
+        return {entry["step"]: entry["tau"] for entry in self.entries if "tau" in entry}.get(step)
 
     def add(self, outcome: LossOutput) -> None:
         """Count one batch in."""

@@ -115,11 +115,11 @@ def begin(folder: Path, origin: Origin) -> bool:
 
 
 def check(folder: Path, index: dict[str, Any], **expected: Any) -> None:
-    """Raise `TrainError` if entries of a folder's index differ; None is not compared."""
+    """Raise `TrainError` if entries of a folder's index differ from those expected."""
     shards.check_same(
         f"The features in {folder} were extracted",
         index,
-        {name: value for name, value in expected.items() if value is not None},
+        expected,
         "extract them anew into another folder, or use what they were extracted with.",
         hidden={"target", "data"},
     )
@@ -163,7 +163,7 @@ class FeatureStore:
     """Reads a complete feature folder by piece, as views of mapped files.
 
     Args:
-        expected: entries of `Origin`; None is any.
+        expected: entries of `Origin`.
 
     Raises:
         TrainError: the folder is incomplete, damaged, or of another origin.

@@ -87,7 +87,7 @@ class StoredTeacher(Teacher):
         draft_ids: [Vd] int64, the target ids of the draft vocabulary.
         device, dtype: of all outputs but p*, which is fp32.
         expected: `layer_ids`, `length`, `data` (`feature_store.fingerprint` of the sequences) of
-            the features; None is any. `TrainError` where they differ.
+            the features; `TrainError` where they differ.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StoredTeacher(Teacher):
         **expected: Any,
     ) -> None:
         self.store = FeatureStore(folder, target=target_rows.fingerprint(target), **expected)
-        self.device, self.dtype = torch.device(device), dtype
+        self.device, self.dtype = device, dtype
         self.head = target_rows.head_rows(target, draft_ids).to(self.device, dtype)
         rows = target_rows.embedding_rows(target).to(self.device, dtype)
         self.embed = partial(embedding, weight=rows)
