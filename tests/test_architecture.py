@@ -11,10 +11,10 @@ SOURCES = sorted([*ROOT.glob("vllm_specblock/**/*.py"), *ROOT.glob("triton_kerne
 
 # Imports go one way: a room may import itself and the rooms of lines before its own.
 ROOMS = (
-    "triton_kernels versions options triton_interpreter",
+    "triton_kernels versions options committed",
     "tree",
     "candidates",
-    "combine verify commit feedback",
+    "combine verify commit feedback path_trees cache_holes",
     "drafters",
     "engine train",
     "engine.offline",

@@ -56,7 +56,7 @@ def prepare_cpu() -> None:
     """
     found = installed_version("vllm") or "unknown"
     if "cpu" in found and _runner_is_wanted() and is_supported(found):
-        from vllm_specblock.triton_interpreter import enable
+        from vllm_specblock.cpu.triton_interpreter import enable
 
         enable()
 

@@ -18,16 +18,18 @@ from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAtt
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet
 from vllm_specblock.triton_kernels.ngram.occurrences import Texts
+from vllm_specblock.triton_kernels.tree.candidate_keys import rank_key
+from vllm_specblock.triton_kernels.tree.node_bits import climb
 from vllm_specblock.triton_kernels.tree.select_tree import Candidates
 
-from vllm_specblock.candidates import rank_key, select
+from vllm_specblock.candidates import select
 from vllm_specblock.combine import merge, route
 from vllm_specblock.commit import move_path
 from vllm_specblock.drafters.ngram.drafter import NGramDrafter
 from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.drafters.specblock.growth import expansion
 from vllm_specblock.engine.runner.tree_states import TreeStates, store_trees
-from vllm_specblock.tree import MAX_NODES, DraftTree, climb
+from vllm_specblock.tree import MAX_NODES, DraftTree
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
 

@@ -10,8 +10,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from vllm_specblock.drafters.common.config import default_layer_ids
-from vllm_specblock.drafters.specblock import checkpoint
-from vllm_specblock.train import untrained
+from vllm_specblock.train import saving, untrained
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def write_drafter(folder: Path, target: Path, model: Model) -> Path:
     """Write an untrained SpecBlock drafter in bf16 (1.5 GB for an 8B target): the engine reads its
     weights even where the target's are dummies."""
     drafter = untrained.init(target, draft_vocab_size=model.draft_vocab, target_name="random")
-    checkpoint.save(drafter.to(torch.bfloat16), folder)
+    saving.save(drafter.to(torch.bfloat16), folder)
     return folder
 
 

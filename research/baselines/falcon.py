@@ -38,9 +38,10 @@ from baselines.options import FalconConfig
 from baselines.positions import Positions, PositionsLearner, served, write_folder
 from baselines.static_tree import TreePlan, default_hits
 from vllm_specblock.candidates import NEVER
+from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.drafters.common.layers import Attend, RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
-from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens
+from vllm_specblock.drafters.interface import CacheLayer
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
+from vllm_specblock.triton_kernels.tree.node_bits import pack_bits
 
 from baselines.static_tree import TreePlan
 from vllm_specblock.commit import store_kv
+from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.drafters.common.draft_attention import PagedAttention
-from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.tree import pack_bits
 
 
 class GroupRows:
@@ -81,7 +81,8 @@ class GroupRows:
         block, at = kv_slot // rows.block_size, index % rows.block_size
         entry = (block * k + index % k) * rows.block_size + at - index % k
         entry = torch.where(kv_slot >= 0, entry, -k)[:, None] + self.offset
-        return PagedAttention(self.caches, entry.view(-1, 1), queries, kept), order, keep
+        of_layers = [queries] * (len(self.caches) - 1) + [kept]
+        return PagedAttention(self.caches, entry.view(-1, 1), of_layers), order, keep
 
     def _ends(self, position: Tensor) -> Tensor:
         """Entries of a row's sequence up to its own group [...] int64; `position` [...]."""
@@ -180,7 +181,8 @@ class FalconAttention(GroupRows):
         bound = self._bound(rows.max_position, before + starts)
         mask_words = self.mask_words[step - 1].repeat(len(at), 1)
         queries = self._queries(index, table, starts, bound, mask_words, (before + starts) * k)
-        return PagedAttention(self.caches, entry.view(-1, 1), queries), there
+        of_layers = [queries] * len(self.caches)
+        return PagedAttention(self.caches, entry.view(-1, 1), of_layers), there
 
 
 def newest_rows(rows: CommittedTokens) -> CommittedTokens:

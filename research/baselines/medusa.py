@@ -19,10 +19,11 @@ from torch.nn.functional import silu
 from baselines.groups import MedusaShape
 from baselines.options import MedusaConfig
 from baselines.positions import DECAY, Positions, PositionsLearner, served, write_folder
+from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.drafters.common.checkpoint_files import MAPPING
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
-from vllm_specblock.drafters.dflash.drafter import ProductTrees
-from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens
+from vllm_specblock.drafters.interface import CacheLayer
+from vllm_specblock.path_trees import PathTrees
 from vllm_specblock.train.data.shards import replace as replace_file
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree
@@ -71,7 +72,7 @@ class MedusaDrafter(NetworkDrafter):
         num_nodes, config = self.num_nodes, self.model.config
         width = min(num_nodes, config.draft_vocab_size)
         self.max_depth = min(num_nodes, config.num_heads)
-        self.trees = ProductTrees(self.max_depth, width, num_nodes, self.device)
+        self.trees = PathTrees(self.max_depth, width, num_nodes, self.device)
 
     def cache_layers(self) -> list[CacheLayer]:
         return []

@@ -22,11 +22,11 @@ from baselines.groups import Trunk, draw_weights, earlier_rows, group_attention
 from baselines.options import ParallelSpecConfig
 from baselines.positions import Positions, PositionsLearner, served, write_folder
 from vllm_specblock.candidates import NEVER
+from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.drafters.common.layers import RMSNorm
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
-from vllm_specblock.drafters.dflash.drafter import ProductTrees
-from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.specblock.config import DrafterConfig
+from vllm_specblock.path_trees import PathTrees
 from vllm_specblock.train.learner import Draft, EvalSequence, LossOutput, TrainBatch
 from vllm_specblock.tree import DraftTree
 
@@ -52,7 +52,7 @@ class ParallelSpecDrafter(NetworkDrafter):
         num_nodes, config = self.num_nodes, self.model.config
         self.max_depth = min(num_nodes, config.block_size, lookahead + 1)
         width = min(num_nodes, config.draft_vocab_size)
-        self.trees = ProductTrees(self.max_depth, width, num_nodes, self.device)
+        self.trees = PathTrees(self.max_depth, width, num_nodes, self.device)
 
     def bind(self, caches: list[Tensor]) -> None:
         self.attention_builder = GroupRows(caches, 1, self.max_model_len)

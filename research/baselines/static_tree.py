@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.candidates import select_nodes
-from vllm_specblock.drafters.dflash.drafter import ProductTrees
+from vllm_specblock.path_trees import PathTrees
 from vllm_specblock.tree import DraftTree
 
 
@@ -23,9 +23,7 @@ def static_tree(hit: Tensor, budget: int) -> tuple[list[int], list[int]]:
     """
     rates = hit.cpu().sort(dim=1, descending=True)
     width, ranks = hit.shape[1], rates.indices[None]
-    tree = ProductTrees(len(hit), width, budget, "cpu").grow(
-        rates.values.log().float()[None], ranks
-    )
+    tree = PathTrees(len(hit), width, budget, "cpu").grow(rates.values.log().float()[None], ranks)
     count = int(tree.size[0])
     return tree.parent[0, :count].tolist(), tree.token[0, :count].tolist()
 

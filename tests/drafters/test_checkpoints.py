@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import dflash as made
 from support.dflash import JETSPEC, PUBLISHED, make_model
 from support.dflash import write as write_dflash
 from support.eagle3 import small_eagle3
@@ -60,6 +61,11 @@ def drafter_of(raw: dict) -> Eagle3Model:
     """Random weights; in the speculators layout with an embedding of its own."""
     config = eagle3.from_json(raw, "config.json")
     return small_eagle3("speculators_model_type" in raw, **config.model_dump())
+
+
+def with_masks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As P-EAGLE's are written: the masks' features of three dimensions."""
+    return in_layers(tensors) | {"mask_hidden": tensors["mask_hidden"][None, None]}
 
 
 def write(directory: Path, raw: dict, tensors: dict[str, torch.Tensor], binary=False) -> Path:
@@ -127,6 +133,21 @@ LAYOUTS = {
         dict,
         QWEN3 | {"qk_norm": True, "qkv_bias": True, "output_bias": False, "logit_scale": 2.0},
     ),
+    "P-EAGLE": (
+        speculators(speculators_model_type="peagle", mask_token_id=63),
+        with_masks,
+        {"mask_token_id": 63, "norm_before_residual": False},
+    ),
+    "flat P-EAGLE": (
+        OFFICIAL | {"architectures": ["PeagleLlamaForCausalLM"], "pard_token": 62},
+        with_masks,
+        {"mask_token_id": 62},
+    ),
+    "windows": (
+        OFFICIAL | {"layer_types": ["sliding_attention"] * 9, "sliding_window": 7},
+        in_layers,
+        {"windows": (7,)},
+    ),
     "fused": (OFFICIAL | {"attention_bias": True}, fused, {"qkv_bias": True, "output_bias": True}),
     "t2d alone": (OFFICIAL, marked, {}),
     "several layers": (OFFICIAL | BIASES | {"num_hidden_layers": 3}, in_layers, {"mlp_bias": True}),
@@ -139,18 +160,42 @@ def test_a_layout_of_eagle3_loads(tmp_path, layout, binary):
     raw, stored, says = LAYOUTS[layout]
     drafter = drafter_of(raw)
     assert {name: getattr(drafter.config, name) for name in says} == says
-    assert_loads(write(tmp_path, raw, stored(drafter.state_dict()), binary), drafter)
+    kind = "peagle" if drafter.config.mask_token_id else "eagle3"
+    assert_loads(write(tmp_path, raw, stored(drafter.state_dict()), binary), drafter, kind)
 
 
-@pytest.mark.parametrize(("kind", "raw"), [("dflash", PUBLISHED), ("jetspec", JETSPEC)])
-def test_the_layout_of_dflash_loads(kind, raw, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "raw", "says"),
+    [
+        ("dflash", PUBLISHED, {"layer_windows": (None,) * 2, "layer_causal": (False,) * 2}),
+        ("jetspec", JETSPEC, {"layer_causal": (True,) * 3}),
+        ("dflash", made.WINDOWS, {"layer_windows": (None, 6, 6)}),
+        ("dflash", made.WINDOWS, {"layer_causal": (False, True, True)}),
+        ("dflash2", made.DFLASH2, {"pair_width": 5, "conv_taps": 3, "soft_cap": 20.0}),
+        ("dspark", made.DSPARK, {"from_root": True, "masks": 4, "layer_ids": (2, 4, 6)}),
+        ("dflash", made.speculators("dflash", made.WINDOWED), {"layer_causal": (True,) * 2}),
+        (
+            "dflash",
+            made.speculators("dflash", made.WINDOWED, sliding_window_non_causal=True),
+            {"layer_causal": (False,) * 2, "layer_windows": (6, 6), "draft_vocab_size": 40},
+        ),
+        (
+            "dflash2",
+            made.speculators("dflash2", **made.DFLASH2["dflash_config"]),
+            {"conv_group": 8, "pair_rank": 6, "layer_ids": (2, 4, 6)},
+        ),
+    ],
+)
+def test_a_layout_of_dflash_loads(kind, raw, says, tmp_path):
     model = make_model(raw)
     folder = write_dflash(tmp_path / "drafter", model, raw)
-    assert model.wants_head and model.config.causal is (kind == "jetspec")
+    assert {name: getattr(model.config, name) for name in says} == says
+    assert model.wants_head is ("speculators_model_type" not in raw)
     assert_loads(folder, model, kind)
     shown = CliRunner().invoke(app, ["inspect", str(folder)])
     assert shown.exit_code == 0, shown.output
-    assert "draft vocabulary: 64 of 64 target tokens" in shown.output
+    count = model.config.draft_vocab_size
+    assert f"draft vocabulary: {count} of 64 target tokens" in shown.output
 
 
 def test_sharded_files_are_read_together_and_those_of_an_index_alone(tmp_path):
@@ -199,7 +244,7 @@ def test_the_factor_of_yarn_is_in_the_norms(tmp_path):
     model = make_model(raw)
     folder = write_dflash(tmp_path / "drafter", model, raw)
     found = drafter_kind("dflash").load_checkpoint_module().load(folder).state_dict()
-    for name, its in model.state_dict().items():
+    for name, its in model.named_parameters():
         factor = 1.5 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
         assert torch.allclose(found[name], factor * its), name
 
@@ -288,6 +333,7 @@ def test_published_drafters_by_their_numbers():
     }
     config = dflash.from_json(raw, "config.json")
     shapes = wanted_shapes(lambda: DFlashModel(config))
+    assert shapes.pop("d2t") == (151936,)  # which no file holds
     assert sum(map(prod, shapes.values())) == 1_048_626_432
     assert shapes["fc.weight"] == (4096, 5 * 4096) and config.masks == 15
 

@@ -16,12 +16,13 @@ from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import DraftLogits, lm_and_rank_head
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import lm_and_rank_head_numba
 from vllm_specblock.triton_kernels.optional_numba import AVAILABLE
+from vllm_specblock.triton_kernels.tree.node_bits import unpack_bits
 
-from vllm_specblock.drafters.dflash.drafter import ProductTrees
 from vllm_specblock.drafters.eagle3.drafter import level_shape
 from vllm_specblock.drafters.options import Eagle3Config
 from vllm_specblock.drafters.specblock.growth import Expansion, expansion
-from vllm_specblock.tree import DraftTree, unpack_bits
+from vllm_specblock.path_trees import PathTrees
+from vllm_specblock.tree import DraftTree
 
 BRANCHINGS = [(2, 4, 10, 0), (2, 4, 6, 4), (1, 1, 1, 1), (3, 0, 0, 0)]
 
@@ -231,17 +232,27 @@ def test_small_trees_are_shallow_by_default(nodes, depth):
     assert shape.num_blocks == min(5, nodes)
 
 
-# ---- Best-first trees of independent positions, against every path there is ----
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 30), st.integers(0, 10**6))
-def test_product_trees_are_the_best_of_all_paths(depth, width, budget, seed):
+# ---- Best-first trees through a block of positions, against every path there is ----
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.integers(1, 30), st.integers(0, 10**6), st.booleans()
+)
+def test_path_trees_are_the_best_of_all_paths(depth, width, budget, seed, in_pairs):
     draw = torch.Generator().manual_seed(seed)
-    logprob = torch.randn(2, depth, width, generator=draw).mul(2).log_softmax(-1)
-    logprob = logprob.sort(descending=True).values - 0.01
+    form = (2, depth, width, width) if in_pairs else (2, depth, width)
+    logprob = torch.randn(form, generator=draw).mul(2).log_softmax(-1) - 0.01
+    if not in_pairs:
+        logprob = logprob.sort(descending=True).values
     token = torch.rand(2, depth, 50, generator=draw).argsort(-1)[..., :width]
-    tree = ProductTrees(depth, width, budget, "cpu").grow(logprob, token)
+    tree = PathTrees(depth, width, budget, "cpu", in_pairs).grow(logprob, token)
     for request in range(2):
-        paths = best_paths(logprob[request].double().tolist())
+        rows = logprob[request].double().tolist()
+
+        def choices(path, rows=rows):
+            row = rows[len(path)]
+            return dict(enumerate(row[path[-1] if path else 0] if in_pairs else row))
+
+        paths = best_paths(choices, depth)
         best = sorted(paths.values(), reverse=True)[:budget]
         assert int(tree.size[request]) == len(best) and tree.token.shape == (2, budget)
         assert tree.logprob[request, : len(best)].tolist() == pytest.approx(best, rel=1e-5)
@@ -258,7 +269,7 @@ def test_product_trees_are_the_best_of_all_paths(depth, width, budget, seed):
 
 def test_a_tie_goes_to_the_lower_depth():
     logprob, token = torch.tensor([[[0.0, -9.0]] * 2]), torch.tensor([[[4, 5]] * 2])
-    tree = ProductTrees(2, 2, 2, "cpu").grow(logprob, token)
+    tree = PathTrees(2, 2, 2, "cpu").grow(logprob, token)
     assert tree.token.tolist() == [[4, 4]] and tree.parent.tolist() == [[0, 1]]
 
 

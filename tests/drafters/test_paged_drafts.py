@@ -25,14 +25,15 @@ from support.mask_blocks import make_drafter as of_masks
 from support.records import small_drafter
 from support.trees import assert_same_tree, best_paths, texts
 
-from vllm_specblock.drafters.common import network_drafter
-from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
+from vllm_specblock import committed
+from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter, ParallelDrafter
 from vllm_specblock.drafters.interface import Drafter
-from vllm_specblock.drafters.options import Eagle3Config, SpecBlockConfig
+from vllm_specblock.drafters.options import DFlashConfig, Eagle3Config, SpecBlockConfig
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
 
-KINDS = ["specblock", "eagle3", "dflash", "jetspec"]
+BLOCKS = ["dflash", "jetspec", "dflash2", "dspark"]
+KINDS = ["specblock", "eagle3", "peagle", *BLOCKS]
 NODES = 40
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
@@ -55,10 +56,14 @@ def make(kind: str, lookahead: int | None = None, changes: dict | None = None, *
         drafter = SpecBlockDrafter(
             model, embed, SpecBlockConfig(**options), NODES, MAX_LEN, lookahead
         )
-    elif kind == "eagle3":
-        options = {"depth": 4, "top_k": 3} | options
+    elif kind in ("eagle3", "peagle"):
+        if kind == "eagle3":
+            made, options = Eagle3Drafter, Eagle3Config(**{"depth": 4, "top_k": 3} | options)
+        else:
+            changes = {"mask_token_id": 60} | changes
+            made, options = ParallelDrafter, DFlashConfig(**{"depth": 4} | options)
         model = small_eagle3(**changes)
-        drafter = Eagle3Drafter(model, embed, Eagle3Config(**options), NODES, MAX_LEN, lookahead)
+        drafter = made(model, embed, options, NODES, MAX_LEN, lookahead)
         if model.config.num_features == 2:
             drafter.layers = (0, 2)
     else:
@@ -80,8 +85,16 @@ def plain(
         return PlainEagle3(drafter.model, embed, features, text, end).tree(
             drafter.shape, room, beta
         )
-    masks = drafter.max_depth if drafter.kind == "dflash" else min(drafter.max_depth, room - 1)
-    return best_paths(plain_logprobs(drafter.kind, states, text, end, masks, beta), NODES)
+    if drafter.kind == "peagle":
+        return PlainEagle3(drafter.model, embed, features, text, end).block(
+            min(drafter.max_depth, room + 1), NODES, beta
+        )
+    config, depth = drafter.model.config, drafter.max_depth
+    # Rows that see no later one may be fewer.
+    size = min(depth, room - 1 + config.from_root) if all(config.layer_causal) else depth
+    choices = plain_logprobs(drafter, states, text, end, size, beta)
+    tail = [int(text[end])]
+    return best_paths(lambda path: choices(len(path), [*tail, *path][-1]), size, NODES)
 
 
 def dense_tree(drafter: SpecBlockDrafter, features, text, end: int, room: int, beta: float):
@@ -146,8 +159,12 @@ EAGLE3_VARIANTS = {
         ("eagle3", {"depth": 3}, EAGLE3_VARIANTS),
         ("eagle3", {"depth": 3}, {"num_hidden_layers": 3}),
         ("eagle3", {"depth": 3, "top_k": 2}, {"layer_ids": (1, 3)}),
-        ("dflash", {"depth": 2}, {}),
-        ("jetspec", {"depth": 2}, {}),
+        ("eagle3", {"depth": 3}, {"num_hidden_layers": 2, "windows": (5, None)}),
+        ("eagle3", {"depth": 5, "top_k": 2}, {"windows": (2,)}),
+        ("peagle", {}, EAGLE3_VARIANTS | {"windows": (5,)}),
+        ("peagle", {"depth": 1}, {}),
+        *((kind, {"depth": 2}, {}) for kind in BLOCKS),
+        *((kind, {}, {}) for kind in ("windows", "windows, speculators", "both ways")),
     ],
 )
 @torch.no_grad()
@@ -184,12 +201,15 @@ def test_near_the_length_limit_what_has_no_slot_drafts_nothing(kind, room):
     drafter.advance(rows_of([(0, end)], TABLES[:1], states, text, PAGE))
     tree = drafter.draft()
     depth = max((len(path) for path in texts(tree, 0)), default=0)
-    if kind in ("dflash", "jetspec"):
-        assert depth == min(masks_of(kind), max(0, room - 1))
+    if kind in BLOCKS:
+        config = drafter.model.config
+        most = min(masks_of(kind) + config.from_root, max(0, room - 1 + config.from_root))
+        # The best paths by pairs may be shorter ones.
+        assert depth == most or (config.pair_rank and 0 < depth < most)
     elif room == 0:
         assert depth == (drafter.shape.block_size if kind == "specblock" else 1)
     # DFlash's masks read all of their block, of which some have no slot.
-    if depth and (kind != "dflash" or room > masks_of(kind)):
+    if depth and (kind not in BLOCKS or kind == "jetspec" or room > masks_of(kind)):
         wanted = plain(drafter, states[:, 0], text[0], end, 1.3)
         assert_same_tree(tree, 0, wanted)
     for cache, was in zip(drafter.attention_builder.caches, before):
@@ -223,15 +243,15 @@ def test_a_masked_first_block_is_as_a_text_that_begins_later(kind):
 def test_rows_in_parts_draft_what_all_at_once_would(monkeypatch, kind, lengths, padding):
     count = len(lengths)
     states, text = made_up(count)
-    found, sizes, part_of = [], [], network_drafter.part_of
+    found, sizes, part_of = [], [], committed.part_of
 
     def counted(rows, start, end):
         sizes.append(end - start)
         return part_of(rows, start, end)
 
-    monkeypatch.setattr(network_drafter, "part_of", counted)
+    monkeypatch.setattr(committed, "part_of", counted)
     for most in (10_000, 16):
-        monkeypatch.setattr(network_drafter, "MAX_ROWS", most)
+        monkeypatch.setattr(committed, "MAX_ROWS", most)
         drafter, trees = make(kind), []
         # The second step reads what the first has left in the cache.
         for requests in ([(0, n) for n in lengths], [(n, n + 2) for n in lengths]):
@@ -256,7 +276,7 @@ def test_nothing_is_read_on_the_host(kind):
         drafter.draft()
 
 
-@pytest.mark.parametrize("kind", ["specblock", "eagle3"])
+@EVERY_KIND
 @torch.no_grad()
 def test_the_targets_states_are_not_kept(kind):
     """Of a long prompt that is hundreds of megabytes, until a step that is not a graph's."""

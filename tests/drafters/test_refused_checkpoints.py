@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.dflash import PUBLISHED, make_model
+from support.dflash import DSPARK, PUBLISHED, make_model
 from support.dflash import write as write_dflash
 from support.targets import edit_config
 
@@ -23,7 +23,7 @@ from vllm_specblock.drafters.registry import drafter_kind
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = ROOT / "tests/fixtures/llama"
 EAGLE3 = ROOT / "examples/two_heads/eagle3"
-LAYOUTS = ["published", "ours", "eagle3", "speculators", "dflash"]
+LAYOUTS = ["published", "ours", "eagle3", "speculators", "dflash", "dspark"]
 OWN = PUBLISHED["dflash_config"]
 
 
@@ -33,8 +33,9 @@ def write(tmp_path) -> Callable[[str], Path]:
 
     def written(layout: str) -> Path:
         folder = tmp_path / "drafter"
-        if layout == "dflash":
-            return write_dflash(folder, make_model())
+        if layout in ("dflash", "dspark"):
+            raw = {"dflash": PUBLISHED, "dspark": DSPARK}[layout]
+            return write_dflash(folder, make_model(raw), raw)
         ours = ROOT / "examples/tiny_pair/drafter"
         shutil.copytree({"published": FIXTURE, "ours": ours}.get(layout, EAGLE3), folder)
         if layout == "speculators":
@@ -126,10 +127,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "eagle3": [
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = false"),
-        ({"parallel_drafting": True}, "parallel drafting"),
-        ({"architectures": ["PeagleLlamaForCausalLM"]}, "drafts in parallel (P-EAGLE)"),
+        ({"parallel_drafting": True}, "lacks the key 'mask_token_id', which P-EAGLE needs"),
+        ({"architectures": ["PeagleLlamaForCausalLM"], "pard_token": 3}, "lacks mask_hidden"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "must be one of LlamaForCausalLMEagl"),
-        ({"layer_types": ["sliding_attention"]}, "sliding-window attention"),
+        ({"layer_types": ["sliding_attention"]}, "lacks the key 'sliding_window'"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "'windows.0' = 0"),
         ({"partial_rotary_factor": 1.5}, "turns 48 dimensions of a head, which has 32"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (rope("dynamic"), "one of default, linear, llama3, yarn"),
@@ -142,27 +144,36 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"target_hidden_size": 160}, "lacks embed_tokens.weight"),
     ],
     "speculators": [
-        ({"speculators_model_type": "peagle"}, "drafts in parallel (P-EAGLE)"),
+        ({"speculators_model_type": "peagle"}, "lacks the key 'mask_token_id'"),
         ({"transformer_layer_config": None}, "transformer_layer_config = None"),
         ({"transformer_layer_config": {"model_type": "gemma"}}, "of architecture ['gemma']"),
         ({"quantization_config": {"format": "int8"}}, "quantised weights"),
     ],
     "dflash": [
-        ({"speculators_model_type": "dflash"}, "the layout of the speculators library"),
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"speculators_model_type": "dflash"}, "transformer_layer_config = None"),
+        ({"speculators_model_type": "dflash3"}, "speculators_model_type = 'dflash3'"),
+        ({"architectures": ["DFlash2DraftModel"]}, "lacks the key 'selector_rank'"),
+        ({"architectures": ["OtherModel"]}, "architectures = ['OtherModel']"),
         (
             {"dflash_config": OWN | {"causal_head": True, "causal": False}},
             "causal_head and causal that contradict",
         ),
-        ({"dflash_config": OWN | {"sample_from_anchor": True}}, "read from their first"),
-        ({"draft_vocab_size": 32}, "a vocabulary of its own"),
-        ({"target_hidden_size": 64}, "a width that is not the target's"),
-        ({"dflash_config": OWN | {"target_hidden_size": 64}}, "a width that is not"),
+        ({"draft_vocab_size": 32}, "lacks d2t, lm_head.weight"),
+        ({"draft_vocab_size": 65}, "must not exceed vocab_size, 64"),
+        ({"target_hidden_size": 64}, "lacks embed_tokens.weight, lm_head.weight"),
+        ({"dflash_config": OWN | {"use_swa": True}}, "lacks the key 'sliding_window'"),
         ({"dflash_config": {"target_layer_ids": [1]}}, "lacks the key 'mask_token_id'"),
         ({"dflash_config": OWN | {"mask_token_id": 64}}, "the vocabulary ends at 63"),
-        ({"dflash_config": {"mask_token_id": 3}}, "'dflash_config.target_layer_ids'"),
+        ({"dflash_config": {"mask_token_id": 3}}, "lacks the key 'target_layer_ids'"),
         ({"block_size": None}, "lacks the key 'block_size'"),
         ({"block_size": 1}, "'masks' = 0"),
+    ],
+    "dspark": [
+        ({"markov_rank": 0}, "'pair_rank' = 0"),
+        ({"markov_rank": None}, "lacks the key 'markov_rank'"),
+        ({"markov_head_type": "rnn"}, "a gated or recurrent Markov head"),
+        ({"aux_hidden_state_layer_ids": [4, 2]}, "layers [4, 2]"),
+        ({"transformer_layer_config": {"layer_types": 3}}, "it must be a list of names"),
     ],
 }
 

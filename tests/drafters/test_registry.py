@@ -14,9 +14,10 @@ import torch
 from support.committed import zero_rows
 
 from vllm_specblock.candidates import select_nodes
+from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.config import OptionError, parse_drafter, split_keys
 from vllm_specblock.drafters import ENTRY_POINTS
-from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.registry import (
     DRAFTERS,
     DrafterOptions,

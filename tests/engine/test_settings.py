@@ -13,8 +13,7 @@ from support.engines import MARKERS, TARGET, Engine, assert_identical, make_engi
 from support.matrix import PROMPTS, Checker, half_sampled, params
 from support.targets import edit_config
 from vllm import SamplingParams
-
-from vllm_specblock.drafters.common.linear import Fp8Linear
+from vllm_specblock.triton_kernels.layers.fp8_linear import Fp8Linear
 
 LOOKUP = {"num_speculative_tokens": 12, "second_drafter": {"kind": "ngram"}}
 MERGED = LOOKUP | {"draft_policy": "merge"}

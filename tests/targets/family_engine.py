@@ -158,8 +158,7 @@ def _see_chains() -> None:
 
 def _untrained_drafter(folder: Path) -> Path:
     """A SpecBlock drafter of random weights for the model in `folder`."""
-    from vllm_specblock.drafters.specblock import checkpoint
-    from vllm_specblock.train import untrained
+    from vllm_specblock.train import saving, untrained
 
     config = json.loads((folder / "config.json").read_text())
     sizes = {"num_hidden_layers": 3, "intermediate_size": 192}
@@ -169,7 +168,7 @@ def _untrained_drafter(folder: Path) -> Path:
     like.mkdir()
     (like / "config.json").write_text(json.dumps(shape))
     made = untrained.init(like, layer_ids=(0, 1, 2), target_name=str(folder), qk_norm=False)
-    checkpoint.save(made, drafter)
+    saving.save(made, drafter)
     return drafter
 
 

@@ -16,7 +16,8 @@ import torch
 from lib.interpreter import teach
 from vllm_specblock.triton_kernels import optional_numba
 
-from vllm_specblock import triton_interpreter, triton_kernels
+from vllm_specblock import triton_kernels
+from vllm_specblock.cpu import triton_interpreter
 
 PACKAGE = "vllm_specblock.triton_kernels"
 

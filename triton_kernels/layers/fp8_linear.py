@@ -11,10 +11,12 @@ sum wait for each other.
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from ..op import op
 from ..optional_triton import cdiv, jit, next_power_of_2, tl
 
+ALL = slice(None)
 _PARTS = 8
 """Warps of a program over at most 32 rows."""
 
@@ -85,6 +87,25 @@ def fp8_linear(
     # Three bits of mantissa and four of exponent fit into every dtype of x.
     out = (x @ weight.to(x.dtype).T).mul(scale)
     return (out if residual is None else residual + out).to(x.dtype)
+
+
+class Fp8Linear(nn.Module):
+    """`linear` without a gradient, weights in 8 bits."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight, scale = quantize(linear.weight.detach())
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor, outputs: slice = ALL) -> torch.Tensor:
+        """[..., in] -> [..., out], in the dtype of x; outputs: which of them are wanted."""
+        out = fp8_linear(x, self.weight[outputs], self.scale[outputs])
+        return out if self.bias is None else out + self.bias[outputs]
 
 
 @jit(do_not_specialize=["num_rows"])

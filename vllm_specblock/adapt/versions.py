@@ -35,9 +35,8 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     opened,
 )
 from vllm_specblock.drafters.common.config import CheckpointError
-from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
-from vllm_specblock.train import provenance
+from vllm_specblock.train import provenance, saving
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target import target_rows
 
@@ -116,7 +115,7 @@ class VersionFolder:
         aside = self.out / f".{name}"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(mode=0o700)
-        checkpoint.save(drafter, aside)
+        saving.save(drafter, aside)
         facts = {
             **facts,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -17,11 +17,10 @@ def init(target: RequiredTarget, out: OutDir) -> None:
     makes its own, whose draft vocabulary is the most frequent ids of the data.
     """
     from vllm_specblock.drafters.common.hub import target_folder
-    from vllm_specblock.drafters.specblock import checkpoint
-    from vllm_specblock.train import untrained
+    from vllm_specblock.train import saving, untrained
 
     drafter = untrained.init(target_folder(target), target_name=str(target))
-    checkpoint.save(drafter, out)
+    saving.save(drafter, out)
     millions = sum(weight.numel() for weight in drafter.parameters()) / 1e6
     typer.echo(f"Wrote an untrained drafter of {millions:.1f} M parameters to {out}")
 
@@ -38,6 +37,7 @@ def convert(
     """Rewrite a drafter directory in the other layout; the weights keep their bits."""
     from vllm_specblock.drafters.common.hub import drafter_folder, target_folder
     from vllm_specblock.drafters.specblock import checkpoint
+    from vllm_specblock.train import saving
     from vllm_specblock.train.target.target_info import check_target, describe_target
 
     folder, info = drafter_folder(source), None
@@ -45,5 +45,5 @@ def convert(
         made_for, directory = checkpoint.read_config(folder).target, target_folder(target)
         info = describe_target(directory, str(target), made_for.layer_ids)
         check_target(folder, made_for, directory, info)
-    checkpoint.convert(folder, out, to, info)
+    saving.convert(folder, out, to, info)
     typer.echo(f"Wrote {source} in the layout '{to}' to {out}")

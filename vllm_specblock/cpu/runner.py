@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm_specblock import triton_interpreter
 from vllm_specblock.config import OptionError
+from vllm_specblock.cpu import triton_interpreter
 from vllm_specblock.engine.config.ours import WHEN_ASKED, is_ours
 from vllm_specblock.engine.patches import Function, replaces
 

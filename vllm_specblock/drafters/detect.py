@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm_specblock.drafters.common.checkpoint_files import CONFIG
 from vllm_specblock.drafters.common.config import CheckpointError, read_json
-from vllm_specblock.drafters.dflash.config import is_causal, is_dflash
-from vllm_specblock.drafters.eagle3.config import is_eagle3
+from vllm_specblock.drafters.dflash import config as dflash
+from vllm_specblock.drafters.eagle3 import config as eagle3
 from vllm_specblock.drafters.registry import DRAFTERS, drafter_kind
 
 KIND = "specblock_head"
@@ -20,10 +20,10 @@ def kind_of(directory: Path) -> str:
     """Return the kind of a checkpoint by its config.json; CheckpointError: none, or unknown."""
     raw, where = read_json(directory / CONFIG)
     named = raw.get(KIND)
-    if is_dflash(raw):
-        return "jetspec" if is_causal(raw) else "dflash"
+    if block := dflash.kind_in(raw):
+        return block
     if named is None:
-        return "eagle3" if is_eagle3(raw) else "specblock"
+        return eagle3.kind_in(raw) or "specblock"
     known = [name for name, kind in DRAFTERS.items() if kind.checkpoint is not None]
     if named not in known:
         raise CheckpointError(

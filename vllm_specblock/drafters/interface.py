@@ -3,60 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
 
+from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.tree import DraftTree
-
-
-@dataclass(frozen=True)
-class CommittedTokens:
-    """The rows that one target step committed, on which drafters advance.
-
-    Row t holds the target's states of the token at `position[t]`, and the token after it. A
-    request's rows are consecutive, perhaps with padding after the accepted path (`kv_slot` −1).
-    T rows, R requests, L layers of the target that some drafter reads, B rows of its batch.
-    """
-
-    # L × [B, Ht], low layers first; in CUDA graphs one tensor.
-    states: Sequence[torch.Tensor] | torch.Tensor
-    source: torch.Tensor  # [T] int64, row of `states`
-    token: torch.Tensor  # [T] int64, the token at position + 1, target vocabulary
-    position: torch.Tensor  # [T] int64
-    index: torch.Tensor  # [T] int64, place in `block_table`: less the tokens of masked blocks
-    kv_slot: torch.Tensor  # [T] int64, the target's cache slot; −1: not stored (padding, holes)
-    row_start: torch.Tensor  # [R+1] int32, first row of each request
-    row_start_host: list[int]
-    last: torch.Tensor  # [R] int64, the newest row of each request, from which it drafts
-    block_table: torch.Tensor  # [R, max blocks] int32, without masked blocks (`CacheHoles`)
-    block_size: int  # tokens in one block
-    max_position: int  # host upper bound of `position`, for loop bounds only
-    # [S, longest request] int32, tokens of the engine's S request slots, up to the root's, which
-    # is at position[last] + 1.
-    text: torch.Tensor
-    req_idx: torch.Tensor  # [R] int64, each request's row of `text`
-    temperature: torch.Tensor  # [R] fp32; 0: greedy
-
-    PER_ROW: ClassVar = ("source", "token", "position", "index", "kv_slot")
-    PER_REQUEST: ClassVar = ("block_table", "req_idx", "temperature")
-
-    def request(self) -> torch.Tensor:
-        """[T] int64, the request of each row."""
-        row = torch.arange(len(self.token), device=self.token.device)
-        return (row[:, None] >= self.row_start[1:-1]).sum(1)
-
-    def features(self, layers: tuple[int, ...]) -> torch.Tensor:
-        """[T, len(layers) · Ht], the states of `layers` (indices into `states`) side by side."""
-        first, after = layers[0], layers[-1] + 1
-        if isinstance(self.states, torch.Tensor) and layers == (*range(first, after),):
-            rows = self.states[first:after].transpose(0, 1)
-            return rows.index_select(0, self.source).flatten(1)  # one launch
-        return torch.cat([self.states[layer][self.source] for layer in layers], dim=-1)
 
 
 @dataclass(frozen=True)

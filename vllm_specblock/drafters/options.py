@@ -64,14 +64,22 @@ _DRAFTER = "vllm_specblock.drafters.dflash.drafter:DFlashDrafter"
 _FILES = "vllm_specblock.drafters.dflash.model:FILES"
 
 
+@register_drafter(
+    "peagle",
+    "vllm_specblock.drafters.eagle3.drafter:ParallelDrafter",
+    "vllm_specblock.drafters.eagle3.model:FILES",
+)
+@register_drafter("dspark", _DRAFTER, _FILES, needs_block_drop=False)
+@register_drafter("dflash2", _DRAFTER, _FILES, needs_block_drop=False)
 @register_drafter("jetspec", _DRAFTER, _FILES, needs_block_drop=False)
 @register_drafter("dflash", _DRAFTER, _FILES, needs_block_drop=False)
 class DFlashConfig(WeightedOptions):
     """How far such a drafter drafts; its tree is the best paths through one block."""
 
     depth: Annotated[int, Field(ge=1, le=255)] | None = None
-    """Masks of a block, and tokens on the longest path. Default: as in training, and at most the
-    number of nodes. A smaller depth changes DFlash's drafts, and only shortens JetSpec's."""
+    """Tokens on the longest path. Default: as in training (`peagle`: 8), and at most the number of
+    nodes. A smaller depth changes the drafts where masks see later ones (DFlash), else only
+    shortens them."""
 
 
 _CANDIDATES = 2048

@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
 
-    from vllm_specblock.drafters.interface import CommittedTokens
+    from vllm_specblock.committed import CommittedTokens
     from vllm_specblock.engine.metrics.counters import Counts
     from vllm_specblock.engine.runner.step_batch import StepBatch
     from vllm_specblock.feedback.verified_trees import VerifiedTrees

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from vllm_specblock.drafters.common.layers import Attend
-from vllm_specblock.drafters.specblock import checkpoint as drafter_files
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.train import saving
 from vllm_specblock.train.attention import FirstBlock, Kernel, NextBlock
 from vllm_specblock.train.config import Recipe
 from vllm_specblock.train.distributed import BatchCounts
@@ -73,7 +73,7 @@ class SpecBlockLearner(Learner):
         # No deepcopy of the module: it would copy checkpointed forwards.
         drafter = SpecBlockModel(self.drafter.config)
         drafter.load_state_dict(self.drafter.state_dict())
-        drafter_files.save(drafter.to(torch.bfloat16), directory)
+        saving.save(drafter.to(torch.bfloat16), directory)
 
 
 def outcome(

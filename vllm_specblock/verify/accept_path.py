@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.tree import pack_bits, unpack_bits
 from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.tree.node_bits import pack_bits, unpack_bits
 from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows, accept_path_triton
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.tree import words_for
 from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.tree.node_bits import words_for
 from vllm_specblock.triton_kernels.verify.build_tree_mask import (
     BatchRows,
     MaskTensors,

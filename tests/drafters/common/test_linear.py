@@ -10,9 +10,9 @@ from support.dense_cache import DenseCache
 from support.engines import DRAFTER, ROOT
 from support.records import small_drafter
 from torch import nn
+from vllm_specblock.triton_kernels.layers.fp8_linear import Fp8Linear
 
 from vllm_specblock.drafters.common.linear import (
-    Fp8Linear,
     Joined,
     PackedLinear,
     add_linear,

@@ -7,7 +7,9 @@ import torch
 from support.committed import rows_of
 from support.lone_drafters import MAX_LEN, PAGE
 
-from vllm_specblock.drafters.common.missed_rows import Backlog, CacheHoles, MissedRows
+from vllm_specblock.cache_holes import CacheHoles
+from vllm_specblock.committed import MissedRows
+from vllm_specblock.drafters.common.missed_rows import Backlog
 
 
 class Course:

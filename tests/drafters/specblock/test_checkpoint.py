@@ -15,6 +15,7 @@ from support.tensors import assert_equal
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.drafters.specblock.config import TargetInfo
+from vllm_specblock.train import saving
 from vllm_specblock.train.untrained import init
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -33,7 +34,7 @@ def llama(tmp_path) -> Path:
 
 @pytest.fixture
 def ours(llama, tmp_path) -> Path:
-    checkpoint.convert(llama, tmp_path / "ours", "ours")
+    saving.convert(llama, tmp_path / "ours", "ours")
     return tmp_path / "ours"
 
 
@@ -98,7 +99,7 @@ def test_vocab_mapping_pt_wins_in_the_published_layout_alone(request, layout):
     targets = drafter.target_ids(torch.arange(96))
     assert torch.equal(drafter.t2d, t2d) == (layout == "llama")
     assert torch.equal(targets, torch.arange(32, 128)) == (layout == "llama")
-    checkpoint.convert(folder, folder.parent / "converted", "ours")
+    saving.convert(folder, folder.parent / "converted", "ours")
     assert torch.equal(checkpoint.load(folder.parent / "converted").d2t, drafter.d2t)
 
 
@@ -119,8 +120,8 @@ def test_full_draft_vocabulary_needs_no_mapping(llama):
 
 
 def test_convert_there_and_back_loses_nothing(published, tmp_path):
-    checkpoint.convert(published, tmp_path / "ours", "ours")
-    checkpoint.convert(tmp_path / "ours", tmp_path / "back", "published")
+    saving.convert(published, tmp_path / "ours", "ours")
+    saving.convert(tmp_path / "ours", tmp_path / "back", "published")
     config = checkpoint.read_config(published)
     for directory in (tmp_path / "ours", tmp_path / "back"):
         assert checkpoint.read_config(directory) == config
@@ -140,12 +141,12 @@ def test_convert_writes_down_a_target_and_keeps_it(llama, tmp_path):
         vocab_size=160,
         layer_ids=(2, 4, 6),
     )
-    checkpoint.convert(llama, tmp_path / "ours", "ours", info)
+    saving.convert(llama, tmp_path / "ours", "ours", info)
     assert checkpoint.read_config(tmp_path / "ours").target == info
     raw = json.loads((tmp_path / "ours" / "config.json").read_text())
     verifier = raw["speculators_config"]["verifier"]
     assert verifier == {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
-    checkpoint.convert(tmp_path / "ours", tmp_path / "back", "published")
+    saving.convert(tmp_path / "ours", tmp_path / "back", "published")
     raw = json.loads((tmp_path / "back" / "config.json").read_text())
     written = {
         "architectures": ["LlamaForCausalLMSpecBlock"],
@@ -160,7 +161,7 @@ def test_convert_writes_down_a_target_and_keeps_it(llama, tmp_path):
 def test_a_saved_drafter_loads_and_is_readable_like_any_new_file(tmp_path):
     target = write_target(tmp_path / "target", model_type="qwen3", head_dim=32)
     drafter = init(target, block_size=3, num_layers=3, draft_vocab_size=100)
-    checkpoint.save(drafter, tmp_path / "out")
+    saving.save(drafter, tmp_path / "out")
     loaded = checkpoint.load(tmp_path / "out")
     assert loaded.config == drafter.config
     assert_equal(loaded.state_dict(), drafter.state_dict())
@@ -184,5 +185,5 @@ def test_published_layout_refuses_what_it_cannot_hold(tmp_path, key, value):
     drafter = init(write_target(tmp_path / "target"))
     drafter.config = drafter.config.model_copy(update={key: value})
     with pytest.raises(CheckpointError, match=f"cannot hold a drafter whose {key} is"):
-        checkpoint.save(drafter, tmp_path / "out", layout="published")
+        saving.save(drafter, tmp_path / "out", layout="published")
     assert not (tmp_path / "out").exists()

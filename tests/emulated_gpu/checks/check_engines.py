@@ -34,7 +34,7 @@ from support.engines import (
     prompts,
     record_preemptions,
 )
-from support.learned import LEARNERS, write_learned
+from support.learned import LEARNERS, write_learned, write_peagle
 from transformers import AutoTokenizer
 from vllm import SamplingParams, __version__
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -116,6 +116,11 @@ ENGINES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     "fp8 cache eager": (BOTH[1:], {**NGRAM, "model": None, "earlier_tokens": 0}, FP8_CACHE),
     "DFlash": (BOTH[:1], {"model": "dflash"}, GRAPHS),
     "JetSpec": (BOTH[:1], {"model": "jetspec"}, GRAPHS),
+    "DSpark and P-EAGLE": (
+        BOTH[:1],
+        {"model": "dspark", "second_drafter": {"model": "peagle"}, "draft_policy": "merge"},
+        GRAPHS,
+    ),
     "crowded": (BOTH[:1], {}, GRAPHS | CROWDED),
     "crowded eager": (BOTH[:1], ADAPTIVE, CROWDED),
     "crowded routed": (
@@ -217,6 +222,8 @@ def test_tokens_are_those_of_plain_vllm(name, dtype, tmp_path, monkeypatch):
         said = [one.tokens for one in plain("float32")]
         folder = write_learned(tmp_path / "learned", speculative["model"], texts, said)
         speculative["model"] = str(folder)
+    if speculative.get("second_drafter") == {"model": "peagle"}:
+        speculative["second_drafter"] = {"model": str(write_peagle(tmp_path / "second"))}
     if speculative.get("adapt", {}).get("trainer") == "folder":
         speculative["adapt"] = {"trainer": str(tmp_path / "requests")}
     wanted = plain(dtype, *((LORA | FP8_CACHE).items() & changes.items()))

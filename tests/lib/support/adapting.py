@@ -24,7 +24,7 @@ from vllm_specblock.adapt.link.folder_link import (
 )
 from vllm_specblock.adapt.policy.interface import FinishedRequest
 from vllm_specblock.adapt.versions import StagedVersion, VersionFolder
-from vllm_specblock.drafters.specblock import checkpoint
+from vllm_specblock.train import saving
 
 VOCAB = 32
 
@@ -43,7 +43,7 @@ class Pair:
         table = torch.randn(VOCAB, HIDDEN, generator=draw)
         head = torch.nn.functional.normalize(table, dim=1)
         made = cls(folder / "drafter", folder / "target", table)
-        checkpoint.save(small_drafter(seed, vocab=VOCAB), made.drafter)
+        saving.save(small_drafter(seed, vocab=VOCAB), made.drafter)
         made.target.mkdir()
         sizes = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_attention_heads": 4}
         (made.target / "config.json").write_text(json.dumps({**sizes, "num_hidden_layers": 8}))

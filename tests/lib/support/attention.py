@@ -13,8 +13,7 @@ from vllm_specblock.triton_kernels.attention.tree_attention import (
 )
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAttentionBatch
 from vllm_specblock.triton_kernels.attention.tree_attention_reference import tree_attention
-
-from vllm_specblock.tree import pack_bits
+from vllm_specblock.triton_kernels.tree.node_bits import pack_bits
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 LAYOUTS = {

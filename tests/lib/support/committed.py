@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.committed import CommittedTokens
+from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.train.learner import EvalSequence
 from vllm_specblock.tree import DraftTree
 

@@ -10,7 +10,8 @@ from support.engines import Engine, Output
 from support.matrix import PROMPTS
 from support.trees import to_tree
 
-from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.committed import CommittedTokens
+from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.engine.runner.draft_policy import DraftPolicy
 from vllm_specblock.tree import DraftTree
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from support.records import SIZES
+from support.trees import best_paths
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
@@ -66,7 +67,8 @@ class PlainEagle3:
 
         def attend(layer, query, key, value):
             seen[layer].append((key[0], value[0]))
-            keys, values = (torch.stack(each, 1)[None] for each in zip(*seen[layer]))
+            window = drafter.config.layer_windows[layer] or len(seen[layer])
+            keys, values = (torch.stack(each, 1)[None] for each in zip(*seen[layer][-window:]))
             mixed = scaled_dot_product_attention(query[..., None, :], keys, values, enable_gqa=True)
             return mixed[..., 0, :]
 
@@ -77,19 +79,29 @@ class PlainEagle3:
         for t in range(end):
             state = row(self.text[t + 1], drafter.fuse(self.features[t]), t)
         for step, token in enumerate(path):
-            state = row(token, drafter.carry(state), end + step)
+            masked = token == drafter.config.mask_token_id
+            feature = drafter.fuse(drafter.mask_hidden) if masked else drafter.carry(state)
+            state = row(token, feature, end + step)
         return state
+
+    def logprobs(self, path: Sequence[int], beta: float) -> dict[int, float]:
+        """Target id -> log-probability behind `path`."""
+        logits = self.drafter.logit_scale * self.drafter.logits(self.state(path))
+        target = torch.arange(len(self.drafter.d2t)) + self.drafter.d2t
+        return dict(zip(target.tolist(), (beta * logits).log_softmax(-1).tolist()))
+
+    def block(self, depth: int, nodes: int, beta: float) -> dict[tuple[int, ...], float]:
+        """Path -> score of P-EAGLE's tree: behind any path are as many masks."""
+        mask = self.drafter.config.mask_token_id
+        rows = [self.logprobs([mask] * k, beta) for k in range(depth)]
+        return best_paths(lambda path: rows[len(path)], depth, nodes)
 
     def tree(self, shape: TreeShape, slots: int, beta: float) -> dict[tuple[int, ...], float]:
         """Path -> score. A row of a later level needs one of the `slots` behind the text."""
 
         def children(path, score):
-            logits = self.drafter.logit_scale * self.drafter.logits(self.state(path))
-            best = (beta * logits).log_softmax(-1).topk(shape.width)
-            return {
-                (*path, draft_id + int(self.drafter.d2t[draft_id])): score + float(each)
-                for each, draft_id in zip(best.values, best.indices.tolist())
-            }
+            found = sorted(self.logprobs(path, beta).items(), key=lambda node: -node[1])
+            return {(*path, token): score + each for token, each in found[: shape.width]}
 
         level = children((), 0.0)
         found = dict(level)

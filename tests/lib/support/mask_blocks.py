@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from support.dflash import JETSPEC, PUBLISHED, make_model, plain_logits
+from support import dflash
+from support.dflash import make_model, plain_states
 from torch import Tensor
 
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
 from vllm_specblock.drafters.options import DFlashConfig
+from vllm_specblock.drafters.registry import DRAFTERS
 
 H, V, PAGE, MAX_LEN, NODES = 32, 64, 8, 64, 20
 TABLES = torch.tensor([[3, 7, 1, 12, 5, 6, 9, 10], [4, 2, 8, 11, 13, 14, 15, 16]])
-KINDS: dict[str, dict[str, Any]] = {"dflash": PUBLISHED, "jetspec": JETSPEC}
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": dflash.PUBLISHED,
+    "jetspec": dflash.JETSPEC,
+    "dflash2": dflash.DFLASH2,
+    "dspark": dflash.DSPARK,
+    "windows": dflash.WINDOWS,
+    "windows, speculators": dflash.speculators("dflash", dflash.WINDOWED),
+    "both ways": dflash.speculators("dflash", dflash.WINDOWED, sliding_window_non_causal=True),
+}
 """The config.json of each."""
 
 
@@ -35,12 +46,13 @@ def make_drafter(
     """A drafter without caches."""
     embedding, head = tables_of_target()
     model = make_model(KINDS[kind])
-    model.share_head(head)
+    if model.wants_head:
+        model.share_head(head)
     process_after_loading(model, options.get("quantization"))
     drafter = DFlashDrafter(
         model, lambda ids: embedding[ids], DFlashConfig(**options), nodes, MAX_LEN, lookahead
     )
-    assert drafter.kind == kind
+    assert drafter.kind == (kind if kind in DRAFTERS else "dflash")
     return drafter
 
 
@@ -52,12 +64,34 @@ def made_up(requests: int) -> tuple[Tensor, Tensor]:
 
 
 def plain_logprobs(
-    kind: str, states: Tensor, text: Tensor, end: int, masks: int, beta: float = 1.0
-) -> Tensor:
-    """[masks, V], what each mask says behind the root text[end]; states [3, n, H], text [n]."""
-    embedding, head = tables_of_target()
-    model = make_model(KINDS[kind])
-    model.share_head(head)
+    drafter: DFlashDrafter, states: Tensor, text: Tensor, end: int, drafted: int, beta: float = 1.0
+) -> Callable[[int, int], dict[int, float]]:
+    """Log-probability of each token of the first `drafted` behind the root text[end].
+
+    It is asked by place and the token before; states [3, n, H], text [n].
+    """
+    model, config = drafter.model, drafter.model.config
     features = states.transpose(0, 1).flatten(1)[:end]
-    block = embedding[torch.tensor([int(text[end]), *[model.config.mask_token_id] * masks])]
-    return (beta * plain_logits(model, features, block)[1:]).log_softmax(-1)
+    masks = [config.mask_token_id] * (drafted - config.from_root)
+    block = drafter.embed(torch.tensor([int(text[end]), *masks]))
+    normed = plain_states(model, features, block)[0 if config.from_root else 1 :]
+    logits = config.logit_scale * model.lm_head(normed)
+    if config.soft_cap:
+        logits = config.soft_cap * torch.tanh(logits / config.soft_cap)
+    logits, target = beta * logits, torch.arange(len(model.d2t)) + model.d2t
+
+    def choices(place: int, before: int) -> dict[int, float]:
+        here = logits[place]
+        if model.pairs is not None:
+            left = model.pairs.before.weight[before]
+            if model.pairs.of_state is not None:
+                left = left * model.pairs.of_state(normed[place])
+            # Tokens beyond the likeliest are left as they are.
+            asked = here.topk(min(config.pair_width, len(here))).indices
+            scale = config.logit_scale if model.pairs.of_state is None else 1.0
+            gain = model.pairs.after.weight @ left * beta * scale
+            here = here.index_add(0, asked, gain[asked]).log_softmax(0)[asked]
+            return dict(zip(target[asked].tolist(), here.tolist()))
+        return dict(zip(target.tolist(), here.log_softmax(0).tolist()))
+
+    return choices

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from hypothesis import strategies as st
+from vllm_specblock.triton_kernels.tree.node_bits import words_for
 from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees
 
-from vllm_specblock.tree import DraftTree, words_for
+from vllm_specblock.tree import DraftTree
 from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 
 Nodes = list[tuple[int, int]]
@@ -101,15 +102,20 @@ def assert_same_tree(
     assert {p: found[p] for p in common} == pytest.approx({p: wanted[p] for p in common}, abs=1e-3)
 
 
-def best_paths(scores: Iterable[Iterable[float]], count: int = 1 << 30) -> dict[tuple, float]:
-    """Path → the sum of its scores, one of each row: the `count` best paths of any depth."""
+def best_paths(
+    choices: Callable[[tuple[int, ...]], Mapping[int, float]], depth: int, count: int = 1 << 30
+) -> dict[tuple[int, ...], float]:
+    """Path → the sum of its scores: the `count` best paths of up to `depth` tokens.
+
+    choices: token → score of the tokens behind a path.
+    """
     found: dict[tuple[int, ...], float] = {}
     level: dict[tuple[int, ...], float] = {(): 0.0}
-    for row in scores:
+    for _ in range(depth):
         level = {
-            (*path, token): score + float(each)
+            (*path, token): score + each
             for path, score in level.items()
-            for token, each in enumerate(row)
+            for token, each in choices(path).items()
         }
         level = dict(sorted(level.items(), key=lambda node: -node[1])[:count])
         found |= level

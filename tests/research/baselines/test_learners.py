@@ -27,7 +27,7 @@ from support.baseline_batches import (
     script_to,
     vocabulary,
 )
-from support.dflash import plain_logits
+from support.dflash import plain_states
 from support.eagle3 import PlainEagle3
 from support.trees import texts
 from transformers import AutoModelForCausalLM
@@ -116,7 +116,7 @@ def mask_rows(drafter, train_batch, where: Where, fed) -> list[torch.Tensor]:
     features = train_batch.target_outputs.hidden[window, begin : column + 1]
     root = int(train_batch.batch.tokens[window, column + 1])
     block = embed(torch.tensor([root, *[MASK] * 3]))
-    return list(plain_logits(drafter, features, block)[1:].log_softmax(-1))
+    return list(drafter.lm_head(plain_states(drafter, features, block))[1:].log_softmax(-1))
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,16 @@ from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     DraftedRows,
     later_block_metadata,
 )
-from vllm_specblock.triton_kernels.tree.candidate_keys import CLOSED, DEPTH_ONE, ROOT_HASH
+from vllm_specblock.triton_kernels.tree.candidate_keys import (
+    CLOSED,
+    DEPTH_ONE,
+    ROOT_HASH,
+    extend_hash,
+    rank_key,
+)
 from vllm_specblock.triton_kernels.tree.select_tree import Candidates
 
-from vllm_specblock.candidates import NEVER, extend_hash, rank_key, select
+from vllm_specblock.candidates import NEVER, select
 from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.tree import DraftTree

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support.tensors import assert_equal, column, on
+from vllm_specblock.triton_kernels.tree.node_bits import climb
 from vllm_specblock.triton_kernels.verify.build_tree_mask import MaskTensors
 
-from vllm_specblock.tree import climb
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
 
 WRITTEN = MaskTensors._fields

@@ -13,7 +13,7 @@ from vllm_specblock.adapt.link.folder_link import FolderLink
 from vllm_specblock.adapt.options import Requests
 from vllm_specblock.adapt.serving.slabs import Slabs
 from vllm_specblock.adapt.serving.swaps import Swaps
-from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.engine.metrics.counters import Counts
 from vllm_specblock.engine.request_drafts import wants_drafts
 from vllm_specblock.engine.step_observer import StepObserver

@@ -196,6 +196,29 @@ def with_mapping(
     return tensors | {name: Stored.of(mapping[name]) for name in MAPPING_NAMES if name in mapping}
 
 
+def own_tables(config: Any, names: Collection[str]) -> tuple[bool, bool]:
+    """Return whether a drafter of another project has an embedding and an LM head of its own."""
+    # The target's embedding will do only where it is as wide, and its LM head where it also names
+    # the same tokens.
+    narrow = config.hidden_size != config.target_hidden_size
+    apart = narrow or config.draft_vocab_size != config.vocab_size
+    return narrow or "embed_tokens.weight" in names, apart or "lm_head.weight" in names
+
+
+def with_d2t(stored: Tensors, found: Tensors, config: Any, directory: Path) -> Tensors:
+    """Return `stored` with d2t, checked: its own, that of t2d, or of a whole vocabulary."""
+    count = config.draft_vocab_size
+    marks = next((entry for name, entry in found.items() if name.endswith("t2d")), None)
+    if "d2t" not in stored and count == config.vocab_size:
+        stored["d2t"] = Stored.of(torch.zeros(count, dtype=torch.int64))
+    elif "d2t" not in stored and marks is not None:
+        targets = marks.read().nonzero()[:, 0]
+        stored["d2t"] = Stored.of(targets - torch.arange(len(targets)))
+    if "d2t" in stored and stored["d2t"].shape == (count,):
+        check_mapping(stored["d2t"].read(), config.vocab_size, directory)
+    return stored
+
+
 def check_mapping(d2t: Tensor, vocab_size: int, directory: Path, t2d: Tensor | None = None) -> None:
     """Raise CheckpointError unless d2t [Vd] leads to different target ids, those that t2d marks."""
     targets = torch.arange(len(d2t)) + d2t

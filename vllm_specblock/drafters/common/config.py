@@ -71,6 +71,11 @@ class NetworkShape(BaseModel):
         """Whether q, k and v, the attention's output, and the MLP have a bias."""
         return False, False, False
 
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Entries that a row of each layer sees, itself included; None: all."""
+        return (None,) * self.num_hidden_layers
+
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -93,11 +98,16 @@ class DecoderShape(NetworkShape):
 
     computes_yarn: ClassVar[bool] = True
 
+    target_hidden_size: Count  # Ht
+    draft_vocab_size: Count  # Vd; equal to `vocab_size`: no mapping
+    logit_scale: Annotated[float, Field(gt=0)] = 1.0
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None  # of what drafts in parallel
     # Dimensions of a head that RoPE turns, its first ones; None: all of them.
     rotary_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
     # Hidden states of the target that are fused: i is the residual stream after i layers. None:
     # `default_layer_ids`.
     layer_ids: Annotated[tuple[int, ...], Field(min_length=1), Ascending] | None = None
+    windows: tuple[Count | None, ...] | None = None  # see `layer_windows`; None: no windows
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -106,15 +116,29 @@ class DecoderShape(NetworkShape):
     def biases(self) -> tuple[bool, bool, bool]:
         return self.qkv_bias, self.output_bias, self.mlp_bias
 
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        return super().layer_windows if self.windows is None else self.windows
+
     def target_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the states that it reads of a target with so many layers."""
         return self.layer_ids or default_layer_ids(num_layers)
 
     @model_validator(mode="after")
-    def _check_rotary_dim(self) -> Self:
+    def _check_decoder(self) -> Self:
         if self.rotary_dim is not None and self.rotary_dim > self.head_dim:
             raise ValueError(
                 f"RoPE turns {self.rotary_dim} dimensions of a head, which has {self.head_dim}"
+            )
+        if len(self.layer_windows) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types names {len(self.layer_windows)} layers, but num_hidden_layers is "
+                f"{self.num_hidden_layers}"
+            )
+        if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id}, but the vocabulary ends at "
+                f"{self.vocab_size - 1}"
             )
         return self
 
@@ -176,10 +200,14 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}).") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds a JSON {type(raw).__name__}, but must hold an object.")
+    _check_containers(raw, str(path))
+    return raw, str(path)
+
+
+def _check_containers(raw: dict[str, Any], where: str) -> None:
     for key, (kind, expected) in _CONTAINERS.items():
         if not isinstance(raw.get(key), (kind, type(None))):
-            raise CheckpointError(f"{path} has {key} = {raw[key]!r}, but it must be {expected}.")
-    return raw, str(path)
+            raise CheckpointError(f"{where} has {key} = {raw[key]!r}, but it must be {expected}.")
 
 
 def layers_of(raw: dict[str, Any]) -> dict[str, Any]:
@@ -200,6 +228,19 @@ def layers_of(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def flattened(raw: dict[str, Any], where: str, keys: Iterable[str]) -> dict[str, Any]:
+    """Return the decoder layer of the speculators layout, with the `keys` that stand beside it."""
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise CheckpointError(
+            f"{where} has transformer_layer_config = {layer!r}, but it must be an object that "
+            "describes the drafter's layer."
+        )
+    _check_containers(layer, where)
+    beside = ("speculators_model_type", "quantization_config", *keys)
+    return layer | {key: raw[key] for key in beside if raw.get(key) is not None}
+
+
 def shape_of(raw: dict[str, Any], own: dict[str, Any], where: str, kind: type[Shape]) -> Shape:
     """Return a shape of `kind`: `raw`'s fields of the same name, heads, RoPE, and then `own`.
 
@@ -214,9 +255,30 @@ def shape_of(raw: dict[str, Any], own: dict[str, Any], where: str, kind: type[Sh
     partial = said.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
     if partial != 1 and isinstance(partial, (int, float)) and isinstance(head_dim, int):
         layers["rotary_dim"] = int(head_dim * partial)
+    bias = bool(raw.get("attention_bias"))
+    layers |= {
+        "target_hidden_size": raw.get("target_hidden_size") or raw.get("hidden_size"),
+        "draft_vocab_size": raw.get("draft_vocab_size") or raw.get("vocab_size"),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "windows": _windows(raw, where),
+    }
     keys = {key: raw.get(key) for key in kind.model_fields} | layers | own
     # Absent ones are left out: then either a default holds, or the key is missed by its name.
     return checked(where, {key: v for key, v in keys.items() if v is not None}, kind)
+
+
+def _windows(raw: dict[str, Any], where: str) -> list[Any] | None:
+    types, layers = raw.get("layer_types") or [], raw.get("num_hidden_layers")
+    # Some name those of the target's layers, too; a wrong number is refused with the shape.
+    count = layers if isinstance(layers, int) else 1
+    sliding = [each == "sliding_attention" for each in types[:count]]
+    if raw.get("use_swa") and not any(sliding):
+        sliding = [True] * count
+    window = raw.get("swa_window_size") or raw.get("sliding_window")
+    if any(sliding) and window is None:
+        raise CheckpointError(f"{where} lacks the key 'sliding_window', which its layers need.")
+    return [window if each else None for each in sliding] if any(sliding) else None
 
 
 def refuse(
@@ -230,13 +292,8 @@ def refuse(
 
     own: the object in `raw` that only such drafters have; variants: (is it there, its name).
     """
-    types, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
-    # Some name those of the target's layers, too; a wrong number is refused with the shape.
-    count = layers if isinstance(layers, int) else 1
-    own_types = types[:count] if isinstance(types, list) else []
     of_layers = (
         (raw.get("quantization_config"), "quantised weights"),
-        ("sliding_attention" in own_types, "sliding-window attention"),
         (raw.get("hidden_act", "silu") != "silu", f"hidden_act = {raw.get('hidden_act')!r}"),
         (own.get("use_aux_hidden_state", True) is False, "use_aux_hidden_state = false"),
     )

@@ -9,12 +9,12 @@ Later blocks borrow the slots of the request's next tokens, which are reserved f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm_specblock.commit import store_kv
-from vllm_specblock.drafters.common.network_drafter import MAX_ROWS
-from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.tree import pack_bits
+from vllm_specblock.committed import MAX_ROWS, CommittedTokens
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
     TreeAttentionBatch,
     packing_on_cpu,
@@ -27,6 +27,7 @@ from vllm_specblock.triton_kernels.drafting.later_block_metadata import (
     LaterBlockMetadata,
     later_block_metadata,
 )
+from vllm_specblock.triton_kernels.tree.node_bits import pack_bits
 
 
 class PagedAttention:
@@ -36,14 +37,12 @@ class PagedAttention:
         self,
         caches: list[torch.Tensor],  # [blocks, kv heads, block size · K, 2D] per drafter layer
         kv_index: torch.Tensor,  # [T, K] int64, where positions are stored; negative for padding
-        queries: TreeAttentionBatch,  # what the rows see
-        kept: TreeAttentionBatch | None = None,  # what those see that the last layer keeps
+        queries: list[TreeAttentionBatch],  # what the rows see in each layer
+        windows: Sequence[int | None] | None = None,  # see `NetworkShape.layer_windows`
     ) -> None:
         self.caches, self.kv_index = caches, kv_index.flatten()
         self.packing = packing_on_cpu(caches[0])
-        self.queries = [queries] * len(caches)
-        if kept is not None:
-            self.queries[-1] = kept
+        self.queries, self.windows = queries, windows or [None] * len(caches)
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -53,7 +52,11 @@ class PagedAttention:
         key, value = key.flatten(0, -3), value.flatten(0, -3)
         store_kv(cache, self.kv_index, key, value, packing=self.packing)
         out = self.queries[layer].attend(
-            query.flatten(0, -3), cache, query.shape[-1] ** -0.5, packing=self.packing
+            query.flatten(0, -3),
+            cache,
+            query.shape[-1] ** -0.5,
+            window=self.windows[layer],
+            packing=self.packing,
         )
         return out.view_as(query)
 
@@ -67,12 +70,19 @@ class DraftAttentionBuilder:
         max_position: positions at or beyond it have no slot (the model's length limit).
         path_rope: RoPE counts the tokens on the path to a later block's row; otherwise all rows
             have the base of block 1's drafting row.
+        windows: as PagedAttention, with K = 1.
     """
 
     def __init__(
-        self, caches: list[torch.Tensor], shape: TreeShape, max_position: int, path_rope: bool
+        self,
+        caches: list[torch.Tensor],
+        shape: TreeShape,
+        max_position: int,
+        path_rope: bool,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         self.caches, self.max_position, self.path_rope = caches, max_position, path_rope
+        self.windows = windows
         self.K, self.S, self.by_level = shape.block_size, shape.num_starts, shape.by_level
         # Row 0 is the drafting row of block 1: later blocks see it in their prefix, so it owns no
         # bits. Row 1 + i owns bits i·K … i·K + K − 1 of the window.
@@ -98,15 +108,16 @@ class DraftAttentionBuilder:
         """
         K, table, requests = self.K, rows.block_table, len(rows.row_start_host) - 1
         of = first_block_metadata(rows, K)
-        words, ends = self.no_bits[: len(of.prefix_len)], of.ends
-        limit = (rows.max_position + 1) * K
+        ends, limit = of.ends, (rows.max_position + 1) * K
 
         def sees(start: torch.Tensor, host: list[int], prefix: torch.Tensor) -> TreeAttentionBatch:
+            words = self.no_bits[: len(prefix)]
             return TreeAttentionBatch(table, start, host, ends, limit, prefix, words, ends)
 
         queries = sees(of.query_start, [row * K for row in rows.row_start_host], of.prefix_len)
         kept = sees(of.kept_start, [K * r for r in range(requests + 1)], of.kept_prefix)
-        return PagedAttention(self.caches, of.kv_index, queries, kept), of.base
+        of_layers = [queries] * (len(self.caches) - 1) + [kept]
+        return PagedAttention(self.caches, of.kv_index, of_layers, self.windows), of.base
 
     def begin(self) -> None:
         """Begin the later blocks of a step."""
@@ -141,4 +152,5 @@ class DraftAttentionBuilder:
             metadata.mask_words,
             metadata.tree_start,
         )
-        return PagedAttention(self.caches, metadata.kv_index, queries), metadata
+        of_layers = [queries] * len(self.caches)
+        return PagedAttention(self.caches, metadata.kv_index, of_layers, self.windows), metadata

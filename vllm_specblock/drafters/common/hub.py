@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_specblock.drafters.common.config import CheckpointError
 
-DRAFTER_FILES = ["config.json", "*.safetensors*", "vocab_mapping.pt", "pytorch_model*.bin*"]
+DRAFTER_FILES = ["config.json", "*.safetensors*", "*.pt", "pytorch_model*.bin*"]
 TARGET_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _OTHER_COPIES = ["original/*", "consolidated*"]  # of weights, which transformers does not read
 

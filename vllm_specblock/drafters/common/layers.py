@@ -28,6 +28,10 @@ callable owns the cache, the mask and the scaling by 1/sqrt(D).
 """
 
 
+Embed = Callable[[Tensor], Tensor]
+"""[n] ids -> [n, H]."""
+
+
 class RMSNorm(nn.RMSNorm):
     """RMS norm with float32 arithmetic inside; gives the dtype of its input."""
 
@@ -152,8 +156,31 @@ class DraftLM(nn.Module):
     norm: Any  # before the LM head
     lm_head: nn.Linear  # [Vd, H]
     d2t: Tensor  # [Vd] int64, target id − draft id
+    embed_tokens: nn.Embedding | None  # its own
     logit_scale = 1.0
     wants_head = False  # it lacks an LM head, see `share_head`
+
+    def make_tables(self, shape: Any, own_embedding: bool, own_head: bool) -> None:
+        """Make embedding and LM head, unless they are the target's, and the mapping."""
+        size, count = shape.hidden_size, shape.draft_vocab_size
+        self.embed_tokens = nn.Embedding(shape.vocab_size, size) if own_embedding else None
+        self.wants_head = not own_head
+        if own_head:
+            self.lm_head = nn.Linear(size, count, bias=False)
+        # Until a mapping is loaded: the first Vd target ids.
+        self.register_buffer("d2t", torch.zeros(count, dtype=torch.int64))
+
+    @torch.no_grad()
+    def embedding(self, embed: Embed) -> Embed:
+        """Return what embeds its tokens; a table that equals the target's is dropped."""
+        own = self.embed_tokens
+        if own is None:
+            return embed
+        ids = torch.arange(own.num_embeddings, device=own.weight.device)
+        if all(torch.equal(own(part), embed(part)) for part in ids.split(8192)):
+            self.embed_tokens = None
+            return embed
+        return own
 
     def share_head(self, weight: Tensor) -> None:
         """Take the target's LM head: weight [V, H], which is read and never written."""

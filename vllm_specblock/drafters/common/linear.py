@@ -9,30 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm_specblock.triton_kernels.layers.fp8_linear import fp8_linear, quantize
+from vllm_specblock.triton_kernels.layers.fp8_linear import ALL, Fp8Linear, fp8_linear
 
-ALL = slice(None)
 KEPT = ("rank_head",)  # small
 KERNELS = ("shift_proj",)  # read by a kernel without 8 bits
-
-
-class Fp8Linear(nn.Module):
-    """`linear` without a gradient, weights in 8 bits (`triton_kernels/layers/fp8_linear.py`)."""
-
-    weight: Tensor
-    scale: Tensor
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        weight, scale = quantize(linear.weight.detach())
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale)
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
-        """[..., in] -> [..., out], in the dtype of x; outputs: which of them are wanted."""
-        out = fp8_linear(x, self.weight[outputs], self.scale[outputs])
-        return out if self.bias is None else out + self.bias[outputs]
 
 
 class PackedLinear(nn.Module):

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain, product
 from typing import Any
 
 import torch
 
-from vllm_specblock.drafters.interface import CacheLayer, CommittedTokens, Drafter
+from vllm_specblock.committed import MAX_ROWS, CommittedTokens, in_parts
+from vllm_specblock.drafters.interface import CacheLayer, Drafter
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import packing_on_cpu
 from vllm_specblock.triton_kernels.warm_up import compile_attention
-
-MAX_ROWS = 512
-"""Rows of one part. With K = 4 positions that is enough for matrix units to be busy."""
 
 
 class NetworkDrafter(Drafter):
@@ -65,8 +61,9 @@ class NetworkDrafter(Drafter):
         query = cache.new_empty(1, config.num_attention_heads, config.head_dim)
         longest = min(most_rows, MAX_ROWS) * builder.rows_per_token
         seen, packing = self.max_model_len * self.entries_per_token, packing_on_cpu(cache)
-        for words in builder.word_counts:
-            compile_attention(query, cache, block_table, words, longest, seen, packing=packing)
+        for words, window in product(builder.word_counts, {*config.layer_windows}):
+            sizes = words, longest, seen
+            compile_attention(query, cache, block_table, *sizes, window=window, packing=packing)
 
     def advance(self, rows: CommittedTokens) -> None:
         self.attention_builder.step(rows)
@@ -75,46 +72,3 @@ class NetworkDrafter(Drafter):
     @abstractmethod
     def _forward(self, rows: CommittedTokens) -> torch.Tensor:
         """Run the network on some rows; returns [n, ..., H], of each request's last row."""
-
-
-def in_parts(
-    rows: CommittedTokens, forward: Callable[[CommittedTokens], torch.Tensor]
-) -> torch.Tensor:
-    """Call `forward` on one part after the other; earlier ones are in the cache by then.
-
-    Thousands of prompt rows of K positions, in an MLP's several copies, would take gigabytes.
-
-    Args:
-        forward: takes a part with n requests, returns [n, ...] of the last row of each.
-    """
-    bounds = rows.row_start_host
-    if bounds[-1] <= MAX_ROWS:
-        return forward(rows)
-    # Between requests, or within one that is too long. Requests with padding have at most 256
-    # rows, so padding is never a part of its own.
-    cuts = [0]
-    for start, end in pairwise(bounds):
-        if end - cuts[-1] > MAX_ROWS and start > cuts[-1]:
-            cuts.append(start)
-        while end - cuts[-1] > MAX_ROWS:
-            cuts.append(cuts[-1] + MAX_ROWS)
-    found = []
-    for start, end in pairwise([*cuts, bounds[-1]]):
-        out = forward(part_of(rows, start, end))
-        unfinished = bounds[bisect_left(bounds, end)] > end  # the last request goes on
-        found.append(out[: len(out) - unfinished])
-    return torch.cat(found)
-
-
-def part_of(rows: CommittedTokens, start: int, end: int) -> CommittedTokens:
-    """Rows `start` … `end` − 1."""
-    bounds = rows.row_start_host
-    first, after = bisect_right(bounds, start) - 1, bisect_left(bounds, end)
-    return replace(
-        rows,
-        **{name: getattr(rows, name)[start:end] for name in rows.PER_ROW},
-        **{name: getattr(rows, name)[first:after] for name in rows.PER_REQUEST},
-        row_start=rows.row_start[first : after + 1].clamp(start, end) - start,
-        row_start_host=[min(max(n, start), end) - start for n in bounds[first : after + 1]],
-        last=rows.last[first:after].clamp(max=end - 1) - start,
-    )

@@ -1,108 +1,160 @@
-"""DFlash model configuration, and its `config.json` as the authors write it."""
+"""Configuration of drafters over blocks of masks, from `config.json` of the authors or speculators.
+
+DFlash (arXiv 2602.06036), JetSpec (2606.18394), DFlash2, and DSpark (2607.05147).
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vllm_specblock.drafters.common.config import (
     Ascending,
     CheckpointError,
     Count,
     DecoderShape,
+    flattened,
     refuse,
     shape_of,
 )
 
 ARCHITECTURE = "DFlashDraftModel"
-_SPECULATORS = "jetspec"  # a drafter with causal blocks in the speculators library
+_ARCHITECTURES = {"dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
+_LAYOUTS = ("dflash", *_ARCHITECTURES)  # of the speculators library
+
+_OWN = {
+    "dspark": {"markov_rank": "pair_rank"},
+    "dflash2": {
+        "selector_rank": "pair_rank",
+        "selector_top_k": "pair_width",
+        "conv_kernel_size": "conv_taps",
+        "conv_group_size": "conv_group",
+    },
+}
+"""Keys that a kind needs, and our fields."""
+
+_SCALES = {
+    "input_embedding_scale": "embedding_scale",
+    "output_multiplier": "logit_scale",
+    "final_logit_softcapping": "soft_cap",
+}
+"""Keys that DFlash2 may have."""
+
+_BESIDE = (
+    *("draft_vocab_size", "target_hidden_size", "block_size", "mask_token_id"),
+    *("sample_from_anchor", "markov_head_type", *_OWN["dspark"], *_OWN["dflash2"]),
+)
+"""Keys of the speculators layout beside the object that describes the layers."""
 
 
 class DFlashShape(DecoderShape):
-    """Qwen3 layers over a block of masks, with the target's width, embedding and LM head."""
+    """Qwen3 layers over a block: the root's token, and masks."""
 
     rope_theta: Annotated[float, Field(gt=0)] = 1e6
     qk_norm: Literal[True] = True
-    masks: Count  # of a block in training, after the root's token
-    mask_token_id: Annotated[int, Field(ge=0)]  # of the target
+    masks: Count  # of a block in training
+    mask_token_id: Annotated[int, Field(ge=0)]
     # config.json names the last of the layers that were run, from 0 on.
     layer_ids: Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
     causal: bool = False  # no row of a block sees a later one, as in JetSpec drafters
+    causal_windows: bool = False  # so it is in layers with a window
+    from_root: bool = False  # the root's row drafts the first token, else the first mask's
+    # Of the head that adds to a token's logit what the token before it says; None: no such head.
+    pair_rank: Count | None = None
+    pair_width: Count = 64  # likeliest tokens of a position that it is asked about
+    # DFlash2 alone.
+    conv_taps: Count | None = None  # rows that a convolution reads, up to its own
+    conv_group: Count | None = None  # channels with the same change of its weights
+    embedding_scale: Annotated[float, Field(gt=0)] = 1.0
+    soft_cap: Annotated[float, Field(ge=0)] = 0.0  # of the logits; 0: none
 
     @property
-    def target_hidden_size(self) -> int:
-        return self.hidden_size
+    def kind(self) -> str:
+        """The kind of drafter, by which it is registered."""
+        if self.pair_rank is not None:
+            return "dspark" if self.conv_taps is None else "dflash2"
+        return "jetspec" if self.causal else "dflash"
 
     @property
-    def draft_vocab_size(self) -> int:
-        return self.vocab_size
+    def layer_causal(self) -> tuple[bool, ...]:
+        """Whether each layer's rows see no later row of their block."""
+        windowed = (each is not None for each in self.layer_windows)
+        return tuple(self.causal or (each and self.causal_windows) for each in windowed)
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> DFlashShape:
+        if self.conv_group is not None and self.hidden_size % self.conv_group:
+            raise ValueError(
+                f"conv_group_size is {self.conv_group}, but must divide hidden_size, "
+                f"{self.hidden_size}"
+            )
+        return self
 
 
-def is_dflash(raw: dict[str, Any]) -> bool:
-    """Return whether `raw` is a DFlash or JetSpec config, supported or not."""
-    named = [*(raw.get("architectures") or []), raw.get("speculators_model_type")]
-    names = " ".join(map(str, named)).lower()
-    return "dflash_config" in raw or "dflash" in names or _SPECULATORS in names
-
-
-def is_causal(raw: dict[str, Any]) -> bool:
-    """Return whether blocks are causal: JetSpec writes `causal_head`, others vLLM's key."""
-    return any(_causal_keys(raw).values()) or raw.get("speculators_model_type") == _SPECULATORS
+def kind_in(raw: dict[str, Any]) -> str | None:
+    """Return the kind of such a drafter, supported or not; None: a config of another kind."""
+    names = f"{raw.get('speculators_model_type')} {raw.get('architectures')}".lower()
+    kinds = ("dspark", "dflash2", "dflash")
+    found = next((kind for kind in kinds if kind in names or f"{kind}_config" in raw), None)
+    return "jetspec" if found == "dflash" and any(_causal_keys(raw).values()) else found
 
 
 def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
     """Parse `raw`, a config.json; raises CheckpointError, in which `where` names it."""
-    own = _own(raw)
-    named, hidden = raw.get("architectures") or [], raw.get("hidden_size")
-    causal, vocabulary = _causal_keys(raw), raw.get("vocab_size")
-    widths = raw.get("target_hidden_size"), own.get("target_hidden_size")
+    layout, kind = raw.get("speculators_model_type"), kind_in(raw) or ""
+    architecture = _ARCHITECTURES.get(kind, ARCHITECTURE)
+    if layout in _LAYOUTS:
+        layers = raw.get("aux_hidden_state_layer_ids")
+        causal_windows = not raw.get("sliding_window_non_causal", True)
+        raw = flattened(raw, where, _BESIDE) | {"architectures": [architecture]}
+    else:
+        block = raw.get("dflash_config")
+        raw = raw | (block if isinstance(block, dict) else {})
+        layers = _moved(raw.get("target_layer_ids"), 1)
+        # Windows that are named by layer are causal if nothing is said.
+        causal_windows = "sliding_attention" in (raw.get("layer_types") or [])
+        causal_windows = causal_windows and not _causal_keys(raw)
+    named, causal = raw.get("architectures") or [], _causal_keys(raw)
     variants = (
-        ("speculators_model_type" in raw, "the layout of the speculators library"),
-        (ARCHITECTURE not in named, f"architectures = {named or None}"),
-        (own.get("use_swa"), "sliding-window attention"),
+        (layout not in (None, *_LAYOUTS), f"speculators_model_type = {layout!r}"),
+        (architecture not in named, f"architectures = {named}"),
         (len(set(causal.values())) > 1, f"{' and '.join(causal)} that contradict each other"),
-        (own.get("sample_from_anchor"), "blocks that are read from their first token"),
         (raw.get("is_neox_style", True) is False, "interleaved RoPE"),
-        (own.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias"), "sinks"),
-        (own.get("attention_value_scale") not in (None, 1, 1.0), "scaled values"),
-        (any(width not in (None, hidden) for width in widths), "a width that is not the target's"),
-        (raw.get("draft_vocab_size") not in (None, vocabulary), "a vocabulary of its own"),
+        (raw.get("attention_sink_bias") or raw.get("add_swa_attention_sink_bias"), "sinks"),
+        (raw.get("attention_value_scale") not in (None, 1, 1.0), "scaled values"),
+        (raw.get("markov_head_type", "vanilla") != "vanilla", "a gated or recurrent Markov head"),
     )
-    supported = f"plain DFlash and JetSpec drafters ({ARCHITECTURE}, Qwen3 layers)"
-    refuse(raw, own, where, supported, variants)
-    layers, block = own.get("target_layer_ids"), own.get("block_size", raw.get("block_size"))
-    mask = own.get("mask_token_id", raw.get("mask_token_id"))
-    for key, value in (("block_size", block), ("dflash_config.target_layer_ids", layers)):
-        if value is None:
+    supported = "DFlash, JetSpec, DFlash2 and DSpark drafters with Qwen3 layers"
+    refuse(raw, raw, where, supported, variants)
+    found = raw | {"target_layer_ids": layers}
+    for key in ("block_size", "target_layer_ids", *_OWN.get(kind, {})):
+        if found.get(key) is None:
             raise CheckpointError(f"{where} lacks the key {key!r}, which such a drafter needs.")
-    if isinstance(layers, list) and all(isinstance(each, int) for each in layers):
-        layers = tuple(each + 1 for each in layers)
-    bias = bool(raw.get("attention_bias"))
     keys = {
-        "masks": block - 1 if isinstance(block, int) else block,
-        "mask_token_id": mask,
+        "masks": _moved([raw["block_size"]], -1)[0],
+        "mask_token_id": raw.get("mask_token_id"),
         "layer_ids": layers,
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "causal": is_causal(raw),
+        "causal": any(causal.values()),
+        "causal_windows": causal_windows,
+        # vLLM's default for DSpark, outside of the speculators layout.
+        "from_root": bool(raw.get("sample_from_anchor", kind == "dspark" and layout is None)),
+        **{field: raw[key] for key, field in _OWN.get(kind, {}).items()},
     }
-    shape = shape_of({"rope_theta": 1e6} | raw, keys, where, DFlashShape)
-    if shape.mask_token_id >= shape.vocab_size:
-        raise CheckpointError(
-            f"{where} has mask_token_id = {mask}, but the vocabulary ends at "
-            f"{shape.vocab_size - 1}."
-        )
-    return shape
+    if kind == "dflash2":
+        keys |= {field: raw.get(key) for key, field in _SCALES.items()}
+    return shape_of({"rope_theta": 1e6} | raw, keys, where, DFlashShape)
 
 
-def _own(raw: dict[str, Any]) -> dict[str, Any]:
-    own = raw.get("dflash_config")
-    return own if isinstance(own, dict) else {}
+def _moved(numbers: Any, by: int) -> Any:
+    """Add `by` to each number of a list; leave anything else, which is refused with the shape."""
+    whole = isinstance(numbers, list) and all(isinstance(each, int) for each in numbers)
+    return [each + by for each in numbers] if whole else numbers
 
 
 def _causal_keys(raw: dict[str, Any]) -> dict[str, bool]:
-    own = _own(raw)
-    keys = {key: own.get(key) for key in ("causal_head", "causal")}
-    keys["is_causal"] = raw.get("is_causal")
-    return {key: bool(value) for key, value in keys.items() if value is not None}
+    """JetSpec writes `causal_head`, others vLLM's keys."""
+    block = raw.get("dflash_config")
+    own = raw | (block if isinstance(block, dict) else {})
+    keys = ("causal_head", "causal", "is_causal")
+    return {key: bool(own[key]) for key in keys if own.get(key) is not None}

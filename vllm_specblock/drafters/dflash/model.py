@@ -1,7 +1,7 @@
 """The DFlash network: Qwen3 layers over blocks of masks (arXiv 2602.06036).
 
 The target's states enter only as keys and values of every layer, by the block's own projections.
-Parameter names are those of the authors' checkpoints.
+Parameter names are those of the authors' checkpoints, but for `pairs`.
 """
 
 from __future__ import annotations
@@ -12,36 +12,59 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from vllm_specblock.drafters.common.checkpoint_files import CheckpointReader, Tensors
+from vllm_specblock.drafters.common.checkpoint_files import (
+    CheckpointReader,
+    Tensors,
+    own_tables,
+    with_d2t,
+)
+from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, DraftLM, RMSNorm
 from vllm_specblock.drafters.common.rope import Rotary, rewritten
+from vllm_specblock.drafters.dflash.block_layers import ConvLayer, PairHead
 from vllm_specblock.drafters.dflash.config import DFlashShape, from_json
+from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
+
+_PAIRS = {
+    "markov_head.markov_w1.weight": "pairs.before.weight",
+    "markov_head.markov_w2.weight": "pairs.after.weight",
+    "candidate_selector.predecessor_codebook": "pairs.before.weight",
+    "candidate_selector.successor_codebook": "pairs.after.weight",
+    "candidate_selector.hidden_projection.weight": "pairs.of_state.weight",
+}
+"""Names of the head's tensors in DSpark's and in DFlash2's checkpoints."""
+
+_UNUSED = ("t2d", "confidence_head.")
+"""The mapping's other direction, and what predicts acceptance: here that is measured."""
+
+_MASK = "mask_embedding.pt"  # another embedding of masks, which vLLM's loader reads
 
 
 class DFlashModel(DraftLM):
-    """Feature fusion, the layers, and the target's LM head, by `share_head`."""
+    """Feature fusion, the layers, and an embedding and an LM head only if the checkpoint has them.
 
-    wants_head = True
+    Without them it uses the target's embedding, and wants the target's LM head by `share_head`.
+    """
 
-    def __init__(self, shape: DFlashShape) -> None:
+    def __init__(
+        self, shape: DFlashShape, own_embedding: bool = False, own_head: bool = False
+    ) -> None:
         super().__init__()
-        self.config = shape
+        self.config, self.logit_scale = shape, shape.logit_scale
         size, eps = shape.hidden_size, shape.rms_norm_eps
-        self.fc = nn.Linear(len(shape.layer_ids) * size, size, bias=False)
+        self.make_tables(shape, own_embedding, own_head)
+        self.fc = nn.Linear(len(shape.layer_ids) * shape.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.num_hidden_layers))
+        kind = DecoderLayer if shape.conv_taps is None else ConvLayer
+        self.layers = nn.ModuleList(kind(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(size, eps)
         self.rotary = Rotary(shape, shape.rotary_dim)
-
-    def share_head(self, weight: Tensor) -> None:
-        super().share_head(weight)
-        # It names tokens as the target does.
-        self.d2t = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
+        self.pairs = None if shape.pair_rank is None else PairHead(shape, shape.pair_rank)
 
     def context(self, features: Tensor, position: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each layer's keys, with their RoPE, and values of committed tokens.
 
-        features [T, n·H], the target's states side by side, low layers first; position [T] int64
+        features [T, n·Ht], the target's states side by side, low layers first; position [T] int64
         -> [T, kv heads, D] each.
         """
         fused = self.hidden_norm(self.fc(features.to(self.dtype)))
@@ -51,20 +74,53 @@ class DFlashModel(DraftLM):
             yield layer.self_attn.key_value(fused, rope)
 
     def forward(self, embedding: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """Run the layers over blocks: embedding [n, H] of roots and masks, position [n] int64.
+        """Run the layers over blocks: embedding [n, H] of roots and masks, position [..., S] int64.
 
         Returns:
             [n, H], after the last layer.
         """
-        rope, state = self.rotary(position, self.dtype), embedding.to(self.dtype)
+        rope, state = self.rotary(position.flatten(), self.dtype), embedding.to(self.dtype)
+        if self.config.embedding_scale != 1:
+            state = state * self.config.embedding_scale
         for index, layer in enumerate(self.layers):
+            if isinstance(layer, ConvLayer):
+                layer.size = position.shape[-1]
             state = layer(index, state, rope, attend)
         return state
 
+    def choices(
+        self, state: Tensor, root: Tensor, width: int, beta: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the `width` likeliest tokens of K positions, for `PathTrees`.
+
+        state [R, K, H], root [R] int64, beta [R] float32 (None: 1, see `feedback/calibration.py`)
+        -> log-probabilities over the draft vocabulary [R, K, width] float32, best first, or with a
+        head for pairs [R, K, width, width]; and target ids [R, K, width] int64.
+        """
+        if self.pairs is None:
+            return self.best(state, width, beta)
+        normed, cap, scale = self.norm(state), self.config.soft_cap, self.logit_scale
+        logits = self.lm_head(normed)
+        if cap:  # as vLLM, which scales first here
+            logits, scale = cap * torch.tanh(logits * scale / cap), 1.0
+        logprob, draft = topk_tokens(logits, torch.zeros_like(self.d2t), width, scale, beta)
+        token = draft + self.d2t[draft]
+        return self.pairs(logprob, draft, token, normed, root, beta), token
+
 
 def _named(found: Tensors, config: DFlashShape, directory: Path) -> Tensors:
-    return {name.removeprefix("model."): entry for name, entry in found.items()}
+    if (directory / _MASK).is_file():
+        raise CheckpointError(f"{directory} holds {_MASK}, but no such embedding is supported.")
+    names = {name: name.removeprefix("model.") for name in found}
+    kept = {name: new for name, new in names.items() if not new.startswith(_UNUSED)}
+    stored = {_PAIRS.get(new, new): found[name] for name, new in kept.items()}
+    return with_d2t(stored, found, config, directory)
 
 
-FILES = CheckpointReader(from_json, lambda config, names: DFlashModel(config), _named, rewritten)
-"""Reads checkpoints, which hold neither an embedding nor an LM head."""
+FILES = CheckpointReader(
+    from_json,
+    lambda config, names: DFlashModel(config, *own_tables(config, names)),
+    _named,
+    rewritten,
+)
+"""Reads checkpoints, which may lack an embedding and an LM head."""

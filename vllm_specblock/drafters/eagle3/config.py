@@ -1,15 +1,14 @@
-"""EAGLE-3 model configuration, and its `config.json` in the authors' and speculators' layouts."""
+"""EAGLE-3 and P-EAGLE model configuration, from `config.json` of the authors or speculators."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from vllm_specblock.drafters.common.config import (
     CheckpointError,
     Count,
     DecoderShape,
+    flattened,
     refuse,
     shape_of,
 )
@@ -19,34 +18,33 @@ _KINDS = {
     "Eagle3LlamaForCausalLM": "llama",
     "Eagle3Qwen3ForCausalLM": "qwen3",
     "Eagle3MiniMaxM2ForCausalLM": "llama",
+    "PeagleLlamaForCausalLM": "llama",
+    "PeagleQwen3ForCausalLM": "qwen3",
     # Named after the layer alone, and taken for EAGLE-3 because there is a draft vocabulary.
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
 }
-_TOP_LEVEL = (
-    "draft_vocab_size",
-    "target_hidden_size",
-    "eagle_aux_hidden_state_layer_ids",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "quantization_config",
+_BESIDE = (
+    *("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"),
+    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "mask_token_id"),
 )
 """Keys of the speculators layout beside the object that describes the layer."""
 
+_LAYOUTS = {"eagle3": "Eagle3", "peagle": "Peagle"}
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+
 
 class Eagle3Shape(DecoderShape):
-    """Decoder layers over embedding and feature. Only the first layer reads the embedding."""
+    """Decoder layers over embedding and feature. Only the first layer reads the embedding.
 
-    target_hidden_size: Count  # Ht
+    With `mask_token_id` it is P-EAGLE's (arXiv 2602.01469), which drafts all tokens at once.
+    """
+
     num_hidden_layers: Count = 1
-    draft_vocab_size: Count  # Vd; equal to `vocab_size`: no mapping
     norm_before_residual: bool = False  # the first layer's residual is the normed feature
     norm_before_fc: bool = False  # the features are normed together
     fc_norm: bool = False  # each feature is normed
     norm_output: bool = False  # a later step's feature is the state after the final norm
-    logit_scale: Annotated[float, Field(gt=0)] = 1.0
 
     @property
     def num_features(self) -> int:
@@ -54,27 +52,29 @@ class Eagle3Shape(DecoderShape):
         return 3 if self.layer_ids is None else len(self.layer_ids)
 
 
-def is_eagle3(raw: dict[str, Any]) -> bool:
-    """Return whether `raw` is an EAGLE-3 config, supported or not."""
-    if raw.get("speculators_model_type") in ("eagle3", "peagle"):
-        return True
-    named = raw.get("architectures") or []
-    if any("eagle" in str(name).lower() for name in named):
-        return True
-    return "draft_vocab_size" in raw and any(name in _KINDS for name in named)
+def kind_in(raw: dict[str, Any]) -> str | None:
+    """Return "eagle3" or "peagle", supported or not; None: a config of another kind."""
+    layout, named = raw.get("speculators_model_type"), raw.get("architectures") or []
+    names = f"{layout} {named}".lower()
+    if "peagle" in names or raw.get("parallel_drafting"):
+        return "peagle"
+    known = "draft_vocab_size" in raw and any(name in _KINDS for name in named)
+    return "eagle3" if layout == "eagle3" or "eagle" in names or known else None
 
 
 def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
     """Parse `raw`, a config.json; raises CheckpointError, in which `where` names it."""
-    raw = _flat(raw, where)
+    parallel, layout = kind_in(raw) == "peagle", raw.get("speculators_model_type")
+    if layout in _LAYOUTS:  # translated into the authors' keys
+        flat = {"norm_before_residual": layout == "eagle3"} | flattened(raw, where, _BESIDE)
+        model_type = flat.get("model_type", "llama")
+        known = {"llama": "Llama", "qwen3": "Qwen3"}.get(model_type)
+        name = f"{_LAYOUTS[layout]}{known}ForCausalLM" if known else model_type
+        raw = flat | {"architectures": [name]}
     named, eagle = raw.get("architectures") or [], raw.get("eagle_config")
-    eagle, layout = eagle if isinstance(eagle, dict) else {}, raw.get("speculators_model_type")
-    variants = (
-        ("peagle" in f"{layout} {named}".lower(), "a head that drafts in parallel (P-EAGLE)"),
-        (layout not in (None, "eagle3"), f"speculators_model_type = {layout!r}"),
-        (raw.get("parallel_drafting"), "parallel drafting"),
-    )
-    refuse(raw, eagle, where, "plain EAGLE-3 heads (full attention, silu)", variants)
+    eagle = eagle if isinstance(eagle, dict) else {}
+    variants = ((layout not in (None, *_LAYOUTS), f"speculators_model_type = {layout!r}"),)
+    refuse(raw, eagle, where, "plain EAGLE-3 and P-EAGLE heads (silu)", variants)
     kind = next((_KINDS[name] for name in named if name in _KINDS), None)
     if kind is None:
         raise CheckpointError(
@@ -85,37 +85,20 @@ def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
         raw = {"head_dim": 128} | raw  # Qwen3's default
         says_rope = any(map(raw.get, ("rope_theta", "rope_scaling", "rope_parameters")))
         # As vLLM does. In the flat layout transformers has filled in its 10000 by then.
-        if "speculators_model_type" in raw and not says_rope:
+        if layout is not None and not says_rope:
             raw["rope_theta"] = 1e6
-    # As Model Runner V2 does. `eagle_config.eagle_aux_hidden_state_layer_ids` is not read there:
-    # other engines write it, too, and count its layers from another end of the layer.
-    layer_ids = raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("layer_ids") or None
-    bias = bool(raw.get("attention_bias"))
+    mask = next((raw[key] for key in _MASK_KEYS if raw.get(key) is not None), None)
+    if parallel and mask is None:
+        raise CheckpointError(f"{where} lacks the key 'mask_token_id', which P-EAGLE needs.")
     own = {
-        "target_hidden_size": raw.get("target_hidden_size") or raw.get("hidden_size"),
-        "draft_vocab_size": raw.get("draft_vocab_size") or raw.get("vocab_size"),
-        "layer_ids": layer_ids,
+        # As Model Runner V2 does. `eagle_config.eagle_aux_hidden_state_layer_ids` is not read
+        # there: other engines write it, too, and count its layers from another end of the layer.
+        "layer_ids": raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("layer_ids") or None,
         "qk_norm": kind == "qwen3",
-        "qkv_bias": bias,
-        "output_bias": bias and kind == "llama",
         "mlp_bias": bool(raw.get("mlp_bias")) and kind == "llama",
         "norm_before_fc": bool(eagle.get("norm_before_fc", raw.get("norm_before_fc"))),
+        "mask_token_id": mask if parallel else None,
     }
+    if kind == "qwen3":
+        own["output_bias"] = False
     return shape_of(raw, own, where, Eagle3Shape)
-
-
-def _flat(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """Translate the speculators layout into the authors' keys; leave any other as it is."""
-    if raw.get("speculators_model_type") != "eagle3":
-        return raw
-    layer = raw.get("transformer_layer_config")
-    if not isinstance(layer, dict):
-        raise CheckpointError(
-            f"{where} has transformer_layer_config = {layer!r}, but it must be an object that "
-            "describes the drafter's layer."
-        )
-    flat = layer | {"speculators_model_type": "eagle3", "norm_before_residual": True}
-    flat |= {key: raw[key] for key in _TOP_LEVEL if raw.get(key) is not None}
-    model_type = layer.get("model_type", "llama")
-    named = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}
-    return flat | {"architectures": [named.get(model_type, model_type)]}

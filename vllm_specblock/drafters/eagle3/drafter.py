@@ -1,20 +1,24 @@
 """EAGLE-3 drafter: an existing checkpoint under EAGLE-2's dynamic tree (arXiv 2406.16858).
 
 The best nodes of a level are the rows of the next one's forward, and each gives its best tokens.
-Of all candidates the best N are the tree.
+Of all candidates the best N are the tree. P-EAGLE (arXiv 2602.01469) has masks in their place.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from vllm_specblock.candidates import tree_of
+from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
+from vllm_specblock.drafters.dflash.drafter import BlockRows
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.interface import CommittedTokens
-from vllm_specblock.drafters.options import Eagle3Config
+from vllm_specblock.drafters.options import DFlashConfig, Eagle3Config
 from vllm_specblock.drafters.specblock.growth import expansion
+from vllm_specblock.path_trees import PathTrees
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
 
@@ -31,18 +35,15 @@ class Eagle3Drafter(NetworkDrafter):
     model: Eagle3Model
 
     def set_shape(self, options: Eagle3Config, lookahead: int) -> None:
-        self.model.share_embedding(self.embed)
-        if self.model.embed_tokens is not None:
-            self.embed = self.model.embed_tokens
+        self.embed = self.model.embedding(self.embed)
         self.shape = level_shape(
             options, self.num_nodes, lookahead, self.model.config.draft_vocab_size
         )
         self.max_depth = self.shape.num_blocks
 
     def bind(self, caches: list[torch.Tensor]) -> None:
-        self.attention_builder = DraftAttentionBuilder(
-            caches, self.shape, self.max_model_len, path_rope=True
-        )
+        how = self.max_model_len, True, self.model.config.layer_windows
+        self.attention_builder = DraftAttentionBuilder(caches, self.shape, *how)
         self.width = torch.tensor(self.shape.branching, device=caches[0].device)
 
     def _forward(self, rows: CommittedTokens) -> torch.Tensor:
@@ -71,6 +72,49 @@ class Eagle3Drafter(NetworkDrafter):
             best = model.best(state.view(*grown.token.shape, 1, -1), top_k, beta)
             grown = growth.attach(grown._replace(valid=rows.valid), *best)
         return grown if isinstance(grown, DraftTree) else tree_of(grown)
+
+
+class ParallelDrafter(Eagle3Drafter):
+    """Catch-up drafts the first tokens; the masks behind are one more forward.
+
+    Masks do not know each other's tokens: a path is as likely as the product of its tokens.
+    """
+
+    kind = "peagle"
+
+    def set_shape(self, options: DFlashConfig, lookahead: int) -> None:  # type: ignore[override]
+        config, num_nodes = self.model.config, self.num_nodes
+        assert config.mask_token_id is not None
+        self.embed = self.model.embedding(self.embed)
+        self.max_depth = min(options.depth or _DEPTH, num_nodes, lookahead + 1)
+        self.shape = TreeShape.levels(1, 1, 1, num_nodes)  # of the catch-up
+        width = min(num_nodes, config.draft_vocab_size)
+        self.trees = PathTrees(self.max_depth, width, num_nodes, self.device)
+        self.mask = torch.full((self.max_depth - 1,), config.mask_token_id, device=self.device)
+
+    def bind(self, caches: list[torch.Tensor]) -> None:
+        super().bind(caches)
+        windows, size = self.model.config.layer_windows, max(1, len(self.mask))
+        self.block_rows = BlockRows(caches, size, [True] * len(caches), windows, self.max_model_len)
+
+    def advance(self, rows: CommittedTokens) -> None:
+        super().advance(rows)
+        self.rows = replace(rows, states=())
+
+    def draft(self) -> DraftTree:
+        model, state = self.model, self.state[:, None]
+        masks, requests = len(self.mask), len(state)
+        if masks:
+            assert model.mask_hidden is not None
+            attend, position = self.block_rows.blocks(self.rows)
+            embedding = self.embed(self.mask.repeat(requests))
+            feature = model.fuse(model.mask_hidden).expand_as(embedding)
+            drafted = model.run(embedding, feature, position.flatten(), attend)
+            state = torch.cat([state, drafted.unflatten(0, (requests, masks))], 1)
+        logprob, token = model.best(state, self.trees.width, self.beta)
+        if masks:
+            logprob[:, 1:] = self.block_rows.drafted(logprob[:, 1:], position)
+        return self.trees.grow(logprob, token)
 
 
 def level_shape(

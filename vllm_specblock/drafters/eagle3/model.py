@@ -7,7 +7,7 @@ of the authors' checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -17,15 +17,16 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     CheckpointReader,
     Stored,
     Tensors,
-    check_mapping,
+    own_tables,
+    with_d2t,
 )
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, DraftLM, RMSNorm
 from vllm_specblock.drafters.common.rope import Rotary, rewritten
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape, from_json
 from vllm_specblock.triton_kernels.layers.norms import norm_pair
 
-_UNUSED = ("t2d", "mask_hidden", "rotary_emb.inv_freq")
-"""The mapping's other direction, an input of parallel drafting, and RoPE, which is computed."""
+_UNUSED = ("t2d", "rotary_emb.inv_freq")
+"""The mapping's other direction, and RoPE, which is computed."""
 
 
 class FirstLayer(DecoderLayer):
@@ -53,7 +54,7 @@ class Eagle3Model(DraftLM):
         self.config, self.logit_scale = shape, shape.logit_scale
         size, eps = shape.hidden_size, shape.rms_norm_eps
         fused = shape.num_features * shape.target_hidden_size
-        self.embed_tokens = nn.Embedding(shape.vocab_size, size) if own_embedding else None
+        self.make_tables(shape, own_embedding, own_head)
         self.input_norm = RMSNorm(fused, eps) if shape.norm_before_fc else None
         self.fc_norm = None
         if shape.fc_norm:
@@ -65,21 +66,10 @@ class Eagle3Model(DraftLM):
         further = (str(index) for index in range(1, shape.num_hidden_layers))
         self.layers = nn.ModuleDict({index: DecoderLayer(shape) for index in further})
         self.norm = RMSNorm(size, eps)
-        self.wants_head = not own_head
-        if own_head:
-            self.lm_head = nn.Linear(size, shape.draft_vocab_size, bias=False)
         self.rotary = Rotary(shape, shape.rotary_dim)
-        # Until a mapping is loaded: the first Vd target ids.
-        self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
-
-    @torch.no_grad()
-    def share_embedding(self, embed: Callable[[Tensor], Tensor]) -> None:
-        """Drop an own embedding that equals the target's: [n] ids -> [n, Ht]. Reads the device."""
-        own = self.embed_tokens
-        if own is not None:
-            ids = torch.arange(own.num_embeddings, device=own.weight.device)
-            if all(torch.equal(own(part), embed(part)) for part in ids.split(8192)):
-                self.embed_tokens = None
+        self.mask_hidden: nn.Parameter | None = None  # P-EAGLE's masks have it for features
+        if shape.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.zeros(fused))
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """Fuse the target's hidden states [..., n·Ht], low layers first, into [..., H]."""
@@ -122,26 +112,11 @@ class Eagle3Model(DraftLM):
 
 
 def _model(config: Eagle3Shape, names: Collection[str]) -> Eagle3Model:
-    # The target's embedding will do only where it is as wide, and its LM head where it also names
-    # the same tokens.
-    narrow = config.hidden_size != config.target_hidden_size
-    embeds, apart = "embed_tokens.weight" in names, config.draft_vocab_size != config.vocab_size
-    own_head = "lm_head.weight" in names or narrow or apart
-    return Eagle3Model(config, embeds or narrow, own_head, fc_bias="fc.bias" in names)
+    return Eagle3Model(config, *own_tables(config, names), fc_bias="fc.bias" in names)
 
 
 def _named(found: Tensors, config: Eagle3Shape, directory: Path) -> Tensors:
-    """Rename the tensors; without a d2t add that of t2d, or of a whole vocabulary."""
-    stored, count = _unfused(found, config), config.draft_vocab_size
-    marks = next((entry for name, entry in found.items() if name.endswith("t2d")), None)
-    if "d2t" not in stored and count == config.vocab_size:
-        stored["d2t"] = Stored.of(torch.zeros(count, dtype=torch.int64))
-    elif "d2t" not in stored and marks is not None:
-        targets = marks.read().nonzero()[:, 0]
-        stored["d2t"] = Stored.of(targets - torch.arange(len(targets)))
-    if "d2t" in stored and stored["d2t"].shape == (count,):
-        check_mapping(stored["d2t"].read(), config.vocab_size, directory)
-    return stored
+    return with_d2t(_unfused(found, config), found, config, directory)
 
 
 def _unfused(stored: Tensors, config: Eagle3Shape) -> Tensors:
@@ -153,11 +128,14 @@ def _unfused(stored: Tensors, config: Eagle3Shape) -> Tensors:
         ".qkv_proj.": {".q_proj.": heads, ".k_proj.": kv_heads, ".v_proj.": kv_heads},
         ".gate_up_proj.": {".gate_proj.": inner, ".up_proj.": inner},
     }
-    out = {}
+    unused = _UNUSED if config.mask_token_id is not None else (*_UNUSED, "mask_hidden")
+    out: Tensors = {}
     for name, entry in stored.items():
-        if any(part in name for part in _UNUSED):
+        if any(part in name for part in unused):
             continue
         name = name.removeprefix("model.")
+        if name == "mask_hidden":  # stored as [1, 1, n·Ht]
+            entry = Stored.of(entry.read().flatten())
         if name.startswith("layers.0."):
             name = "midlayer." + name.removeprefix("layers.0.")
         if name.startswith("layers.") and ".hidden_norm." in name:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from vllm_specblock.candidates import tree_of
-from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.committed import CommittedTokens
+from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.options import NGramConfig
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.ngram import continuations_numba

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_specblock.config import DEFAULT_NODES, METHOD
 from vllm_specblock.drafters.common.config import (
     Ascending,
     CheckpointError,
@@ -32,33 +31,17 @@ MODEL_TYPE = "specblock"
 ARCHITECTURE = "SpecBlockDrafter"
 PUBLISHED_ARCHITECTURES = ("LlamaForCausalLMSpecBlock", "LlamaForCausalLMSpecBlockShift")
 
-_NO_LIMIT = 1 << 24
-"""vLLM limits requests by the smaller of the drafter's and the target's longest position."""
-
 _OF_VLLM = {
-    "model_type",
-    "architectures",
-    "max_position_embeddings",
-    "torch_dtype",
-    "dtype",
-    "transformers_version",
-    "speculators_config",
-    "speculators_model_type",
+    *("model_type", "architectures", "max_position_embeddings", "torch_dtype", "dtype"),
+    *("transformers_version", "speculators_config", "speculators_model_type"),
     "transformer_layer_config",
 }
 """Keys of our config.json that only vLLM or transformers read."""
 
-_PUBLISHED_K = "diffspec_draft_token_num"
-_OF_BOTH = (
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "num_hidden_layers",
-    "vocab_size",
-    "draft_vocab_size",
-    "rank_classes",
-    "rms_norm_eps",
+PUBLISHED_K = "diffspec_draft_token_num"
+OF_BOTH = (
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    *("num_hidden_layers", "vocab_size", "draft_vocab_size", "rank_classes", "rms_norm_eps"),
 )
 """Keys that both layouts have. Where the published one lacks some, the authors' code has values."""
 
@@ -128,9 +111,9 @@ def from_json(raw: dict[str, Any], where: str) -> DrafterConfig:
         return checked(where, ours, DrafterConfig)
     size = raw.get("target_hidden_size") or raw.get("hidden_size")
     layer_ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    keys = {key: raw.get(key) for key in _OF_BOTH} | {
+    keys = {key: raw.get(key) for key in OF_BOTH} | {
         "draft_vocab_size": raw.get("draft_vocab_size", 32000),
-        "block_size": raw.get(_PUBLISHED_K, 4),
+        "block_size": raw.get(PUBLISHED_K, 4),
         # A `head_dim` key is ignored, as the authors' code does.
         **layers_of(raw | {"head_dim": None}),
         "target_hidden_size": size,
@@ -147,66 +130,3 @@ def from_json(raw: dict[str, Any], where: str) -> DrafterConfig:
             f"{config.num_attention_heads}, but the first must be a whole multiple of the second."
         )
     return config
-
-
-def to_json(config: DrafterConfig, layout: Layout, torch_dtype: str) -> dict[str, Any]:
-    """Return a config.json; raises CheckpointError if the published layout cannot hold it."""
-    if layout == "published":
-        return _published(config, torch_dtype)
-    raw = {
-        "model_type": MODEL_TYPE,
-        "architectures": [ARCHITECTURE],
-        **config.model_dump(mode="json"),
-        "max_position_embeddings": _NO_LIMIT,
-        "torch_dtype": torch_dtype,
-    }
-    if config.target.name is None:
-        return raw
-    # With these, `vllm serve <drafter>` finds the target by itself. vLLM insists on all three.
-    return raw | {
-        "speculators_model_type": METHOD,
-        "transformer_layer_config": {},
-        "speculators_config": {
-            "algorithm": METHOD,
-            "default_proposal_method": "tree",
-            "proposal_methods": [{"proposal_type": "tree", "speculative_tokens": DEFAULT_NODES}],
-            "verifier": {
-                "name_or_path": config.target.name,
-                "architectures": list(config.target.architectures),
-            },
-        },
-    }
-
-
-def _published(config: DrafterConfig, torch_dtype: str) -> dict[str, Any]:
-    for what, held in (
-        ("head_dim", config.hidden_size / config.num_attention_heads),
-        ("qk_norm", False),
-        ("rank_topk", PUBLISHED_RANK_TOPK),
-        ("block_rope", "base"),
-        ("prefix_broadcast", True),
-        ("layer_shift", True),
-    ):
-        given = getattr(config, what)
-        if given != held:
-            raise CheckpointError(
-                f"The published layout cannot hold a drafter whose {what} is {given!r}: "
-                f"there it is always {held!r}."
-            )
-    raw = {
-        "model_type": "llama",
-        "architectures": [PUBLISHED_ARCHITECTURES[0]],
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 2048,  # sized a table in the authors' code, limits nothing
-        "torch_dtype": torch_dtype,
-        _PUBLISHED_K: config.block_size,
-        "head_dim": config.head_dim,
-        "target_hidden_size": config.target_hidden_size,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
-    }
-    raw |= {key: getattr(config, key) for key in _OF_BOTH}
-    if config.target.layer_ids is not None:
-        raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.target.layer_ids)}
-    return raw

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from vllm_specblock.candidates import tree_of
+from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
-from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock.growth import Expansion, expansion
 from vllm_specblock.drafters.specblock.model import SpecBlockModel

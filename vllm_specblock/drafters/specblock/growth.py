@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.candidates import NEVER, extend_hash, join, keep, rank_key, select
+from vllm_specblock.candidates import NEVER, select
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.drafting.expand import Growing, NextStarts, TreeShape
 from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
@@ -19,6 +19,10 @@ from vllm_specblock.triton_kernels.tree.candidate_keys import (
     FIRST,
     MAX_DEPTH,
     ROOT_HASH,
+    extend_hash,
+    join,
+    keep,
+    rank_key,
 )
 from vllm_specblock.triton_kernels.tree.select_tree import MOST_CANDIDATES, Candidates
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm_specblock.drafters.common.checkpoint_files import listed
-from vllm_specblock.drafters.common.linear import Fp8Linear, PackedLinear, process_after_loading
+from vllm_specblock.drafters.common.linear import PackedLinear, process_after_loading
 from vllm_specblock.drafters.specblock.model import SpecBlockModel
+from vllm_specblock.triton_kernels.layers.fp8_linear import Fp8Linear
 
 HEADS = ("lm_head", "rank_head")
 """Modules that can be updated alone: keys and values of earlier tokens do not depend on them."""

@@ -138,8 +138,7 @@ def check_engine(
     else:
         unit, needs = 16, "FlashAttention 3 (Hopper), a bfloat16 target without MLA"
         fits = get_flash_attn_version(head_size=size) == 3 and target.dtype == torch.bfloat16
-        fits = fits and not target.use_mla
-        fits = fits and args.attention_config.flash_attn_version in (None, 3)
+        fits = fits and args.attention_config.flash_attn_version in (None, 3) and not target.use_mla
     if not fits or dtype not in ("fp8", "fp8_e4m3") or size % unit or block % unit:
         raise OptionError(
             f"kv_cache_dtype is {dtype!r}, but 'fp8' needs {needs}, and a head size and "
@@ -150,8 +149,7 @@ def check_engine(
 def warn_of_rounding(target: ModelConfig) -> None:
     """Warn if the target quantises activations."""
     said = getattr(target.hf_config, "quantization_config", None) or {}
-    groups = said.get("config_groups", {}).values()
-    if any(group.get("input_activations") for group in groups):
+    if any(group.get("input_activations") for group in said.get("config_groups", {}).values()):
         logger.warning(
             "The target quantises activations, so a token may differ from plain decoding by a "
             "rounding step."

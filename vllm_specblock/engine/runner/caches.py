@@ -22,8 +22,8 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm_specblock.commit import move_path
 from vllm_specblock.config import OptionError
 from vllm_specblock.drafters.interface import CacheLayer, Drafter
-from vllm_specblock.tree import words_for
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows, KVCacheSet
+from vllm_specblock.triton_kernels.tree.node_bits import words_for
 from vllm_specblock.triton_kernels.warm_up import compile_attention
 
 Slots = dict[str, torch.Tensor]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from vllm_specblock.combine import merge, route
+from vllm_specblock.committed import CommittedTokens, MissedRows
 from vllm_specblock.config import CombineConfig
-from vllm_specblock.drafters.common.missed_rows import MissedRows
-from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.engine.runner.skipped_steps import SkippedSteps
 from vllm_specblock.feedback.controller import Controller
 from vllm_specblock.feedback.skip_gate import DrafterGate, first_token

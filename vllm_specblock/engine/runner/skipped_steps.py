@@ -9,8 +9,10 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.drafters.common.missed_rows import MOST_BYTES, Backlog, CacheHoles, MissedRows
-from vllm_specblock.drafters.interface import CommittedTokens, Drafter
+from vllm_specblock.cache_holes import CacheHoles
+from vllm_specblock.committed import CommittedTokens, MissedRows
+from vllm_specblock.drafters.common.missed_rows import MOST_BYTES, Backlog
+from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.engine.device import device_of
 from vllm_specblock.engine.runner.step_batch import rows_without_drafts
 from vllm_specblock.engine.runner.tree_states import TreeStates

@@ -21,8 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.commit import move_path
-from vllm_specblock.drafters.common.missed_rows import MissedRows
-from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.committed import CommittedTokens, MissedRows
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine import draft_models
 from vllm_specblock.engine.adaptive import OURS, TreeBudgetManager

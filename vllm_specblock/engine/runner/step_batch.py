@@ -10,7 +10,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_specblock.commit import committed_tokens
-from vllm_specblock.drafters.interface import CommittedTokens
+from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 from vllm_specblock.triton_kernels.kv_cache.committed_tokens import StepRows

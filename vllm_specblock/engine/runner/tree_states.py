@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.tree import DraftTree, climb, words_for
+from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.tree.node_bits import climb, words_for
 from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees, store_trees_triton
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.config import DEFAULT_NODES, parse_drafter
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter, level_shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
-from vllm_specblock.drafters.interface import CommittedTokens
 from vllm_specblock.drafters.options import Eagle3Config, SpecBlockConfig
 from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.drafters.specblock.growth import Expansion
