@@ -2,6 +2,7 @@
 
     python benchmarks/end_to_end.py --model llama-8b     # random weights, on one large GPU
     python benchmarks/end_to_end.py --model pair         # the example pair, real acceptance
+    python benchmarks/end_to_end.py --model lfm2-350m    # a hybrid, on a CPU
     python benchmarks/end_to_end.py --help
 
 With random weights nothing would be accepted. vLLM's `rejection_sample_method: "synthetic"` imposes
@@ -9,7 +10,8 @@ acceptance on its own chains, and `lib/imposed_acceptance.py` on our trees: a fi
 k is right with probability α_k, for every drafter (`lib/acceptance.py`), n-gram lookup included.
 Answers then mean nothing; the cost of a step is real.
 
-Every engine runs in a process of its own, with the same KV cache size. A killed run resumes.
+Every engine runs in a process of its own, with the same KV cache size. A killed run resumes. On a
+CPU the engines of a batch take turns, pass by pass, so other load slows all of them.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import truediv
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -42,15 +47,15 @@ from vllm_specblock.bench.process import (
     end_all,
     shared_arguments,
 )
-from vllm_specblock.config import METHOD
+from vllm_specblock.config import METHOD, parse_drafter
 from vllm_specblock.engine.metrics.acceptance import acceptance_length
 
 PAIR, PLAIN = "pair", "vLLM"
 # In one process, a second thread of torch only spins beside vLLM's own.
 ENV = in_process.ENV | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-COMMAND = (sys.executable, "-P", steady_state.__file__)
-BLOCKS, STARTS = 2, 8
-"""M and S of SpecBlock."""
+COMMAND = (sys.executable, steady_state.__file__)
+CLOCKS = "seconds", "cpu"
+"""What an answer has of each clock."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def made(model: str, length: int, tau: float) -> Iterator[Place]:
         target = write_target(root / "target", sizes, length)
         yield Place(
             target,
-            write_drafter(root / "drafter", target, sizes),
+            write_drafter(root / "drafter", sizes),
             write_eagle3(root / "eagle3", sizes),
             best,
             {"load_format": "dummy", "skip_tokenizer_init": True},
@@ -96,8 +101,7 @@ def engines(
         if gpu:
             found[f"n-gram @ {tokens}"] = vllms("ngram_gpu", tokens, **LOOKUP)
         found[f"EAGLE-3 chain @ {tokens}"] = vllms("eagle3", tokens, model=str(place.eagle))
-    tree = specblock(place.drafter, num_blocks=BLOCKS, num_starts=STARTS)
-    most = max(nodes)
+    tree, most = specblock(place.drafter), max(nodes)
     found |= {f"SpecBlock @ {count}": alone(tree, count) for count in nodes}
     found[f"SpecBlock, 8 bits @ {most}"] = alone(tree, most) | {"quantization": "fp8"}
     adaptive = {"enable_adaptive_verification": True}
@@ -117,8 +121,9 @@ def expected_tau(place: Place, speculative: dict[str, Any] | None) -> float | No
     count = speculative["num_speculative_tokens"]
     if speculative["method"] != METHOD:
         return chain_tau(place.best, count)
-    shape = replace(PAPER_TREE, num_blocks=BLOCKS, num_starts=min(STARTS, count), budget=count)
-    return tree_tau(place.best, shape)
+    served = parse_drafter({}, "specblock", num_nodes=count)
+    sizes = {"num_blocks": served.num_blocks, "num_starts": min(served.num_starts, count)}
+    return tree_tau(place.best, replace(PAPER_TREE, budget=count, **sizes))
 
 
 def prompts_of(model: str, vocabulary: int, context: int, batch: int) -> list[Any]:
@@ -143,35 +148,50 @@ def chosen(found: dict[str, Any], only: str | None) -> dict[str, Any]:
     return {name: found[name] for name in kept}
 
 
-def run(name: str, arguments: dict[str, Any], job: dict[str, Any], log: Path) -> dict[str, Any]:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    engine = EngineProcess(name, arguments, ENV, log, COMMAND)
+def run(
+    asked: dict[str, dict[str, Any]], job: dict[str, Any], passes: int, logs: Path
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the answers of engines that take turns, after a pass that warms them up.
+
+    asked: arguments of `LLM` by the engine's name.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    alive: list[EngineProcess] = []
     try:
-        engine.wait()
-        return engine.ask(job)
+        for name, arguments in asked.items():
+            log = logs / f"{name.replace(' ', '_')}.log"
+            alive.append(EngineProcess(name, arguments, ENV, log, COMMAND))
+            alive[-1].wait()
+        rounds = [[each.ask(job) for each in alive] for _ in range(1 + passes)]
+        return {name: [*answers] for name, answers in zip(asked, zip(*rounds[1:]))}
     finally:
-        end_all([engine])
+        end_all(alive)
 
 
-def summary(answer: dict[str, Any], batch: int, expected: float | None) -> dict[str, Any]:
-    counters, seconds = answer["counters"], answer["seconds"]
+def summary(answers: list[dict[str, Any]], batch: int, expected: float | None) -> dict[str, Any]:
+    """Return figures of the fastest pass; τ and the seconds per token are of all passes."""
+    best = min(answers, key=lambda each: each["seconds"] / each["counters"][TOKENS])
+    counters, seconds = best["counters"], best["seconds"]
+    counted: Counter[str] = sum((Counter(each["counters"]) for each in answers), Counter())
     return {
         "tokens_per_second": counters[TOKENS] / seconds,
         "step_ms": seconds / counters[STEPS] * 1e3,
         "drafting_ms": counters[DRAFTING] / counters[STEPS] * 1e-6,
-        "tau": acceptance_length(counters),
+        "tau": acceptance_length(counted),
         "tau_imposed": expected,
         "tokens_per_step": counters[TOKENS] / counters[STEPS] / batch,
         "device_bytes": counters[DEVICE],
         "steps": counters[STEPS],
         "batch": batch,
+        **{clock: [each[clock] / each["counters"][TOKENS] for each in answers] for clock in CLOCKS},
     }
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Return a row per engine and batch. τ is of all passes, per tree; tokens per step, of a
-    request, are of the fastest pass, as times are."""
-    rows = [["batch", "engine", "tokens/s", "× vLLM", "τ", "tokens per step", "ms per step"]]
+    request, are of the fastest pass, as times are. × vLLM's time per token is the median of the
+    passes, each over vLLM's of the same number; in brackets by CPU time."""
+    rows = [["batch", "engine", "tokens/s", "× vLLM (CPU)", "τ", "tokens per step", "ms per step"]]
     rows[0] += ["drafting", "rest / vLLM's step", "GPU GB over vLLM's"]
     for name, each in results.items():
         plain = results.get(f"{PLAIN}, batch {each['batch']}")
@@ -180,7 +200,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         if each["tau_imposed"] is not None:
             tau += f" ({each['tau_imposed']:.2f} imposed)"
         if plain is not None:
-            speed = f"{each['tokens_per_second'] / plain['tokens_per_second']:.2f}"
+            ratios = [median(map(truediv, plain[clock], each[clock])) for clock in CLOCKS]
+            speed = "{:.2f} ({:.2f})".format(*ratios)
             verify = f"{rest / plain['step_ms']:.2f}"
             if plain["device_bytes"]:
                 memory = f"{(each['device_bytes'] - plain['device_bytes']) / 1e9:.2f}"
@@ -205,8 +226,7 @@ def main(
     tau: Annotated[float, typer.Option(help="Imposed, of the tree of 60 nodes.")] = 4.41,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 2048,
     tokens: Annotated[int, typer.Option(min=32, help="Generated per request.")] = 256,
-    repeat: Annotated[int, typer.Option(min=1, help="Passes; the fastest counts.")] = 3,
-    graphs: Annotated[bool, typer.Option(help="Compile, and capture CUDA graphs.")] = True,
+    repeat: Annotated[int, typer.Option(min=1, help="Passes.")] = 3,
     only: Annotated[str | None, typer.Option(help="Parts of engines' names; a; b.")] = None,
     engine: Annotated[str, typer.Option(help="More arguments of LLM, of all, as JSON.")] = "{}",
     out: Annotated[
@@ -229,7 +249,6 @@ def main(
             "model": model,
             "device": device_name(torch.device("cuda" if gpu else "cpu")),
             "dtype": "bfloat16" if gpu else "float32",
-            "graphs": graphs and gpu,
             "tau": tau,
             "alpha": place.best,
             "context": context,
@@ -243,27 +262,28 @@ def main(
             prompts = prompts_of(model, config.vocab_size, context, batch)
             arguments = shared_arguments(place.target, settings["dtype"], length, batch)
             arguments |= place.engine | {
-                "enable_prefix_caching": True,  # windows are of decode steps
-                "enforce_eager": not settings["graphs"],
+                # Windows are of decode steps. Hybrids refuse it.
+                "enable_prefix_caching": config.model_type != "lfm2",
+                "enforce_eager": not gpu,
                 # Every request's tree in one step, or the scheduler would cut them.
                 "max_num_batched_tokens": max(8192, batch * (slack // 2 + 1)),
                 **settings["engine"],
             }
-            for name, speculative in chosen(found, only).items():
-                key = f"{name}, batch {batch}"
-                if key in store:
+            wanted = {f"{name}, batch {batch}": keys for name, keys in chosen(found, only).items()}
+            for group in [[key] for key in wanted] if gpu else [[*wanted]]:
+                if all(key in store for key in group):
                     continue
-                print(f"{key} …", flush=True)
-                given = arguments | {"speculative_config": speculative}
-                job = {"prompts": prompts, "max_tokens": tokens, "repeat": repeat}
-                log = path.with_suffix("") / f"{key.replace(' ', '_')}.log"
+                print(f"{'; '.join(group)} …", flush=True)
+                asked = {key: arguments | {"speculative_config": wanted[key]} for key in group}
+                job = {"prompts": prompts, "max_tokens": tokens}
                 try:
-                    answer = run(name, given, job, log)
+                    answers = run(asked, job, repeat, path.with_suffix(""))
                 except EngineFailed as error:
-                    print(f"{key}: {error}")
-                    failed.append(key)
+                    print(error)
+                    failed += group
                     continue
-                store.add(key, summary(answer, batch, expected_tau(place, speculative)))
+                for key in group:
+                    store.add(key, summary(answers[key], batch, expected_tau(place, wanted[key])))
     print(f"\n{settings}\n\n{table(store.results)}\n")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

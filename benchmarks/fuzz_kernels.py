@@ -81,14 +81,6 @@ def fuzz(make: Maker, trees: int, seed: int, name: str = "", form: Form = nullco
     return {"trees": done, "cases": number, "wrong": wrong}
 
 
-def prepare_interpreter() -> list[str]:
-    """Names of the kernels that it interprets from now on."""
-    from triton.runtime import interpreter
-
-    teach(interpreter)
-    return note_launches(interpreter)
-
-
 def main(
     trees: Annotated[int, typer.Option(min=1, help="Through each kernel.")] = 10_000,
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
@@ -105,7 +97,12 @@ def main(
         raise typer.Exit(subprocess.run(command, env=os.environ | {INTERPRETED: "1"}).returncode)
     if not triton and not optional_numba.AVAILABLE:
         raise SystemExit("numba is not installed: there are no compiled forms to be compared.")
-    form, launched = (kernels, prepare_interpreter()) if triton else (nullcontext, None)
+    form, launched = nullcontext, None
+    if triton:
+        from triton.runtime import interpreter
+
+        teach(interpreter)
+        form, launched = kernels, note_launches(interpreter)
     results = {}
     for name in chosen:
         results[name] = fuzz(cases[name], trees, seed, name, form)

@@ -1,22 +1,19 @@
 """One vLLM engine in a process of its own, timed step by step while all its requests decode.
 
-`end_to_end.py` starts this file as an `EngineProcess`. A job has `prompts`, `max_tokens` and
-`repeat`. Seconds and the counters named `steady:…` are of one window: from the step at which every
-request has had `WARM` outputs to the one at which the first request ends. The counters of
-speculation are over all windows.
+`end_to_end.py` starts this file as an `EngineProcess`. A job has `prompts` and `max_tokens`. Its
+seconds and counters are of one window: from the step at which every request has had `WARM` outputs
+to the one at which the first request ends.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm_specblock.config import METHOD
-from vllm_specblock.engine.offline.answering import Answering, main, read_counters, stopwatch_of
+from vllm_specblock.engine.offline import answering
 
 WARM = 3
 """Outputs of every request before a window begins."""
@@ -68,31 +65,14 @@ def decode_steps(
     return found
 
 
-def window(llm: Any, job: dict[str, Any], name: str, stopwatch: Any) -> tuple[float, Counter]:
-    """Return the seconds and the counters of one pass; stopwatch: None without a drafter."""
-    counters: list[Counter[str]] = []
-    found = Counter[str]()
+class SteadyState(answering.Answering):
+    """Answers a job with one window; `cpu` is CPU time of the process and its children."""
 
-    def read(counts: bool) -> None:
-        if len(counters) == (0 if counts else 1):  # the window begins or ends
-            counters.append(read_counters(llm.get_metrics()))
-            found[DRAFTING] = 0 if stopwatch is None else stopwatch.take()[0]
-
-    steps = decode_steps(llm, job["prompts"], job["max_tokens"], name, read)
-    found.update(counters[1] - counters[0])
-    found[STEPS] = sum(tokens > 0 for _, tokens in steps)
-    found[TOKENS] = sum(tokens for _, tokens in steps)
-    return sum(seconds for seconds, _ in steps), found
-
-
-class SteadyState(Answering):
-    """Answers a job with the fastest of its passes, per token."""
+    passes = 0
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         speculative = arguments.get("speculative_config") or {}
         if speculative.get("method") == METHOD and "synthetic_acceptance_rates" in speculative:
-            # The process is started without this folder on its path.
-            sys.path.insert(0, str(Path(__file__).parent))
             from lib.acceptance import imposed
             from lib.imposed_acceptance import impose
 
@@ -101,22 +81,29 @@ class SteadyState(Answering):
             arguments = arguments | {"speculative_config": ours}
         super().__init__(arguments)
         if speculative:
-            self.stopwatch = stopwatch_of(self.llm)
+            self.stopwatch = answering.stopwatch_of(self.llm)
 
     def answer(self, job: dict[str, Any], said: Any = None) -> dict[str, Any]:
-        from vllm import SamplingParams
+        read: list[tuple[Counter[str], float]] = []
+        found = Counter[str]()
 
-        # A pass of one token fills the cache; the first window allocates and compiles.
-        once = SamplingParams(max_tokens=1, detokenize=False)
-        self.llm.generate(job["prompts"], once, use_tqdm=False)
-        window(self.llm, job, "warm", self.stopwatch)
-        passes = [
-            window(self.llm, job, f"pass {index}", self.stopwatch) for index in range(job["repeat"])
-        ]
-        seconds, best = min(passes, key=lambda each: each[0] / each[1][TOKENS])
-        counted = sum((found for _, found in passes), Counter())
-        counters = dict(counted) | {name: best[name] for name in (TOKENS, STEPS, DRAFTING)}
-        return {"seconds": seconds, "counters": counters | {DEVICE: device_bytes()}}
+        def measure(counts: bool) -> None:
+            if len(read) == (0 if counts else 1):  # the window begins or ends
+                counters = answering.read_counters(self.llm.get_metrics())
+                read.append((counters, answering.cpu_seconds()))
+                found[DRAFTING] = 0 if self.stopwatch is None else self.stopwatch.take()[0]
+
+        self.passes += 1
+        steps = decode_steps(
+            self.llm, job["prompts"], job["max_tokens"], f"pass {self.passes}", measure
+        )
+        (before, began), (after, ended) = read
+        found.update(after - before)
+        found[STEPS] = sum(tokens > 0 for _, tokens in steps)
+        found[TOKENS] = sum(tokens for _, tokens in steps)
+        found[DEVICE] = device_bytes()
+        seconds = sum(seconds for seconds, _ in steps)
+        return {"seconds": seconds, "cpu": ended - began, "counters": dict(found)}
 
 
 def device_bytes() -> int:
@@ -130,4 +117,4 @@ def device_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main(SteadyState)
+    answering.main(SteadyState)

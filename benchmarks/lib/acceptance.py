@@ -19,8 +19,8 @@ from vllm_specblock.drafters.specblock.growth import Expansion
 from vllm_specblock.tree import DraftTree
 
 FIRST_ALPHA = 0.80
-LAST_ALPHA = {"llama-8b": 0.544, "qwen3-8b": 0.369, "tiny": 0.544}
-"""α_8 of the paper's drafters for Llama-3.1-8B and Qwen3-8B; the tiny target borrows one."""
+LAST_ALPHA = {"llama-8b": 0.544, "qwen3-8b": 0.369}
+"""α_8 of the paper's drafters for Llama-3.1-8B and Qwen3-8B; other targets borrow the first."""
 DEPTHS = 8
 SECOND = 0.3
 """Share of the remaining probability that each next rank takes, about as the example drafter's
@@ -30,7 +30,7 @@ PAPER_TREE = TreeShape(4, 2, 8, (4, 8, 16, 16), 60)
 
 
 def line(model: str, power: float = 1.0) -> list[float]:
-    slope = (LAST_ALPHA[model] - FIRST_ALPHA) / (DEPTHS - 1)
+    slope = (LAST_ALPHA.get(model, LAST_ALPHA["llama-8b"]) - FIRST_ALPHA) / (DEPTHS - 1)
     return [(FIRST_ALPHA + slope * k) ** power for k in range(DEPTHS)]
 
 

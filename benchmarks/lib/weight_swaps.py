@@ -101,6 +101,5 @@ class Swaps:
 
 
 def _weights(directory: Path) -> dict[str, torch.Tensor]:
-    config = checkpoint.read_config(directory)
-    tensors = checkpoint.read_tensors(directory, config)
-    return {name: each.float() for name, each in tensors.items() if name not in ("d2t", "t2d")}
+    weights = checkpoint.load(directory, torch.float32).named_parameters()
+    return {name: each.detach() for name, each in weights}

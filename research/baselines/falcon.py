@@ -17,7 +17,6 @@ Simplified:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -29,13 +28,12 @@ from baselines.groups import (
     FalconShape,
     KeyValue,
     Trunk,
-    draw_weights,
     earlier_rows,
     extend,
     group_attention,
 )
 from baselines.options import FalconConfig
-from baselines.positions import Positions, PositionsLearner, served, write_folder
+from baselines.positions import Positions, PositionsLearner, served
 from baselines.static_tree import TreePlan, default_hits
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.committed import CommittedTokens
@@ -146,9 +144,6 @@ class Falcon(PositionsLearner, FalconModel):
     config_class = FalconShape
     defaults: ClassVar = {"block_size": 2, "forwards": 3, "lstm_layers": 1}
 
-    def draw(self) -> None:
-        draw_weights(self.trunk)
-
     def forward(self, train_batch: TrainBatch) -> LossOutput:
         forwards = self.config.forwards
         weights = [1.0] * forwards * self.config.block_size
@@ -215,8 +210,3 @@ class Falcon(PositionsLearner, FalconModel):
         # So many slots that the tree is the whole plan.
         slots = (self.budget + 1) * self.config.block_size
         return served(FalconDrafter, self, self.budget, sequence, slots)
-
-    def save(self, directory: Path) -> None:
-        """What we serve; the tree is shaped by the hit rates as they are then."""
-        config = {"architectures": ["Falcon"]} | self.config.model_dump(mode="json")
-        write_folder(directory, "falcon", config, self.state_dict())

@@ -11,16 +11,15 @@ best N of the product of the positions' distributions.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from baselines.group_attention import GroupRows, joined, newest_rows, rows_after
-from baselines.groups import Trunk, draw_weights, earlier_rows, group_attention
+from baselines.groups import Trunk, earlier_rows, group_attention
 from baselines.options import ParallelSpecConfig
-from baselines.positions import Positions, PositionsLearner, served, write_folder
+from baselines.positions import Positions, PositionsLearner, served
 from vllm_specblock.candidates import NEVER
 from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.drafters.common.layers import RMSNorm
@@ -84,9 +83,6 @@ class ParallelSpec(PositionsLearner, ParallelSpecModel):
     config_class = DrafterConfig
     defaults: ClassVar = {"block_size": 8}
 
-    def draw(self) -> None:
-        draw_weights(self.trunk)
-
     def forward(self, train_batch: TrainBatch) -> LossOutput:
         batch, rows = train_batch.batch, slice(0, train_batch.batch.tokens.shape[1] - 1)
         embedding = train_batch.embed(batch.tokens[:, 1:].clamp(min=0))
@@ -109,7 +105,3 @@ class ParallelSpec(PositionsLearner, ParallelSpecModel):
 
     def draft_along(self, sequence: EvalSequence) -> Draft:
         return served(ParallelSpecDrafter, self, self.budget, sequence)
-
-    def save(self, directory: Path) -> None:
-        config = {"architectures": ["ParallelSpec"]} | self.config.model_dump(mode="json")
-        write_folder(directory, "parallelspec", config, self.state_dict())

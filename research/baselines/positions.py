@@ -121,7 +121,13 @@ class PositionsLearner(Learner):
 
     def draw(self) -> None:
         """Draw the first weights of everything but the LM head."""
-        draw_weights(self)
+        draw_weights(getattr(self, "trunk", self))
+
+    def save(self, directory: Path) -> None:
+        """Write what we serve."""
+        name = type(self).__name__
+        config = {"architectures": [name]} | self.config.model_dump(mode="json")
+        write_folder(directory, name.lower(), config, self.state_dict())
 
     def take_head(self, d2t: Tensor, head: Tensor | None) -> None:
         """Set the draft vocabulary and the LM head's first weights."""

@@ -67,13 +67,16 @@ def test_every_engine_that_drafts_is_imposed_upon_and_plain_vllm_is_not():
 
 
 def fake_run(calls, failing=()):
-    def run(name, arguments, job, log):
-        calls.append((arguments, job))
-        if any(part in json.dumps(arguments["speculative_config"]) for part in failing):
+    """failing: batch sizes of which an engine fails."""
+
+    def run(asked, job, passes, logs):
+        calls.append((asked, job))
+        if len(job["prompts"]) in failing:
             raise EngineFailed("The engine ended with code 1: no memory")
         counters = {TOKENS: 400, STEPS: 100, DRAFTING: 50_000_000, DEVICE: 0}
         counters |= {counted.STEPS: 100, counted.TOKENS: 400}
-        return {"seconds": 2.0, "counters": counters}
+        answers = [{"seconds": 2.0 + n, "cpu": 4.0, "counters": counters} for n in range(passes)]
+        return {name: answers for name in asked}
 
     return run
 
@@ -82,20 +85,24 @@ def test_a_failed_engine_is_named_and_a_second_run_goes_on(tmp_path, monkeypatch
     out = f"--model tiny --out {tmp_path}/e.json --batches 1,2 --nodes 12 --chains 3".split()
     out += ["--context", "40", "--tokens", "32"]
     calls = []
-    monkeypatch.setattr(end_to_end, "run", fake_run(calls, failing=["eagle3"]))
+    monkeypatch.setattr(end_to_end, "run", fake_run(calls, failing=[1]))
     first = cli(*out)
-    assert first.exit_code == 1 and "no memory" in first.output and len(calls) == 12
-    arguments, job = calls[6]
+    assert first.exit_code == 1 and "no memory" in first.output and len(calls) == 2
+    asked, job = calls[1]
+    assert f"{PLAIN}, batch 2" in asked and len(asked) == 6, "they take turns on a CPU"
+    arguments = asked["SpecBlock @ 12, batch 2"]
     assert arguments["load_format"] == "dummy" and arguments["max_num_seqs"] == 2
     assert len(job["prompts"]) == 2
     monkeypatch.setattr(end_to_end, "run", fake_run(calls))
     second = cli(*out)
     assert second.exit_code == 0, second.output
-    assert len(calls) == 14
+    assert len(calls) == 3 and len(calls[2][1]["prompts"]) == 1
     results = json.loads((tmp_path / "e.json").read_text())["results"]
-    assert results["SpecBlock @ 12, batch 2"]["tokens_per_second"] == 200
-    assert results["SpecBlock @ 12, batch 1"]["step_ms"] == pytest.approx(20)
-    assert results["SpecBlock @ 12, batch 1"]["drafting_ms"] == pytest.approx(0.5)
+    ours = results["SpecBlock @ 12, batch 2"]
+    assert ours["tokens_per_second"] == 200 and ours["step_ms"] == pytest.approx(20)
+    assert ours["drafting_ms"] == pytest.approx(0.5) and ours["cpu"] == [0.01] * 3
+    results["vLLM, batch 2"]["cpu"] = [0.015, 0.02, 0.03]
+    assert "1.00 (2.00)" in end_to_end.table(results)
 
 
 @pytest.mark.engine
@@ -106,9 +113,10 @@ def test_one_real_engine_of_random_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(
         end_to_end,
         "run",
-        lambda name, arguments, *job: (really if arguments["speculative_config"] else instead)(
-            name, arguments, *job
-        ),
+        lambda asked, *job: {
+            name: (really if given["speculative_config"] else instead)({name: given}, *job)[name]
+            for name, given in asked.items()
+        },
     )
     path = tmp_path / "e.json"
     given = f"--model tiny --nodes 12 --batches 2 --context 40 --tokens 200 --repeat 1 --out {path}"

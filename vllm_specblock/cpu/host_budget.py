@@ -57,7 +57,9 @@ def measure_steps(runner: model_runner.GPUModelRunner) -> None:
     verify: dict[int, float] = {}
     drafts: list[dict[int, float]] = [{}, {}]  # of all blocks, and of the first
     wanted = sizes(num_nodes, runner.max_num_reqs, runner.max_num_tokens)
-    for turn, (rows, requests) in product(range(_ROUNDS), wanted):
+    # Data-parallel ranks of an MoE synchronise every step, so all of them measure as many.
+    rounds = _ROUNDS if runner.parallel_config.data_parallel_size == 1 else 1
+    for turn, (rows, requests) in product(range(rounds), wanted):
         if turn and clock.seconds(began, clock.mark()) > _SECONDS:
             break
         # A new number of rows has set-up costs.

@@ -296,7 +296,7 @@ def test_budgets_and_skipped_drafters_on_a_cpu_by_default(given, changes, adapti
         ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, False),
         ({"optimization_level": 1}, False),
         ({"enforce_eager": True}, False),
-        ({"data_parallel_size": 2}, False),
+        ({"data_parallel_size": 2}, True),
         ({"enable_lora": True}, False),
     ],
 )
@@ -306,9 +306,17 @@ def test_budgets_follow_from_costs_on_a_gpu_with_full_graphs(monkeypatch, change
     parallel = SimpleNamespace(
         data_parallel_size=args.data_parallel_size, tensor_parallel_size=args.tensor_parallel_size
     )
-    attention, hybrid = (SimpleNamespace(is_hybrid=is_hybrid) for is_hybrid in (False, True))
-    assert resolved_config._is_adaptive({}, args, attention, parallel) == adapts
+    dense, hybrid, experts = (
+        SimpleNamespace(is_hybrid=is_hybrid, is_moe=is_moe)
+        for is_hybrid, is_moe in ((False, False), (True, False), (False, True))
+    )
+    assert resolved_config._is_adaptive({}, args, dense, parallel) == adapts
     assert not resolved_config._is_adaptive({}, args, hybrid, parallel)
+    alone = args.data_parallel_size == 1  # ranks with experts run as many rows as the largest
+    assert resolved_config._is_adaptive({}, args, experts, parallel) == (adapts and alone)
+    asked = {"enable_adaptive_verification": True}
+    if not args.enable_lora:
+        assert resolved_config._is_adaptive(asked, args, experts, parallel)
 
 
 def test_adaptation_of_one_drafter_among_ranks_and_of_a_target_elsewhere():

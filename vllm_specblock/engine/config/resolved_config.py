@@ -127,19 +127,16 @@ def _is_adaptive(
         conflict = "the target has recurrent layers, which a GPU runs outside of full CUDA graphs"
     mode, by_level = args.compilation_config.cudagraph_mode, OptimizationLevel.O2
     full = args.optimization_level >= by_level if mode is None else mode.has_full_cudagraphs()
-    graphs = full and not args.enforce_eager and parallel.data_parallel_size == 1
+    # Data-parallel ranks of an MoE all run as many rows as the largest of them.
+    padded = parallel.data_parallel_size > 1 and target.is_moe
+    graphs = full and not args.enforce_eager and not padded
     default = (on_cpu or graphs) and not conflict and given.get(BY_BATCH_SIZE) is None
     adaptive = given.get("enable_adaptive_verification", default)
+    key = "speculative_config key 'enable_adaptive_verification' is"
     if not isinstance(adaptive, bool):
-        raise OptionError(
-            f"speculative_config key 'enable_adaptive_verification' is {adaptive!r}, but must be "
-            "true or false."
-        )
+        raise OptionError(f"{key} {adaptive!r}, but must be true or false.")
     if adaptive and conflict:
-        raise OptionError(
-            f"speculative_config key 'enable_adaptive_verification' is true and {conflict}: drop "
-            "one of them."
-        )
+        raise OptionError(f"{key} true and {conflict}: drop one of them.")
     return adaptive
 
 
