@@ -10,10 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from support import scripts
 from support.targets import write_target
-from typer.testing import CliRunner
 
-from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.eval.drafting import draft_trees, serving_shape
@@ -30,7 +29,7 @@ NODE = re.compile(r'^[│├└─ ]*("(?:[^"\\]|\\.)*")  (0\.\d\d|1\.00)  ([bl]
 
 def specblock(*arguments: str | Path | int) -> str:
     """What a command that succeeds prints."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = scripts.specblock(*arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -90,7 +89,7 @@ def test_a_prompt_goes_through_the_chat_template():
     assert "# user:" not in raw
     assert "12 nodes, drafter forwards: 1," in raw  # as served on a CPU
     # As Python reads other bytes of a command line.
-    other = CliRunner().invoke(app, ["inspect", str(SPECBLOCK), "--prompt", "caf\udce9"])
+    other = scripts.specblock("inspect", SPECBLOCK, "--prompt", "caf\udce9")
     assert other.exit_code == 1 and "--prompt is not valid UTF-8" in other.stderr
 
 

@@ -12,10 +12,9 @@ from comparison import Comparison, uniform_shape
 from figures import figures
 from paper_measure import MainPathFigures, main_path
 from support.records import HIDDEN, small_drafter
+from support.scripts import command
 from support.training import write_pair
 from support.trees import texts
-from typer import Typer
-from typer.testing import CliRunner
 
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.train.config import parse
@@ -55,12 +54,6 @@ TARGET = EXAMPLES / "tiny_pair" / "target"
 SPECBLOCK, EAGLE3 = EXAMPLES / "tiny_pair" / "drafter", EXAMPLES / "two_heads" / "eagle3"
 
 
-def run(*arguments: str | Path | int):
-    app = Typer()
-    app.command()(figures)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 @pytest.fixture
 def sets(tmp_path) -> dict[str, Path]:
     found = {}
@@ -80,7 +73,7 @@ def test_every_figure_is_drawn_and_its_numbers_are_kept(sets, tmp_path):
     sizes = "--nodes", 16, "--new-tokens", 40, "--tokens", 12
     case = "--case", "class Codec(codecs.Codec):\n"
     given = (*drafters, *questions, *sizes, *case)
-    result = run("--target", TARGET, *given, "--out", out)
+    result = command(figures, "--target", TARGET, *given, "--out", out)
     assert result.exit_code == 0, result.output
     for name in ("fig5a_alpha", "fig5b_alpha_blocks"):
         assert (out / f"{name}.png").read_bytes()[1:4] == b"PNG"

@@ -15,10 +15,9 @@ from baselines.parallelspec import ParallelSpec, ParallelSpecDrafter
 from safetensors.torch import load_file
 from support.baseline_batches import DRAFT_VOCAB, HIDDEN, TARGET_CONFIG, VOCAB, embed, vocabulary
 from support.committed import advance, rows_of
+from support.scripts import specblock
 from support.trees import assert_same_tree, texts
-from typer.testing import CliRunner
 
-from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.eagle3.model import FILES as EAGLE3
@@ -79,7 +78,7 @@ def pair(request, tmp_path):
     for name, weight in learner.named_parameters():
         assert torch.equal(drafter.get_parameter(name), weight.bfloat16().float()), name
     assert torch.equal(drafter.d2t, learner.d2t)
-    shown = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    shown = specblock("inspect", tmp_path)
     assert f"draft vocabulary: {DRAFT_VOCAB} of {VOCAB} target tokens" in shown.output
     learner.load_state_dict(drafter.state_dict(), strict=False)
     process_after_loading(drafter, None)
