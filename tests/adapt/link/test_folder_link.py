@@ -293,10 +293,6 @@ def flipped(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content)
 
 
-def without(name: str):
-    return lambda folder: (folder / name).unlink()
-
-
 def garbage(folder: Path) -> None:
     (folder / "provenance.json").write_text('{"adaptation": {"fingerprints": 3}}')
 
@@ -305,8 +301,8 @@ def garbage(folder: Path) -> None:
     "harm, message",
     [
         (flipped, "do not match their checksum"),
-        (without("model.safetensors"), "do not match their checksum"),
-        (without("provenance.json"), "is incomplete"),
+        (lambda made: (made / "model.safetensors").unlink(), "do not match their checksum"),
+        (lambda made: (made / "provenance.json").unlink(), "is incomplete"),
         (garbage, "is incomplete"),
         (shutil.rmtree, "no version version-00002"),
     ],
