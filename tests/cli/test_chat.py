@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from rich.console import Console
-from support.scripts import specblock
+from support.scripts import SPECBLOCK, TARGET, specblock
 
 from vllm_specblock.bench.live import Answer
 from vllm_specblock.cli import chat_sources as chats
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target.features import load_tokenizer
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TARGET, DRAFTER = EXAMPLES / "tiny_pair/target", EXAMPLES / "tiny_pair/drafter"
 
 
 @pytest.fixture
@@ -45,10 +41,10 @@ def engines(monkeypatch):
 
 def test_prompts_from_a_pipe_become_one_chat(engines):
     said = "import re\n\n/help\n/tree\nimport io\n/new\nx = 1\n"
-    result = specblock("chat", TARGET, "--model", DRAFTER, input=said)
+    result = specblock("chat", TARGET, "--model", SPECBLOCK, input=said)
     assert result.exit_code == 0, result.output
     methods, first, second, new = engines
-    assert methods == {"vLLM": None, "drafts": {"method": "specblock", "model": str(DRAFTER)}}
+    assert methods == {"vLLM": None, "drafts": {"method": "specblock", "model": str(SPECBLOCK)}}
     assert len(second) > len(first) and len(new) < len(second)
     assert result.stdout.count("import os\nimport sys") == 3 and chats.HELP in result.stdout
     assert "tokens/s, τ" in result.stdout
@@ -56,7 +52,7 @@ def test_prompts_from_a_pipe_become_one_chat(engines):
 
 
 def test_the_tree_has_the_size_that_was_asked_for(engines):
-    given = json.dumps({"model": str(DRAFTER), "num-speculative-tokens": 2, "num-blocks": 1})
+    given = json.dumps({"model": str(SPECBLOCK), "num-speculative-tokens": 2, "num-blocks": 1})
     result = specblock("chat", TARGET, "--speculative-config", given, input="import re\n/tree\n")
     assert result.stdout.count("  b1") == 2 and "  b2" not in result.stdout, result.output
 
@@ -144,7 +140,7 @@ def test_a_chat_goes_on_where_a_server_refuses_a_question(address):
 
 def test_servers_that_cannot_be_asked_are_one_sentence(address, monkeypatch):
     for given, says in (
-        ((address, "--model", DRAFTER), "A server has its own drafter: drop --model"),
+        ((address, "--model", SPECBLOCK), "A server has its own drafter: drop --model"),
         (("http://HOST:PORT",), "The server at http://HOST:PORT gave no answer: Invalid port"),
     ):
         result = specblock("chat", *given, input="why?\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.scripts import specblock
+from support.scripts import EAGLE3, ROOT, SPECBLOCK, TARGET, specblock
 from support.targets import write_target
 from support.training import save_tokens
 
@@ -107,12 +107,9 @@ def test_help_does_not_wait_for_torch():
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
-ROOT = Path(__file__).parents[2]
-TARGET, DRAFTER = ROOT / "examples/tiny_pair/target", ROOT / "examples/tiny_pair/drafter"
-LLAMA = ROOT / "tests/fixtures/llama"
-WORDS = {"TARGET": TARGET, "DRAFTER": DRAFTER, "LLAMA": LLAMA}
-WORDS["EAGLE3"] = ROOT / "examples/two_heads/eagle3"
-WORDS["PAIR"] = f"{DRAFTER} --target {TARGET}"
+WORDS = {"TARGET": TARGET, "DRAFTER": SPECBLOCK, "EAGLE3": EAGLE3}
+WORDS["LLAMA"] = ROOT / "tests/fixtures/llama"
+WORDS["PAIR"] = f"{SPECBLOCK} --target {TARGET}"
 WORDS["BENCH"] = f"bench --target {TARGET} --set q=q.jsonl --raw --out out"
 WORDS["FEATURES"] = f"features --target {TARGET} --data tokens.safetensors --out out"
 

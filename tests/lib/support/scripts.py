@@ -1,4 +1,4 @@
-"""Scripts that are no package's, as modules; commands in this process."""
+"""The example pair; scripts that are no package's, as modules; commands in this process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from typer import Typer
 from typer.testing import CliRunner, Result
 
 from vllm_specblock.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[3]
+TARGET, SPECBLOCK = ROOT / "examples/tiny_pair/target", ROOT / "examples/tiny_pair/drafter"
+EAGLE3 = ROOT / "examples/two_heads/eagle3"
 
 
 def load_script(path: Path) -> ModuleType:
