@@ -19,25 +19,16 @@ from vllm_specblock.drafters.specblock import checkpoint
 EVERY = 4
 
 
-class Weighs(Fixed):
-    """Updates every four requests, and keeps the gains that it receives."""
-
-    def __init__(self) -> None:
-        super().__init__(Action.FULL, EVERY)
-        self.told: list[tuple[Action, float, float, float]] = []
-
-    def reward(self, action: Action, gain: float, seconds: float, error: float) -> None:
-        self.told.append((action, gain, seconds, error))
+CONFIG = AdaptationConfig(lr=3e-3, every=EVERY)
 
 
 def adapting(pair: Pair) -> Adaptation:
-    return Adaptation(
-        checkpoint.load(pair.drafter),
-        pair.teacher,
-        Weighs(),
-        AdaptationConfig(lr=3e-3, every=EVERY),
-        seconds_lost=lambda *_: 0.25,
-    )
+    """Updates every four requests; `policy.told`: (action, gain, seconds, error) of each."""
+    policy = Fixed(Action.FULL, EVERY)
+    policy.told = []
+    policy.reward = lambda *reward: policy.told.append(reward)
+    drafter = checkpoint.load(pair.drafter)
+    return Adaptation(drafter, pair.teacher, policy, CONFIG, seconds_lost=lambda *_: 0.25)
 
 
 def test_a_gain_is_that_of_the_requests_after_the_update(pair):
@@ -132,10 +123,8 @@ def test_a_fall_of_tau_brings_the_last_good_version_back(pair, monkeypatch):
 
 def test_osd_learns_from_rejected_positions_of_new_records_alone(pair, monkeypatch):
     """Of new records each once, in their order; nothing is rehearsed."""
-    config = AdaptationConfig(lr=3e-3, every=EVERY)
-    adaptation = Adaptation(
-        checkpoint.load(pair.drafter), pair.teacher, Always(every=EVERY), config
-    )
+    drafter = checkpoint.load(pair.drafter)
+    adaptation = Adaptation(drafter, pair.teacher, Always(every=EVERY), CONFIG)
     assert adaptation.updater.learner.rejected_only
     given = []
     train_batch = adaptation.teacher.train_batch

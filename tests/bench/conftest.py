@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from support.fake_engine import COMMAND
+from support.scripts import TARGET
 
 from vllm_specblock.bench.config import BenchConfig
 from vllm_specblock.bench.process import EngineProcess, end_all
 from vllm_specblock.bench.run import Bench, prepare
 
-TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
 FAST = {"seconds": 0.5}
 
 

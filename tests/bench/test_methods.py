@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.scripts import TARGET
 from transformers import AutoTokenizer
 
 from vllm_specblock.bench.config import BenchError
@@ -99,7 +100,6 @@ def test_a_drafter_trained_again_needs_a_folder_of_its_own(make_bench, drafters,
         make_bench({}, drafter=drafters)
 
 
-TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
     "{% if add_generation_prompt %}a{% if loud %}!{% endif %}:{% endif %}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 from support.adapting import wait
 from support.fake_engine import COMMAND
 from support.processes import alive, state
+from support.scripts import TARGET
 from transformers import AutoTokenizer
 
 from vllm_specblock.bench.live import TINT, Answer, ask_together, shown
@@ -99,9 +99,6 @@ def test_it_goes_when_its_maker_is_killed(tmp_path, journal, busy):
     maker.wait()
     for pid in pids:
         wait(lambda pid=pid: not alive(pid))
-
-
-TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
 
 
 def letters(ids: list[int]) -> str:

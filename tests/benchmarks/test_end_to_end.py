@@ -7,13 +7,12 @@ from pathlib import Path
 
 import end_to_end
 import pytest
-import typer
 from end_to_end import PLAIN, Place
 from lib import acceptance
 from never_slower import ENGINES, default_methods
 from steady_state import DEVICE, DRAFTING, STEPS, TOKENS
 from support.engines import DRAFTER, TARGET
-from typer.testing import CliRunner
+from support.scripts import command
 
 from vllm_specblock.bench.config import BenchConfig
 from vllm_specblock.bench.methods import resolve
@@ -40,12 +39,6 @@ def test_every_engine_is_one_that_vllm_can_be_asked_for():
 
 
 TAU = 4.41
-
-
-def cli(*arguments):
-    app = typer.Typer()
-    app.command()(end_to_end.main)
-    return CliRunner().invoke(app, list(arguments))
 
 
 @pytest.mark.parametrize("model", ["llama-8b", "qwen3-8b"])
@@ -86,7 +79,7 @@ def test_a_failed_engine_is_named_and_a_second_run_goes_on(tmp_path, monkeypatch
     out += ["--context", "40", "--tokens", "32"]
     calls = []
     monkeypatch.setattr(end_to_end, "run", fake_run(calls, failing=[1]))
-    first = cli(*out)
+    first = command(end_to_end.main, *out)
     assert first.exit_code == 1 and "no memory" in first.output and len(calls) == 2
     asked, job = calls[1]
     assert f"{PLAIN}, batch 2" in asked and len(asked) == 6, "they take turns on a CPU"
@@ -94,7 +87,7 @@ def test_a_failed_engine_is_named_and_a_second_run_goes_on(tmp_path, monkeypatch
     assert arguments["load_format"] == "dummy" and arguments["max_num_seqs"] == 2
     assert len(job["prompts"]) == 2
     monkeypatch.setattr(end_to_end, "run", fake_run(calls))
-    second = cli(*out)
+    second = command(end_to_end.main, *out)
     assert second.exit_code == 0, second.output
     assert len(calls) == 3 and len(calls[2][1]["prompts"]) == 1
     results = json.loads((tmp_path / "e.json").read_text())["results"]
@@ -120,7 +113,7 @@ def test_one_real_engine_of_random_weights(tmp_path, monkeypatch):
     )
     path = tmp_path / "e.json"
     given = f"--model tiny --nodes 12 --batches 2 --context 40 --tokens 200 --repeat 1 --out {path}"
-    found = cli(*given.split(), "--only", "SpecBlock @ 12")
+    found = command(end_to_end.main, *given.split(), "--only", "SpecBlock @ 12")
     assert found.exit_code == 0, found.output
     results = json.loads(path.read_text())["results"]
     ours = results["SpecBlock @ 12, batch 2"]

@@ -7,11 +7,10 @@ import json
 import kernel_times
 import pytest
 import torch
-import typer
 from fuzz_kernels import fuzz
 from lib import kernel_cases
 from lib.fuzz_cases import LOOPS
-from typer.testing import CliRunner
+from support.scripts import command
 from vllm_specblock.triton_kernels import optional_numba
 
 CPU = torch.device("cpu")
@@ -27,10 +26,8 @@ def test_every_way_computes_the_same(case):
 
 
 def test_the_command_on_a_cpu(tmp_path):
-    app = typer.Typer()
-    app.command()(kernel_times.main)
     path = tmp_path / "k.json"
-    run = CliRunner().invoke(app, ["--device", "cpu", "--out", str(path)])
+    run = command(kernel_times.main, "--device", "cpu", "--out", path)
     assert run.exit_code == 0, run.output
     results = json.loads(path.read_text())["results"].values()
     assert {each["kernel"] for each in results} == {"tree attention", "linear, 8 bits"}

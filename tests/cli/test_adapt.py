@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 from support.adapting import Pair
-from typer.testing import CliRunner
+from support.scripts import specblock
 
 from vllm_specblock.adapt.link.folder_link import FolderLink
 from vllm_specblock.adapt.versions import VersionFolder
-from vllm_specblock.cli.main import app
 
 
 @pytest.fixture
@@ -30,13 +29,9 @@ def recorded(pair, tmp_path) -> Path:
     return folder
 
 
-def call(*given: str | int | Path):
-    return CliRunner().invoke(app, ["adapt", *(str(each) for each in given)])
-
-
 def train(pair: Pair, folder: Path, *more: str | int | Path):
-    where = ["--drafter", pair.drafter, "--target", pair.target, "--once", "--seconds", 0]
-    return call("run", folder, *where, "--policy", "always", "--actions", "all", *more)
+    base = ["--drafter", pair.drafter, "--target", pair.target, "--once", "--seconds", 0]
+    return specblock("adapt", "run", folder, *base, "--policy", "always", "--actions", "all", *more)
 
 
 def test_versions_are_learned_listed_and_chosen(pair, recorded):
@@ -45,18 +40,18 @@ def test_versions_are_learned_listed_and_chosen(pair, recorded):
     assert "updates_full" in result.stdout and not list(recorded.glob("request-*"))
     out = recorded / "versions"
     name = VersionFolder(out).current()
-    told = call("list", out).stdout.splitlines()
+    told = specblock("adapt", "list", out).stdout.splitlines()
     assert told[1].split() == ["delivered"]
     assert told[2].split()[:3] == ["version-00001", "delivered", "full"] and len(told) == 5
     assert told[4].split()[:4] == ["*", name, "version-00002", "full"]
     # The trainer goes on from there.
     again = train(pair, recorded)
     assert again.exit_code == 0 and VersionFolder(out).current() == name
-    result = call("use", out, "delivered")
+    result = specblock("adapt", "use", out, "delivered")
     assert result.exit_code == 0 and "delivered is current" in result.stdout
     assert VersionFolder(out).current() is None
-    assert call("list", out).stdout.splitlines()[1].split() == ["*", "delivered"]
-    assert call("use", out, name).exit_code == 0
+    assert specblock("adapt", "list", out).stdout.splitlines()[1].split() == ["*", "delivered"]
+    assert specblock("adapt", "use", out, name).exit_code == 0
     assert VersionFolder(out).current() == name
 
 
@@ -67,11 +62,11 @@ def test_wrong_folders_versions_and_policies_are_one_sentence(pair, recorded, tm
         (train(pair, recorded, "--actions", "trunk"), "must be heads or all"),
         (train(pair, recorded, "--memory", "inf"), "must be above 0 and finite"),
         (train(pair, recorded, "--device", "gpu"), "The device gpu cannot be used"),
-        (call("use", recorded, "version-00009"), "no version version-00009"),
+        (specblock("adapt", "use", recorded, "version-00009"), "no version version-00009"),
     ):
         assert result.exit_code == 1
         assert message in result.stderr and "Traceback" not in result.stderr
     for command in ("use", "no/folder", "delivered"), ("list", "no/folder"):
-        result = call(*command)
+        result = specblock("adapt", *command)
         assert result.exit_code == 2 and "'no/folder' does not exist" in result.stderr
     assert len(list(recorded.glob("request-*"))) == 24

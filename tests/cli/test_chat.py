@@ -5,25 +5,16 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
+from support.scripts import SPECBLOCK, TARGET, specblock
 
 from vllm_specblock.bench.live import Answer
 from vllm_specblock.cli import chat_sources as chats
-from vllm_specblock.cli.main import app
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.target.features import load_tokenizer
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TARGET, DRAFTER = EXAMPLES / "tiny_pair/target", EXAMPLES / "tiny_pair/drafter"
-
-
-def run(*arguments, said: str | bytes):
-    return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=said)
 
 
 @pytest.fixture
@@ -50,10 +41,10 @@ def engines(monkeypatch):
 
 def test_prompts_from_a_pipe_become_one_chat(engines):
     said = "import re\n\n/help\n/tree\nimport io\n/new\nx = 1\n"
-    result = run(TARGET, "--model", DRAFTER, said=said)
+    result = specblock("chat", TARGET, "--model", SPECBLOCK, input=said)
     assert result.exit_code == 0, result.output
     methods, first, second, new = engines
-    assert methods == {"vLLM": None, "drafts": {"method": "specblock", "model": str(DRAFTER)}}
+    assert methods == {"vLLM": None, "drafts": {"method": "specblock", "model": str(SPECBLOCK)}}
     assert len(second) > len(first) and len(new) < len(second)
     assert result.stdout.count("import os\nimport sys") == 3 and chats.HELP in result.stdout
     assert "tokens/s, τ" in result.stdout
@@ -61,28 +52,29 @@ def test_prompts_from_a_pipe_become_one_chat(engines):
 
 
 def test_the_tree_has_the_size_that_was_asked_for(engines):
-    given = json.dumps({"model": str(DRAFTER), "num-speculative-tokens": 2, "num-blocks": 1})
-    result = run(TARGET, "--speculative-config", given, said="import re\n/tree\n")
+    given = json.dumps({"model": str(SPECBLOCK), "num-speculative-tokens": 2, "num-blocks": 1})
+    result = specblock("chat", TARGET, "--speculative-config", given, input="import re\n/tree\n")
     assert result.stdout.count("  b1") == 2 and "  b2" not in result.stdout, result.output
 
 
-def test_a_chat_goes_on_where_there_is_no_tree(engines):
-    result = run(TARGET, said="import re\n/tree\nimport io\n")
-    assert "/tree shows the tree of a drafter with weights: give --model." in result.stdout
-    assert "> import io" in result.stdout
-
-
-def test_bytes_that_are_no_text_end_no_chat(engines):
-    result = run(TARGET, said=b"caf\xe9\nimport io\n")
+@pytest.mark.parametrize(
+    ("said", "shown", "asked"),
+    [
+        (b"import re\n/tree\n", "/tree shows the tree of a drafter with weights: give --model.", 2),
+        (b"caf\xe9\n", "> caf\ufffd", 2),  # bytes that are no text
+        (
+            b"x = 1, " * 300 + b"\n/new\n",
+            "Chat and answer exceed 600 tokens: /new starts another.",
+            1,
+        ),
+    ],
+    ids=["no tree", "no text", "too long"],
+)
+def test_a_chat_goes_on(engines, said, shown, asked):
+    result = specblock("chat", TARGET, input=said + b"import io\n")
     assert result.exit_code == 0, result.exception
-    assert "> caf\ufffd" in result.stdout and "> import io" in result.stdout
-
-
-def test_a_chat_that_is_too_long_goes_on_as_a_new_one(engines):
-    result = run(TARGET, said=f"{'x = 1, ' * 300}\n/new\nimport io\n")
-    assert result.exit_code == 0, result.exception
-    assert "Chat and answer exceed 600 tokens: /new starts another." in result.stdout
-    assert len(engines) == 2, "one of them was asked"
+    assert shown in result.stdout and "> import io" in result.stdout
+    assert len(engines) == 1 + asked
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -134,13 +126,13 @@ def address():
 
 def test_a_proxy_that_hides_vllms_own_paths_is_one_sentence(address, monkeypatch):
     monkeypatch.setattr(Handler, "only_v1", True)
-    result = run(address, said="why?\n")
+    result = specblock("chat", address, input="why?\n")
     assert result.exit_code == 1 and "gave no answer: Client error '404" in result.stderr
     Handler.asked.clear()
 
 
 def test_a_chat_goes_on_where_a_server_refuses_a_question(address):
-    result = run(address, said="too long\nwhy?\n")
+    result = specblock("chat", address, input="too long\nwhy?\n")
     assert result.exit_code == 0, result.exception
     assert "longer than 512 tokens" in result.stdout and "> why?" in result.stdout
     Handler.asked.clear()
@@ -148,13 +140,13 @@ def test_a_chat_goes_on_where_a_server_refuses_a_question(address):
 
 def test_servers_that_cannot_be_asked_are_one_sentence(address, monkeypatch):
     for given, says in (
-        ((address, "--model", DRAFTER), "A server has its own drafter: drop --model"),
+        ((address, "--model", SPECBLOCK), "A server has its own drafter: drop --model"),
         (("http://HOST:PORT",), "The server at http://HOST:PORT gave no answer: Invalid port"),
     ):
-        result = run(*given, said="why?\n")
+        result = specblock("chat", *given, input="why?\n")
         assert says in result.stderr and isinstance(result.exception, SystemExit)
     monkeypatch.setattr(Handler, "models", ())
-    assert "has no model: start it with one." in run(address, said="why?\n").stderr
+    assert "has no model: start it with one." in specblock("chat", address, input="why?\n").stderr
 
 
 def test_a_server_answers_without_and_with_drafts(address):

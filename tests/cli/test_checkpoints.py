@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from support import scripts
+from support.scripts import EAGLE3, ROOT, SPECBLOCK, TARGET
 from support.targets import write_target
-from typer.testing import CliRunner
 
-from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.options import SpecBlockConfig
 from vllm_specblock.drafters.specblock import checkpoint
 from vllm_specblock.train.eval.drafting import draft_trees, serving_shape
@@ -21,16 +21,13 @@ from vllm_specblock.train.eval.evaluate import sequences_from
 from vllm_specblock.train.eval.steps import replay
 from vllm_specblock.train.target.features import load_target, load_tokenizer
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TARGET = EXAMPLES / "tiny_pair" / "target"
-SPECBLOCK, EAGLE3 = EXAMPLES / "tiny_pair" / "drafter", EXAMPLES / "two_heads" / "eagle3"
 PROMPTS = ["import os\nimport sys\n\n\ndef main():\n", "class Reader:\n", "def add(a, b):\n"]
 NODE = re.compile(r'^[│├└─ ]*("(?:[^"\\]|\\.)*")  (0\.\d\d|1\.00)  ([bl])(\d)(  ✓)?$')
 
 
 def specblock(*arguments: str | Path | int) -> str:
     """What a command that succeeds prints."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = scripts.specblock(*arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -38,7 +35,7 @@ def specblock(*arguments: str | Path | int) -> str:
 @pytest.mark.parametrize("named", [None, (1, 4, 8)])
 def test_convert_with_a_target_fills_in_what_is_not_published(tmp_path, named):
     """Layers that the checkpoint names win over the target's default."""
-    llama = Path(shutil.copytree(EXAMPLES.parent / "tests/fixtures/llama", tmp_path / "llama"))
+    llama = Path(shutil.copytree(ROOT / "tests/fixtures/llama", tmp_path / "llama"))
     if named:
         raw = json.loads((llama / "config.json").read_text())
         raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(named)}
@@ -77,7 +74,7 @@ def test_the_tree_and_what_the_target_accepts(drafter, letter, forwards, tmp_pat
 
 
 def test_config_tensors_size_and_coverage():
-    shown = specblock("inspect", EXAMPLES.parent / "tests/fixtures/qwen")
+    shown = specblock("inspect", ROOT / "tests/fixtures/qwen")
     assert '"block_size": 4' in shown and "parameters: 39,040" in shown
     assert re.search(r"\nshift_proj\.0\.weight +float32 +\[32, 64\]\n", shown)
     assert "64 of 128 target tokens (50.0%)" in shown
@@ -90,7 +87,7 @@ def test_a_prompt_goes_through_the_chat_template():
     assert "# user:" not in raw
     assert "12 nodes, drafter forwards: 1," in raw  # as served on a CPU
     # As Python reads other bytes of a command line.
-    other = CliRunner().invoke(app, ["inspect", str(SPECBLOCK), "--prompt", "caf\udce9"])
+    other = scripts.specblock("inspect", SPECBLOCK, "--prompt", "caf\udce9")
     assert other.exit_code == 1 and "--prompt is not valid UTF-8" in other.stderr
 
 

@@ -10,10 +10,9 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from support.scripts import specblock
 from support.training import save_tokens
-from typer.testing import CliRunner
 
-from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.common import hub
 
 PAIR = Path(__file__).parents[2] / "examples" / "tiny_pair"
@@ -73,7 +72,7 @@ they do takes an engine, or minutes."""
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_hub_id_will_do(name, asked, tmp_path):
     (tmp_path / "queue").mkdir()
-    result = CliRunner().invoke(app, COMMANDS[name].split())
+    result = specblock(*COMMANDS[name].split())
     if name in END_LATER:
         assert result.exit_code and END_LATER[name] in result.output, result.output
     else:
@@ -82,7 +81,7 @@ def test_a_hub_id_will_do(name, asked, tmp_path):
 
 
 def test_a_drafter_made_for_a_hub_id_names_it(asked, tmp_path):
-    result = CliRunner().invoke(app, COMMANDS["init"].split())
+    result = specblock(*COMMANDS["init"].split())
     assert result.exit_code == 0, result.output
     named = json.loads((tmp_path / "out" / "config.json").read_text())
     assert named["target"]["name"] == "org/target"
@@ -91,15 +90,14 @@ def test_a_drafter_made_for_a_hub_id_names_it(asked, tmp_path):
     asked.clear()
     words = COMMANDS["eval"].replace(" --target org/target", "").split()
     words[1] = "out"
-    result = CliRunner().invoke(app, words)
+    result = specblock(*words)
     assert result.exit_code == 0, (result.output, result.exception)
     assert set(asked) == {"org/target"}
 
 
 @pytest.mark.parametrize("name", ["inspect", "init"])
 def test_one_sentence_where_there_is_none(name, asked):
-    words = COMMANDS[name].replace("org/", "other/").split()
-    result = CliRunner().invoke(app, words)
+    result = specblock(*COMMANDS[name].replace("org/", "other/").split())
     assert result.exit_code == 1
     said = "is neither a folder here nor a hub id that could be downloaded (LocalEntryNotFound"
     assert said in result.output and result.output.count("\n") == 1

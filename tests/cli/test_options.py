@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.scripts import EAGLE3, ROOT, SPECBLOCK, TARGET, specblock
 from support.targets import write_target
 from support.training import save_tokens
-from typer.testing import CliRunner
 
 from vllm_specblock.bench import run as bench_run
 from vllm_specblock.bench.config import MethodSpec
-from vllm_specblock.cli.main import app
 from vllm_specblock.train import run as train_run
 from vllm_specblock.train.config import TrainConfig
 
@@ -36,10 +35,6 @@ def called(monkeypatch):
     return calls
 
 
-def call(*words: str | Path):
-    return CliRunner().invoke(app, [*map(str, words)])
-
-
 def test_the_command_line_wins_over_the_recipe(called, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
@@ -48,9 +43,9 @@ def test_the_command_line_wins_over_the_recipe(called, tmp_path):
         "layer_ids: [2, 5, 8]\nrank_topk: full\nmicro_batch: 6\n"
     )
     changes = "--lr", "3e-4", "--pack", "--no-recompute", "--out", "elsewhere"
-    result = call("train", recipe, *changes)
+    result = specblock("train", recipe, *changes)
     assert result.exit_code == 0, result.output
-    assert call("train", recipe).exit_code == 0
+    assert specblock("train", recipe).exit_code == 0
     (config, _), (alone, how) = called
     assert (config.lr, config.pack, config.recompute) == (3e-4, True, False)
     assert (config.out, config.target, config.batch) == (Path("elsewhere"), Path("T"), 12)
@@ -80,14 +75,14 @@ def test_the_command_line_wins_over_the_recipe(called, tmp_path):
     ],
 )
 def test_options_of_every_kind(called, line, expected):
-    call(*shlex.split(line))
+    specblock(*shlex.split(line))
     ((config, _),) = called
     assert {name: getattr(config, name) for name in expected} == expected
 
 
 def test_help_shows_every_option_with_its_default():
     wide = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1", "TERM": "dumb"}
-    result = CliRunner().invoke(app, ["train", "--help"], env=wide)
+    result = specblock("train", "--help", env=wide)
     lines = [re.sub(r"[\s│]+", " ", line) for line in result.output.splitlines()]
     for name, field in TrainConfig.model_fields.items():
         option, default = name.replace("_", "-"), field.default
@@ -112,12 +107,9 @@ def test_help_does_not_wait_for_torch():
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
-ROOT = Path(__file__).parents[2]
-TARGET, DRAFTER = ROOT / "examples/tiny_pair/target", ROOT / "examples/tiny_pair/drafter"
-LLAMA = ROOT / "tests/fixtures/llama"
-WORDS = {"TARGET": TARGET, "DRAFTER": DRAFTER, "LLAMA": LLAMA}
-WORDS["EAGLE3"] = ROOT / "examples/two_heads/eagle3"
-WORDS["PAIR"] = f"{DRAFTER} --target {TARGET}"
+WORDS = {"TARGET": TARGET, "DRAFTER": SPECBLOCK, "EAGLE3": EAGLE3}
+WORDS["LLAMA"] = ROOT / "tests/fixtures/llama"
+WORDS["PAIR"] = f"{SPECBLOCK} --target {TARGET}"
 WORDS["BENCH"] = f"bench --target {TARGET} --set q=q.jsonl --raw --out out"
 WORDS["FEATURES"] = f"features --target {TARGET} --data tokens.safetensors --out out"
 
@@ -197,7 +189,7 @@ RECIPES = {
 def call_line(line: str):
     for word, value in WORDS.items():
         line = line.replace(word, str(value))
-    return call(*shlex.split(line))
+    return specblock(*shlex.split(line))
 
 
 @pytest.mark.parametrize("line", MISTAKES)

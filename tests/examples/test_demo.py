@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import typer
-from support.scripts import load_script
+from support.scripts import ROOT, TARGET, load_script
 from transformers import AutoModelForCausalLM
 
 from vllm_specblock.bench.live import Answer
-
-ROOT = Path(__file__).resolve().parents[2]
-TARGET = ROOT / "examples/tiny_pair/target"
-
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "path", [*sys.path])  # it adds folders

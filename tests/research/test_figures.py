@@ -12,13 +12,11 @@ from comparison import Comparison, uniform_shape
 from figures import figures
 from paper_measure import MainPathFigures, main_path
 from support.records import HIDDEN, small_drafter
-from support.training import write_pair
+from support.scripts import EAGLE3, SPECBLOCK, TARGET, command
+from support.training import short_run, write_pair
 from support.trees import texts
-from typer import Typer
-from typer.testing import CliRunner
 
 from vllm_specblock.drafters.options import SpecBlockConfig
-from vllm_specblock.train.config import parse
 from vllm_specblock.train.eval.drafting import draft_trees, serving_shape
 from vllm_specblock.train.eval.steps import Step
 from vllm_specblock.train.learner import EvalSequence
@@ -50,17 +48,6 @@ def test_alpha_k_counts_the_main_path_alone():
     assert found.alpha == [3 / 4, 1, 1 / 2, 1, None]
 
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TARGET = EXAMPLES / "tiny_pair" / "target"
-SPECBLOCK, EAGLE3 = EXAMPLES / "tiny_pair" / "drafter", EXAMPLES / "two_heads" / "eagle3"
-
-
-def run(*arguments: str | Path | int):
-    app = Typer()
-    app.command()(figures)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 @pytest.fixture
 def sets(tmp_path) -> dict[str, Path]:
     found = {}
@@ -80,7 +67,7 @@ def test_every_figure_is_drawn_and_its_numbers_are_kept(sets, tmp_path):
     sizes = "--nodes", 16, "--new-tokens", 40, "--tokens", 12
     case = "--case", "class Codec(codecs.Codec):\n"
     given = (*drafters, *questions, *sizes, *case)
-    result = run("--target", TARGET, *given, "--out", out)
+    result = command(figures, "--target", TARGET, *given, "--out", out)
     assert result.exit_code == 0, result.output
     for name in ("fig5a_alpha", "fig5b_alpha_blocks"):
         assert (out / f"{name}.png").read_bytes()[1:4] == b"PNG"
@@ -115,18 +102,8 @@ def test_every_figure_is_drawn_and_its_numbers_are_kept(sets, tmp_path):
 def footing(tmp_path_factory):
     """What a comparison's drafters are made for."""
     folder = write_pair(tmp_path_factory.mktemp("pair"))
-    config = parse(
-        Comparison,
-        target=folder / "target",
-        data=folder / "d.safetensors",
-        out=folder / "out",
-        prompts=folder / "none.jsonl",
-        draft_vocab_size=20,
-        length=24,
-        loss_floor=0.5,
-        precision="fp32",
-        device="cpu",
-    )
+    given = {"out": folder / "out", "prompts": folder / "none.jsonl", "loss_floor": 0.5}
+    config = short_run(folder, Comparison, **given)
     return drafter_zoo.Footing(config, prepare(config, torch.device("cpu"), 6))
 
 

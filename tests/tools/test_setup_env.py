@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from support.scripts import load_script
+from support.scripts import ROOT, load_script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "tools/setup_env.py"
 WHEELS = "https://download.pytorch.org/whl/cpu"
 
 
 @pytest.fixture
 def setup(monkeypatch, tmp_path):
     """The module, with pip's arguments in `commands`; the one that is `fails` does not work."""
-    module = load_script(SCRIPT)
+    module = load_script(ROOT / "tools/setup_env.py")
     module.commands, module.fails, module.folder = [], None, tmp_path
 
     def pip(python, *arguments):
-        module.commands.append(" ".join(arguments).replace(str(SCRIPT.parents[1]), "."))
+        module.commands.append(" ".join(arguments).replace(str(ROOT), "."))
         return module.commands[-1] != module.fails
 
     monkeypatch.setattr(module, "_pip", pip)

@@ -12,12 +12,12 @@ from math import exp, nan
 import pytest
 import torch
 from lib.simulation import record_of
-from support.records import HIDDEN, VOCAB, random_record, small_drafter, small_teacher
+from support.records import random_record, small_drafter, small_teacher
 
 from vllm_specblock.adapt.book import Book, Record
 from vllm_specblock.adapt.learning.judge import Judge, is_sure
 from vllm_specblock.adapt.learning.pool import Pool, Version
-from vllm_specblock.adapt.learning.train_batches import RecordTeacher, batches, spread
+from vllm_specblock.adapt.learning.train_batches import batches, spread
 from vllm_specblock.adapt.learning.update import AdaptationConfig, Updater, anchor
 from vllm_specblock.adapt.policy.actions import held, parameters
 from vllm_specblock.adapt.policy.interface import Action
@@ -144,21 +144,14 @@ def test_loops_are_dropped_and_counted():
     assert book.counts == {"loop": 1, "recorded": 1}
 
 
-def random_script(teacher: RecordTeacher, length: int, prompt: int) -> EvalSequence:
-    draw = torch.Generator().manual_seed(length)
-    hidden = torch.randn(length, 3 * HIDDEN, generator=draw)
-    last = torch.randn(length, HIDDEN, generator=draw)
-    tokens = torch.randint(VOCAB, (length,), generator=draw)
-    return EvalSequence(tokens, prompt, hidden, last, teacher.embed)
-
-
 def loss_of(drafter, train_batch) -> float:
     return float(SpecBlockLearner(drafter, Recipe(rank_from=0))(train_batch).loss.detach())
 
 
 def test_a_record_of_a_whole_text_has_the_loss_of_the_text():
     drafter, teacher = small_drafter(), small_teacher()
-    sequence = random_script(teacher, 30, prompt=7)
+    text = random_record("a text", rows=30)
+    sequence = EvalSequence(text.tokens, 7, text.states, text.last, teacher.embed)
     loss_mask = torch.arange(30)[None] >= 7
     target_outputs = TargetOutputs(sequence.hidden[None], sequence.last[None], teacher.head)
     whole = TrainBatch(

@@ -36,6 +36,13 @@ def folder(tmp_path) -> Path:
     return tmp_path / "requests"
 
 
+@pytest.fixture
+def versions(pair, folder) -> VersionFolder:
+    made = pair.versions(folder / "versions")
+    made.lock()
+    return made
+
+
 def link_of(pair: Pair, folder: Path, **more) -> FolderLink:
     return FolderLink(folder, pair.versions(folder / "versions"), **{"slots": 64, **more})
 
@@ -166,10 +173,7 @@ def test_too_little_shared_memory_is_one_sentence(tmp_path, monkeypatch, where):
     assert not list(tmp_path.iterdir())
 
 
-def test_heads_alone_are_read_where_the_trunk_serves_already(pair, folder):
-    versions = pair.versions(folder / "versions")
-    versions.lock()
-
+def test_heads_alone_are_read_where_the_trunk_serves_already(pair, folder, versions):
     def offer(seed: int, trunk: str | None) -> None:
         facts = {"parent": None, **({} if trunk is None else {"trunk": trunk})}
         versions.use(versions.write(small_drafter(seed, vocab=VOCAB), facts))
@@ -194,9 +198,7 @@ def test_heads_alone_are_read_where_the_trunk_serves_already(pair, folder):
     link.close()
 
 
-def test_a_version_that_cannot_serve_is_reported_once(pair, folder, caplog):
-    versions = pair.versions(folder / "versions")
-    versions.lock()
+def test_a_version_that_cannot_serve_is_reported_once(pair, folder, versions, caplog):
     name = versions.write(small_drafter(vocab=VOCAB), {"parent": None})
     versions.use(name)
     (versions.out / name / WEIGHTS).write_bytes(b"half")
@@ -209,10 +211,8 @@ def test_a_version_that_cannot_serve_is_reported_once(pair, folder, caplog):
 
 @pytest.mark.parametrize("place, name", [(versions_module, "_digest"), (versions_module, "opened")])
 def test_a_version_pruned_while_it_is_read_gives_way_to_the_newest(
-    pair, folder, monkeypatch, place, name
+    pair, folder, versions, monkeypatch, place, name
 ):
-    versions = pair.versions(folder / "versions")
-    versions.lock()
     link = link_of(pair, folder)
     real = getattr(place, name)
 
@@ -234,13 +234,6 @@ def test_a_version_pruned_while_it_is_read_gives_way_to_the_newest(
 FACTS = {"parent": None, "action": "heads", "rows": 12, "gain": 0.5}
 
 
-@pytest.fixture
-def versions(pair, tmp_path) -> VersionFolder:
-    made = VersionFolder(tmp_path / "out", pair.drafter, pair.target)
-    made.lock()
-    return made
-
-
 def other_drafter(seed: int = 8):
     return small_drafter(seed, vocab=VOCAB)
 
@@ -251,6 +244,9 @@ def test_a_version_is_a_drafter_with_its_provenance(versions):
     assert name == "version-00001" and versions.current() is None
     versions.use(name)
     assert versions.current() == name
+    for each in (versions.out, *versions.out.rglob("*")):
+        # Only the owner can look.
+        assert stat.S_IMODE(each.stat().st_mode) == (0o700 if each.is_dir() else 0o600), each
     path = versions.out / name
     loaded, read = checkpoint.load(path), versions.read(name)
     for key, value in drafter.state_dict().items():
@@ -262,14 +258,6 @@ def test_a_version_is_a_drafter_with_its_provenance(versions):
     assert told["adaptation"].items() >= FACTS.items() and "torch" in told["versions"]
     assert versions.write(drafter, {**FACTS, "parent": name}) == "version-00002"
     assert [each["parent"] for each in versions.listed().values()] == [None, name]
-
-
-def test_only_the_owner_can_look(versions):
-    name = versions.write(other_drafter(), FACTS)
-    versions.use(name)
-    for path in (versions.out, *versions.out.rglob("*")):
-        mode = stat.S_IMODE(path.stat().st_mode)
-        assert mode == (0o700 if path.is_dir() else 0o600), path
 
 
 def test_nothing_is_made_for_a_look(pair, tmp_path):
@@ -305,10 +293,6 @@ def flipped(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content)
 
 
-def without(name: str):
-    return lambda folder: (folder / name).unlink()
-
-
 def garbage(folder: Path) -> None:
     (folder / "provenance.json").write_text('{"adaptation": {"fingerprints": 3}}')
 
@@ -317,8 +301,8 @@ def garbage(folder: Path) -> None:
     "harm, message",
     [
         (flipped, "do not match their checksum"),
-        (without("model.safetensors"), "do not match their checksum"),
-        (without("provenance.json"), "is incomplete"),
+        (lambda made: (made / "model.safetensors").unlink(), "do not match their checksum"),
+        (lambda made: (made / "provenance.json").unlink(), "is incomplete"),
         (garbage, "is incomplete"),
         (shutil.rmtree, "no version version-00002"),
     ],
@@ -380,10 +364,9 @@ def test_old_versions_go_but_never_the_current_one(versions):
 
 
 def test_wrong_folders(pair, tmp_path):
-    with pytest.raises(TrainError, match="cannot be read"):
-        VersionFolder(tmp_path / "out", tmp_path / "none", pair.target)
-    with pytest.raises(TrainError, match="cannot be read"):
-        VersionFolder(tmp_path / "out", pair.drafter, tmp_path / "none")
+    for given in ((tmp_path / "none", pair.target), (pair.drafter, tmp_path / "none")):
+        with pytest.raises(TrainError, match="cannot be read"):
+            VersionFolder(tmp_path / "out", *given)
     (tmp_path / "file").write_text("x")
     with pytest.raises(TrainError, match="give one of your own"):
         VersionFolder(tmp_path / "file" / "out", pair.drafter, pair.target).lock()

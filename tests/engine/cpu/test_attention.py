@@ -32,14 +32,11 @@ def test_tile_registers_are_requested(monkeypatch):
     assert asked
 
 
-def artifact(function) -> SimpleNamespace:
-    return SimpleNamespace(_artifacts=SimpleNamespace(compiled_fn=function))
-
-
 def test_a_compiled_model_that_vllm_has_kept_can_be_loaded(monkeypatch):
-    monkeypatch.setattr(
-        torch.compiler, "load_compiled_function", lambda path: artifact(lambda text: text + path)
-    )
+    def load(path):
+        return SimpleNamespace(_artifacts=SimpleNamespace(compiled_fn=lambda text: text + path))
+
+    monkeypatch.setattr(torch.compiler, "load_compiled_function", load)
     label = "torch.compiler.load_compiled_function"
     kept = dict(PATCHES)
     PATCHES.pop(label, None)

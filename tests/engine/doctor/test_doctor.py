@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.engines import DRAFTER, ROOT, TARGET, configure
+from support.scripts import specblock
 from support.targets import edit_config
-from typer.testing import CliRunner
 from vllm import envs
 from vllm.config import ModelConfig
 
-from vllm_specblock.cli.main import app
 from vllm_specblock.engine import doctor as setup
 from vllm_specblock.engine.doctor import Finding, examine
 
@@ -30,7 +29,7 @@ def fresh():
 
 
 def doctor(*arguments: str | Path) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    done = specblock("doctor", *arguments)
     return done.exit_code, done.output
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.targets import tiny_target
 
-from vllm_specblock.train.config import TrainConfig, parse
+from vllm_specblock.train.config import RunConfig, TrainConfig, parse
 from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.shards import Text
 from vllm_specblock.train.loop import Trainer
@@ -33,7 +33,7 @@ def save_tokens(path: Path, sequences: list[torch.Tensor]) -> None:
     shards.write_shard(path, texts)
 
 
-def short_run(folder: Path, **changes) -> TrainConfig:
+def short_run(folder: Path, kind: type[RunConfig] = TrainConfig, **changes) -> RunConfig:
     """Options of six updates on what `write_pair` left in `folder`."""
     options = {
         "target": folder / "target",
@@ -49,7 +49,7 @@ def short_run(folder: Path, **changes) -> TrainConfig:
         "save_every": 3,
         "log_every": 2,
     }
-    return parse(TrainConfig, **options | changes)
+    return parse(kind, **options | changes)
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, updates: int) -> None:

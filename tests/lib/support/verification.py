@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import torch
@@ -10,6 +11,24 @@ from vllm_specblock.triton_kernels.feedback.write_survival import SeenNodes
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 
 NODES, DEPTH, SPARE_SLOTS = 8, 5, 3
+
+
+def some_requests(count: int, draw: random.Random) -> list[SimpleNamespace]:
+    """Some drafted by one head, some by both, some by none; greedy, cold and hot."""
+    requests = []
+    for _ in range(count):
+        size = draw.randint(0, DEPTH)
+        run = draw.randint(0, size)
+        requests.append(
+            SimpleNamespace(
+                origin=[draw.randint(1, 3) for _ in range(size)],
+                chance=sorted((draw.uniform(0.01, 1) for _ in range(size)), reverse=True),
+                run=run,
+                accepted=draw.randint(0, run),
+                temperatures=draw.choice([0.0, 0.3, 0.7, 1.0, 1.7]),
+            )
+        )
+    return requests
 
 
 def verified_of(

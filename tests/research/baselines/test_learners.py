@@ -64,17 +64,24 @@ def eagle3_rows(drafter, train_batch, where: Where, fed: list[int]) -> list[torc
     return [drafter.logits(state).log_softmax(-1) for state in states]
 
 
+def fused(trunk, condition, tokens) -> torch.Tensor:
+    """What a trunk's layers read of projected conditions and tokens."""
+    both = [trunk.condition_norm(condition), trunk.token_norm(embed(tokens))]
+    return torch.cat(both, -1) @ trunk.fuse.weight.T
+
+
+def fused_text(trunk, train_batch, where: Where) -> torch.Tensor:
+    """The same of a document's rows up to a column."""
+    window, begin, column = where
+    condition = train_batch.target_outputs.hidden[window, begin : column + 1]
+    tokens = train_batch.batch.tokens[window, begin + 1 : column + 2]
+    return fused(trunk, condition @ trunk.condition_proj.weight.T, tokens)
+
+
 def parallelspec_rows(drafter, train_batch, where: Where, fed) -> list[torch.Tensor]:
     """The document up to the row, then the mask tokens."""
-    window, begin, column = where
-    here = slice(begin, column + 1)
     trunk = drafter.trunk
-    condition = trunk.condition_norm(
-        train_batch.target_outputs.hidden[window, here] @ trunk.condition_proj.weight.T
-    )
-    token = trunk.token_norm(embed(train_batch.batch.tokens[window, begin + 1 : column + 2]))
-    real = torch.cat([condition, token], -1) @ trunk.fuse.weight.T
-    inputs = torch.cat([real, drafter.mask_tokens])
+    inputs = torch.cat([fused_text(trunk, train_batch, where), drafter.mask_tokens])
     count = len(inputs)
     causal = torch.ones(count, count).tril().bool()
     states = plain_trunk(trunk, inputs, torch.arange(1, count + 1), causal)
@@ -85,16 +92,8 @@ def parallelspec_rows(drafter, train_batch, where: Where, fed) -> list[torch.Ten
 def falcon_rows(drafter, train_batch, where: Where, fed: list[int]) -> list[torch.Tensor]:
     """The blocks up to the row, then one block after another of its own states and of `fed`, the
     tokens after the root."""
-    window, begin, column = where
     k, trunk = drafter.config.block_size, drafter.trunk
-
-    def fused(condition, tokens):
-        both = [trunk.condition_norm(condition), trunk.token_norm(embed(tokens))]
-        return torch.cat(both, -1) @ trunk.fuse.weight.T
-
-    here = slice(begin, column + 1)
-    condition = train_batch.target_outputs.hidden[window, here] @ trunk.condition_proj.weight.T
-    real = fused(condition, train_batch.batch.tokens[window, begin + 1 : column + 2])
+    real = fused_text(trunk, train_batch, where)
     missing = -len(real) % k
     blocks = list(torch.cat([torch.zeros(missing, HIDDEN), real]).split(k))
     positions = []
@@ -107,7 +106,7 @@ def falcon_rows(drafter, train_batch, where: Where, fed: list[int]) -> list[torc
         done = len(positions)
         if done == k * drafter.config.forwards or len(fed) < done:
             return positions
-        blocks.append(fused(states, torch.tensor(fed[done - k : done])))
+        blocks.append(fused(trunk, states, torch.tensor(fed[done - k : done])))
 
 
 def mask_rows(drafter, train_batch, where: Where, fed) -> list[torch.Tensor]:
@@ -174,16 +173,12 @@ def train_batch():
     return packed_lesson()
 
 
-def fed_by_text(batch, window, column) -> list[int]:
-    """The tokens after a row's root. Past the document's end any do: nothing there is counted."""
-    return [*batch.tokens[window].clamp(min=0).tolist(), *[0] * 9][column + 2 :]
-
-
 @torch.no_grad()
 def test_loss_is_that_of_every_row_alone(kind, drafter, train_batch):
     def rows(window, begin, column):
-        fed = fed_by_text(train_batch.batch, window, column)
-        return kind.rows(drafter, train_batch, (window, begin, column), fed)
+        # The tokens after a root. Past the document's end any do: nothing there is counted.
+        text = [*train_batch.batch.tokens[window].clamp(min=0).tolist(), *[0] * 9]
+        return kind.rows(drafter, train_batch, (window, begin, column), text[column + 2 :])
 
     assert_outcome(drafter(train_batch), rows, train_batch, kind.weights, kind.blocks)
 

@@ -15,10 +15,9 @@ from baselines.parallelspec import ParallelSpec, ParallelSpecDrafter
 from safetensors.torch import load_file
 from support.baseline_batches import DRAFT_VOCAB, HIDDEN, TARGET_CONFIG, VOCAB, embed, vocabulary
 from support.committed import advance, rows_of
+from support.scripts import specblock
 from support.trees import assert_same_tree, texts
-from typer.testing import CliRunner
 
-from vllm_specblock.cli.main import app
 from vllm_specblock.drafters.common.linear import process_after_loading
 from vllm_specblock.drafters.detect import kind_of
 from vllm_specblock.drafters.eagle3.model import FILES as EAGLE3
@@ -79,7 +78,7 @@ def pair(request, tmp_path):
     for name, weight in learner.named_parameters():
         assert torch.equal(drafter.get_parameter(name), weight.bfloat16().float()), name
     assert torch.equal(drafter.d2t, learner.d2t)
-    shown = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    shown = specblock("inspect", tmp_path)
     assert f"draft vocabulary: {DRAFT_VOCAB} of {VOCAB} target tokens" in shown.output
     learner.load_state_dict(drafter.state_dict(), strict=False)
     process_after_loading(drafter, None)
@@ -121,38 +120,31 @@ def script_of(states, text, request: int) -> EvalSequence:
     return EvalSequence(text[request, :MAX_LEN], 1, hidden, states[LAST, request], embed)
 
 
+@pytest.mark.parametrize(
+    ("ends", "paddings"),
+    [
+        ([(0, 0), (19, 6), (20, 9), (23, 10), (24, 33)], [0, 0, 4, 8]),
+        ([(PAGE, PAGE), (35, 22), (36, 25)], [0, 0]),  # the first block is masked
+    ],
+    ids=["whole texts", "a masked block"],
+)
 @torch.no_grad()
-def test_served_as_learned(pair):
-    """Two requests, prompts in two chunks, then decode steps with rejected nodes as padding."""
-    learner, head = pair
-    states, text = made_up(2)
-    drafts = [learner.draft_along(script_of(states, text, request)) for request in range(2)]
-    tables = torch.tensor([[3, 7, 1, 5], [4, 2, 8, 11]])
-    for requests, padding in (
-        ([(0, 19), (0, 6)], 0),
-        ([(19, 20), (6, 9)], 0),
-        ([(20, 23), (9, 10)], 4),
-        ([(23, 24), (10, 33)], 8),
-    ):
-        advance(head, rows_of(requests, tables, states, text, PAGE, padding))
-        tree = head.draft()
-        assert tree.token.shape == (2, NODES)
-        for request, (_, end) in enumerate(requests):
-            assert_same_tree(tree, request, texts(drafts[request](end), 0), ties=1)
+def test_served_as_learned(pair, ends, paddings):
+    """Two requests, prompts in two chunks, then decode steps with rejected nodes as padding.
 
-
-@torch.no_grad()
-def test_a_masked_first_block_is_as_a_text_that_begins_later(pair):
-    """RoPE is relative: positions may begin anywhere, and places in the table follow them."""
-    learner, head = pair
+    A masked first block is as a text that begins later: RoPE is relative. Positions may begin
+    anywhere, and places in the table follow them.
+    """
+    (learner, head), begin = pair, ends[0][0]
     states, text = made_up(2)
-    later = states[:, :, PAGE:], text[:, PAGE:]
+    later = states[:, :, begin:], text[:, begin:]
     drafts = [learner.draft_along(script_of(*later, request)) for request in range(2)]
     tables = torch.tensor([[3, 7, 1, 5], [4, 2, 8, 11]])
-    for requests in ([(16, 35), (16, 22)], [(35, 36), (22, 25)]):
-        rows = rows_of(requests, tables, states, text, PAGE)
-        kept = torch.cat([tables[:, 1:], torch.zeros_like(tables[:, :1])], 1).int()
-        advance(head, replace(rows, index=rows.position - PAGE, block_table=kept))
+    kept = torch.nn.functional.pad(tables[:, begin // PAGE :], (0, begin // PAGE)).int()
+    for before, after, padding in zip(ends, ends[1:], paddings):
+        rows = rows_of([*zip(before, after)], tables, states, text, PAGE, padding)
+        advance(head, replace(rows, index=rows.position - begin, block_table=kept))
         tree = head.draft()
-        for request, (_, end) in enumerate(requests):
-            assert_same_tree(tree, request, texts(drafts[request](end - PAGE), 0), ties=1)
+        assert tree.token.shape == (2, NODES)
+        for request, end in enumerate(after):
+            assert_same_tree(tree, request, texts(drafts[request](end - begin), 0), ties=1)

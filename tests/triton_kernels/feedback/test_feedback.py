@@ -13,6 +13,7 @@ from support.verification import (
     DEPTH,
     SPARE_SLOTS,
     falling_rates,
+    some_requests,
     to_be_counted,
     verified_of,
 )
@@ -186,25 +187,8 @@ def test_counts_as_torch(kernels, count, nodes, drafters):
 
 
 # ---- Calibration ----
-def some_requests(count: int, seed: int) -> list[SimpleNamespace]:
-    """Some drafted by one head, some by both, some by none; greedy, cold and hot."""
-    draw = random.Random(seed)
-    requests = []
-    for _ in range(count):
-        size = draw.randint(0, DEPTH)
-        run = draw.randint(0, size)
-        requests.append(
-            SimpleNamespace(
-                origin=[draw.randint(1, 3) for _ in range(size)],
-                chance=sorted((draw.uniform(0.01, 1) for _ in range(size)), reverse=True),
-                run=run,
-                accepted=draw.randint(0, run),
-                temperatures=draw.choice([0.0, 0.3, 0.7, 1.0, 1.7]),
-            )
-        )
-    # Placeholders of the scheduler.
-    requests[0] = SimpleNamespace(origin=[], chance=[], run=3, accepted=2, temperatures=0.0)
-    return requests
+PLACEHOLDERS = SimpleNamespace(origin=[], chance=[], run=3, accepted=2, temperatures=0.0)
+"""Of the scheduler."""
 
 
 def learn(kernels, calibration: DraftCalibration, verified, drafter: int) -> torch.Tensor:
@@ -222,7 +206,7 @@ def test_learns_as_torch(kernels, count, drafter, apart):
     slots = count + SPARE_SLOTS if apart else 0
     mine, theirs = (DraftCalibration(device, slots) for device in (kernels.device, "cpu"))
     for step in range(4):
-        requests = some_requests(count, seed=10 * count + step)
+        requests = [PLACEHOLDERS, *some_requests(count - 1, random.Random(10 * count + step))]
         torch.manual_seed(step)
         beta = theirs.learn_from(verified_of(requests), drafter)
         torch.manual_seed(step)
@@ -286,7 +270,7 @@ def assert_exact(forms, score: torch.Tensor, heat: torch.Tensor, most: float = 5
     before = torch.cat([torch.ones(count, 1), survival[:, :-1]], 1)
     wanted = torch.where(before > 0, survival / before.clamp(min=1e-300), 0.0).float()
     torch.testing.assert_close(steps[:count], wanted, atol=1e-6, rtol=3e-5)
-    assert (steps[count:] == -7).all()
+    assert (steps[count:] == -7).all() and (steps[:count, 1:] <= 1).all(), "survival rises"
     deep = (depth[slots, 1:] > 4) & (origin[slots] < 2) & (wanted > 0)
     assert np.array_equal(marked(steps[:count].numpy()), deep.numpy())
     return wanted

@@ -88,21 +88,16 @@ def test_norms_of_needed_gradients_and_other_dtypes_take_the_reference(kernels):
 
 
 # ---- RoPE ----
-def rope_of(base, places, size, dtype):
-    """The angles of T rows, with and without their table."""
-    frequency = 0.7 ** torch.arange(size // 2, device=base.device)
-    turn = torch.cat([-frequency, frequency])
-    angle = (base[:, None] + torch.arange(places, device=base.device))[..., None, None] * turn
-    table = angle.cos().to(dtype), angle.sin().to(dtype)
-    return Rope(base, turn, None), Rope(base, turn, table)
-
-
 def inputs(lead, heads, kv_heads, size, dtype, device):
-    """query, key, and the two ropes; each row stands somewhere else."""
+    """query, key, and the angles without and with their table; each row stands somewhere else."""
     torch.manual_seed(sum(lead) + heads + size)
     query, key = torch.randn(*lead, heads, size), torch.randn(*lead, kv_heads, size)
     base = torch.randint(5000, (lead[0],)).to(device)
-    ropes = rope_of(base, math.prod(lead[1:]), size, dtype)
+    frequency = 0.7 ** torch.arange(size // 2, device=device)
+    turn, places = torch.cat([-frequency, frequency]), torch.arange(math.prod(lead[1:])).to(device)
+    angle = (base[:, None] + places)[..., None, None] * turn
+    table = angle.cos().to(dtype), angle.sin().to(dtype)
+    ropes = Rope(base, turn, None), Rope(base, turn, table)
     return query.to(device, dtype), key.to(device, dtype), *ropes
 
 

@@ -13,14 +13,6 @@ from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
 WRITTEN = MaskTensors._fields
 
 
-def trees_of(slots: int, num_nodes: int, draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """Depths and ancestors by slot."""
-    below = torch.rand(slots, num_nodes, generator=draw) * torch.arange(1, num_nodes + 1)
-    parent = below.int()
-    ancestors, depth = climb(parent)
-    return torch.nn.functional.pad(depth.long(), (1, 0)), ancestors
-
-
 def ragged(counts: list[tuple[int, int]], fillers: int, slots: int, draw) -> BatchRows:
     """Requests of (rows before the root, nodes); at the end rows of no request."""
     before, nodes = torch.tensor(counts).unbind(1)
@@ -63,7 +55,9 @@ def test_as_torch(kernels, counts, fillers, num_nodes):
     """Both write into a TreeMask that is larger, and full of something else."""
     draw = torch.Generator().manual_seed(num_nodes)
     slots = len(counts) + 3
-    depth, ancestors = trees_of(slots, num_nodes, draw)
+    parent = torch.rand(slots, num_nodes, generator=draw) * torch.arange(1, num_nodes + 1)
+    ancestors, depth = climb(parent.int())
+    depth = torch.nn.functional.pad(depth.long(), (1, 0))
     rows = ragged(counts, fillers, slots, draw)
     if num_nodes == 6:  # a dummy batch of vLLM's own has position 0 in all rows, at any length
         rows = rows._replace(position=torch.zeros_like(rows.position))
