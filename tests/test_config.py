@@ -29,7 +29,7 @@ DRAFTERS: dict[str, dict[str, list[Any]]] = {
     },
     "eagle3": {"depth": [0, 33, *WHOLE], "top_k": [0, 33, *WHOLE], "num_blocks": [1]},
     "ngram": {
-        "min_match": [0, 33, 9, *WHOLE],
+        "min_match": [0, 33, 17, *WHOLE],
         "max_match": [0, 33, *WHOLE],
         "depth": [0, 65, *WHOLE],
         "branches": [0, 33, *WHOLE],
@@ -84,7 +84,7 @@ def test_a_wrong_option_is_one_sentence_that_names_it(parse, key, given):
         ("specblock", {"branching": [2, 4, 6]}, ["'branching' is [2, 4, 6]", "at least 4 items"]),
         ("specblock", {"branching": [2, 4, 6, -1]}, ["'branching' (entry 3) is -1", "greater"]),
         ("eagle3", {"num_blocks": 2}, ["'num_blocks' is not known", "'eagle3'", "depth", "top_k"]),
-        ("ngram", {"min_match": 9}, ["min_match is 9", "max_match, 8"]),
+        ("ngram", {"min_match": 17}, ["min_match is 17", "max_match, 16"]),
     ],
 )
 def test_a_wrong_option_is_named_with_what_is_accepted(kind, given, says):

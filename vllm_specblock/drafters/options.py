@@ -98,13 +98,13 @@ class NGramConfig(DrafterOptions):
     min_match: Annotated[int, Field(ge=1, le=32)] = 1
     """Shortest match: tokens at the end of the text that occur earlier."""
 
-    max_match: Annotated[int, Field(ge=1, le=32)] = 8
+    max_match: Annotated[int, Field(ge=1, le=32)] = 16
     """Matches longer than this rank no higher."""
 
     depth: Annotated[int, Field(ge=1, le=64)] = 16
     """Tokens to copy from an occurrence: the longest path."""
 
-    branches: Annotated[int, Field(ge=1, le=32)] = 8
+    branches: Annotated[int, Field(ge=1, le=32)] = 12
     """Occurrences to follow: the longest matches first, then the latest. `branches` times `depth`
     must be below 2,048."""
 
