@@ -17,10 +17,12 @@ WORKERS ?= 2
 COMPILED := tests/triton_kernels/test_compile.py
 # Half of the engines. With the other half they would take 22 GB, since a process keeps its engines.
 APART := tests/engine/baselines tests/engine/runner
+# Named to pytest, APART would import vLLM in the process for which the workers wait.
+OTHERS := $(filter-out $(APART) tests/engine,$(wildcard tests/* tests/engine/*))
 test: setup
 	$(VENV)/bin/pytest --numprocesses $(WORKERS) --dist worksteal \
 		$(addprefix --ignore ,$(APART)) --ignore $(COMPILED)
-	$(VENV)/bin/pytest --numprocesses $(WORKERS) --dist worksteal $(APART)
+	$(VENV)/bin/pytest --numprocesses $(WORKERS) --dist worksteal $(addprefix --ignore ,$(OTHERS))
 	$(VENV)/bin/pytest --numprocesses $(WORKERS) $(COMPILED)
 
 # Without engines: what a change of trees, kernels, heads or training breaks shows here already.

@@ -135,6 +135,7 @@ def installed(tmp_path_factory) -> Path:
     (site,) = environment.glob("lib/python*/site-packages")
     paths = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     (site / "packages.pth").write_text("\n".join(paths) + "\n")
+    shutil.copy(ROOT / "tests/lib/startup/sitecustomize.py", site)
     install = ["install", "--no-deps", "--no-index", "--ignore-installed", wheel]
     run(*pip, "--python", environment / "bin/python", *install)
     shutil.rmtree(source)

@@ -34,8 +34,8 @@ def generate(family: Family, folder: Path, mode: str) -> dict[str, Any]:
     """Serve greedy and seeded requests with one engine.
 
     Returns:
-        `tokens` and counts, and of an engine that drafts `control`: tokens from trees whose mask
-        is a chain's. Or `refused`, a sentence before weights are loaded. Or `error`.
+        `tokens`, counts of an engine that drafts, and of "trees" `control`: tokens from trees
+        whose mask is a chain's. Or `refused`, a sentence before weights are loaded. Or `error`.
     """
     from vllm_specblock.config import OptionError
 
@@ -86,12 +86,14 @@ def _serve(family: Family, folder: Path, mode: str) -> dict[str, Any]:
     if drafts is None:
         return result
     counts = engine.metrics
-    _see_chains()
-    return result | {
-        "control": serve(),
+    result |= {
         "accepted": int(counts["vllm:spec_decode_num_accepted_tokens"]),
         "drafted": int(counts["vllm:spec_decode_num_draft_tokens"]),
     }
+    if mode == "trees":
+        _see_chains()
+        result["control"] = serve()
+    return result
 
 
 def _prompts() -> list[list[int]]:

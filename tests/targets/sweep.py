@@ -105,7 +105,7 @@ def judge(plain: dict[str, Any], trees: dict[str, Any]) -> dict[str, Any]:
     if "error" in trees:
         return {"verdict": "fails", "reason": _first_line(trees["error"])}
     about = {"accepted": trees["accepted"], "drafted": trees["drafted"]}
-    if plain["tokens"] == trees["control"]:
+    if plain["tokens"] == trees.get("control"):
         about["control"] = "identical"  # this family would not notice a wrong mask
     if plain["tokens"] == trees["tokens"]:
         return {"verdict": "identical"} | about

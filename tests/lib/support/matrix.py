@@ -48,11 +48,11 @@ def half_sampled(count: int = len(PROMPTS), **common) -> list[SamplingParams]:
     return requests
 
 
-def every_case() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and requests of all cases, three each; a batch mixes neighbouring cases."""
+def every_case(each: int = 3) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts and requests of all cases, so many each; a batch mixes neighbouring cases."""
     texts, requests = [], []
     for number, common in enumerate(CASES.values()):
-        chosen = [(number + 3 * place) % len(PROMPTS) for place in range(3)]
+        chosen = [(number + 3 * place) % len(PROMPTS) for place in range(each)]
         texts += [PROMPTS[index] for index in chosen]
         requests += [params(**common)[index] for index in chosen]
     return texts, requests

@@ -42,18 +42,20 @@ def launched(kernels, known: Texts, head: NGramDrafter) -> DraftTree:
     return DraftTree(*(getattr(made, name).cpu() for name in DraftTree.TENSORS))
 
 
-@pytest.mark.parametrize("earlier", [0, 1, 1030])
+CASES = [
+    (NGramConfig(), 3, 130),
+    (NGramConfig(depth=5, branches=4), 40, 200),
+    (NGramConfig(min_match=2, max_match=5, depth=7, branches=3), 4, 37),
+    (NGramConfig(min_match=1, max_match=1, depth=1, branches=1), 2, 130),
+    (NGramConfig(max_match=32, depth=3, branches=32), 1, 37),
+    (NGramConfig(min_match=32, max_match=32, depth=4), 1, 37),
+    (NGramConfig(depth=4, branches=2), 2, 1),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "vocab", "width"),
-    [
-        (NGramConfig(), 3, 130),
-        (NGramConfig(depth=5, branches=4), 40, 200),
-        (NGramConfig(min_match=2, max_match=5, depth=7, branches=3), 4, 37),
-        (NGramConfig(min_match=1, max_match=1, depth=1, branches=1), 2, 130),
-        (NGramConfig(max_match=32, depth=3, branches=32), 1, 37),
-        (NGramConfig(min_match=32, max_match=32, depth=4), 1, 37),
-        (NGramConfig(depth=4, branches=2), 2, 1),
-    ],
+    ("options", "vocab", "width", "earlier"),
+    [*((*of, 1030) for of in CASES), *((*of, earlier) for of in CASES[::3] for earlier in (0, 1))],
     ids=str,
 )
 def test_as_the_loop(kernels, options, vocab, width, earlier):
