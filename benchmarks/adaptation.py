@@ -63,7 +63,7 @@ class Pair:
         folder, self.layers = self.pairing.target, self.pairing.layer_ids
         self.model = load_target(folder, "fp32", torch.device("cpu"))
         self.weights = checkpoint.load(self.pairing.drafter, torch.float32, "cpu")
-        ids = self.weights.target_ids(torch.arange(self.weights.config.draft_vocab_size))
+        ids = torch.arange(len(self.weights.d2t)) + self.weights.d2t
         self.teacher = RecordTeacher(
             target_rows.embedding_rows(folder), target_rows.head_rows(folder, ids)
         )

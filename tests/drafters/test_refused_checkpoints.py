@@ -128,7 +128,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = false"),
         ({"parallel_drafting": True}, "lacks the key 'mask_token_id', which P-EAGLE needs"),
-        ({"architectures": ["PeagleLlamaForCausalLM"], "pard_token": 3}, "lacks mask_hidden"),
+        ({"ptd_token_id": 3}, "lacks mask_hidden"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "must be one of LlamaForCausalLMEagl"),
         ({"layer_types": ["sliding_attention"]}, "lacks the key 'sliding_window'"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "'windows.0' = 0"),
@@ -167,6 +167,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dflash_config": {"mask_token_id": 3}}, "lacks the key 'target_layer_ids'"),
         ({"block_size": None}, "lacks the key 'block_size'"),
         ({"block_size": 1}, "'masks' = 0"),
+        ({"dflash_config": OWN | {"layer_types": 5}}, "it must be a list of names"),
     ],
     "dspark": [
         ({"markov_rank": 0}, "'pair_rank' = 0"),
@@ -174,6 +175,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"markov_head_type": "rnn"}, "a gated or recurrent Markov head"),
         ({"aux_hidden_state_layer_ids": [4, 2]}, "layers [4, 2]"),
         ({"transformer_layer_config": {"layer_types": 3}}, "it must be a list of names"),
+        ({"speculators_model_type": []}, "it must be a name"),
     ],
 }
 

@@ -20,7 +20,7 @@ def lucky():
             drafter.lm_head.weight.mul_(0.05)
             drafter.lm_head.weight[3] = torch.randn(HIDDEN)
             drafter.lm_head.weight[7] = -drafter.lm_head.weight[3]
-        common = drafter.target_ids(torch.tensor([3, 7]))
+        common = torch.tensor([3, 7]) + drafter.d2t[[3, 7]]
         tokens = common[torch.randint(2, (batch, length))]
         other = torch.rand(batch, length) < 0.1
         return drafter, tokens.where(~other, torch.randint(VOCAB, (batch, length)))

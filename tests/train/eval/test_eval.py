@@ -243,7 +243,8 @@ def flat(rows: list[list]) -> list:
 
 def judge(drafter, hidden, token: int):
     logits, rank_logits = drafter.heads(hidden)
-    ranked = [int(i) for i in drafter.target_ids(logits.argsort(descending=True))]
+    best = logits.argsort(descending=True)
+    ranked = (best + drafter.d2t[best]).tolist()
     bucket = None
     if token in ranked:
         rank = ranked.index(token) + 1

@@ -118,7 +118,7 @@ class Trainer:
         ids = torch.arange(drafter.config.draft_vocab_size, device=config.device)
         teacher = RecordTeacher(
             target_rows.embedding_rows(paths[1]),
-            target_rows.head_rows(paths[1], drafter.target_ids(ids)),
+            target_rows.head_rows(paths[1], ids + drafter.d2t[ids]),
             config.device,
         )
         self.adaptation = Adaptation(

@@ -27,6 +27,8 @@ _CONTAINERS: dict[str, tuple[type, str]] = {
     "rope_scaling": (dict, "an object"),
     "rope_parameters": (dict, "an object"),
     "eagle_config": (dict, "an object"),
+    "speculators_model_type": (str, "a name"),
+    "model_type": (str, "a name"),
 }
 """Keys of any config.json that are read before it is validated."""
 
@@ -73,7 +75,7 @@ class NetworkShape(BaseModel):
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Entries that a row of each layer sees, itself included; None: all."""
+        """Entries that a causal row of each layer sees, itself included; None: all."""
         return (None,) * self.num_hidden_layers
 
     @model_validator(mode="after")
@@ -101,7 +103,7 @@ class DecoderShape(NetworkShape):
     target_hidden_size: Count  # Ht
     draft_vocab_size: Count  # Vd; equal to `vocab_size`: no mapping
     logit_scale: Annotated[float, Field(gt=0)] = 1.0
-    mask_token_id: Annotated[int, Field(ge=0)] | None = None  # of what drafts in parallel
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None  # of drafters with masks
     # Dimensions of a head that RoPE turns, its first ones; None: all of them.
     rotary_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
     # Hidden states of the target that are fused: i is the residual stream after i layers. None:
@@ -168,7 +170,7 @@ def check_rope_scaling(scaling: dict[str, Any] | None, yarn: bool = False) -> No
     """Raise ValueError for a `rope_scaling` entry that is not computed; yarn: whether YaRN is."""
     if scaling is None:
         return
-    kind = rope_type(scaling)
+    kind = str(rope_type(scaling))
     known = {key: names for key, names in _ROPE_PARAMETERS.items() if yarn or key != "yarn"}
     if kind not in known:
         raise ValueError(f"rope_scaling is of type {kind!r}, but must be one of {', '.join(known)}")
@@ -200,14 +202,17 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}).") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds a JSON {type(raw).__name__}, but must hold an object.")
-    _check_containers(raw, str(path))
+    check_containers(raw, str(path))
     return raw, str(path)
 
 
-def _check_containers(raw: dict[str, Any], where: str) -> None:
+def check_containers(raw: dict[str, Any], where: str) -> None:
+    """Raise CheckpointError if a key of `raw` is not what is read before validation."""
     for key, (kind, expected) in _CONTAINERS.items():
-        if not isinstance(raw.get(key), (kind, type(None))):
-            raise CheckpointError(f"{where} has {key} = {raw[key]!r}, but it must be {expected}.")
+        value = raw.get(key)
+        parts = value if isinstance(value, list) else ()
+        if not isinstance(value, (kind, type(None))) or not all(isinstance(x, str) for x in parts):
+            raise CheckpointError(f"{where} has {key} = {value!r}, but it must be {expected}.")
 
 
 def layers_of(raw: dict[str, Any]) -> dict[str, Any]:
@@ -233,10 +238,9 @@ def flattened(raw: dict[str, Any], where: str, keys: Iterable[str]) -> dict[str,
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise CheckpointError(
-            f"{where} has transformer_layer_config = {layer!r}, but it must be an object that "
-            "describes the drafter's layer."
+            f"{where} has transformer_layer_config = {layer!r}, but it must be an object."
         )
-    _check_containers(layer, where)
+    check_containers(layer, where)
     beside = ("speculators_model_type", "quantization_config", *keys)
     return layer | {key: raw[key] for key in beside if raw.get(key) is not None}
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from vllm_specblock.drafters.common.config import CheckpointError
 
-DRAFTER_FILES = ["config.json", "*.safetensors*", "*.pt", "pytorch_model*.bin*"]
+DRAFTER_FILES = ["config.json", "*.safetensors*", "vocab_mapping.pt", "pytorch_model*.bin*"]
+DRAFTER_FILES += ["mask_embedding.pt"]
 TARGET_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-_OTHER_COPIES = ["original/*", "consolidated*"]  # of weights, which transformers does not read
 
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
@@ -38,8 +38,8 @@ def drafter_folder(model: str | Path) -> Path:
 
 
 def target_folder(model: str | Path) -> Path:
-    """As `drafter_folder`, for a target's config, tokenizer and weights."""
-    return _folder(model, "target", TARGET_FILES, ignore_patterns=_OTHER_COPIES)
+    """As `drafter_folder`, for a target's config, tokenizer and one copy of its weights."""
+    return _folder(model, "target", TARGET_FILES, ignore_patterns=["original/*", "consolidated*"])
 
 
 def _folder(model: str | Path, what: str, files: list[str], **hub: Any) -> Path:

@@ -28,10 +28,6 @@ callable owns the cache, the mask and the scaling by 1/sqrt(D).
 """
 
 
-Embed = Callable[[Tensor], Tensor]
-"""[n] ids -> [n, H]."""
-
-
 class RMSNorm(nn.RMSNorm):
     """RMS norm with float32 arithmetic inside; gives the dtype of its input."""
 
@@ -171,7 +167,7 @@ class DraftLM(nn.Module):
         self.register_buffer("d2t", torch.zeros(count, dtype=torch.int64))
 
     @torch.no_grad()
-    def embedding(self, embed: Embed) -> Embed:
+    def embedding(self, embed: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Return what embeds its tokens; a table that equals the target's is dropped."""
         own = self.embed_tokens
         if own is None:

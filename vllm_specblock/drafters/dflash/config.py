@@ -14,6 +14,7 @@ from vllm_specblock.drafters.common.config import (
     CheckpointError,
     Count,
     DecoderShape,
+    check_containers,
     flattened,
     refuse,
     shape_of,
@@ -55,14 +56,14 @@ class DFlashShape(DecoderShape):
     qk_norm: Literal[True] = True
     masks: Count  # of a block in training
     mask_token_id: Annotated[int, Field(ge=0)]
-    # config.json names the last of the layers that were run, from 0 on.
+    # The authors' config.json names the last of the layers that were run, from 0 on.
     layer_ids: Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
     causal: bool = False  # no row of a block sees a later one, as in JetSpec drafters
-    causal_windows: bool = False  # so it is in layers with a window
+    causal_windows: bool = False  # the same in layers with a window alone
     from_root: bool = False  # the root's row drafts the first token, else the first mask's
-    # Of the head that adds to a token's logit what the token before it says; None: no such head.
+    # Of the pair head, which corrects a token's logit by the token before it; None: no such head.
     pair_rank: Count | None = None
-    pair_width: Count = 64  # likeliest tokens of a position that it is asked about
+    pair_width: Count = 64  # tokens of a position that it corrects, the likeliest ones
     # DFlash2 alone.
     conv_taps: Count | None = None  # rows that a convolution reads, up to its own
     conv_group: Count | None = None  # channels with the same change of its weights
@@ -105,16 +106,18 @@ def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
     layout, kind = raw.get("speculators_model_type"), kind_in(raw) or ""
     architecture = _ARCHITECTURES.get(kind, ARCHITECTURE)
     if layout in _LAYOUTS:
+        causal_windows = not raw.get("sliding_window_non_causal", kind != "dspark")
         layers = raw.get("aux_hidden_state_layer_ids")
-        causal_windows = not raw.get("sliding_window_non_causal", True)
-        raw = flattened(raw, where, _BESIDE) | {"architectures": [architecture]}
+        raw = flattened(raw, where, _BESIDE) | {"target_layer_ids": layers}
+        raw["architectures"] = [architecture]
     else:
         block = raw.get("dflash_config")
         raw = raw | (block if isinstance(block, dict) else {})
+        check_containers(raw, where)
         layers = _moved(raw.get("target_layer_ids"), 1)
         # Windows that are named by layer are causal if nothing is said.
-        causal_windows = "sliding_attention" in (raw.get("layer_types") or [])
-        causal_windows = causal_windows and not _causal_keys(raw)
+        sliding = "sliding_attention" in (raw.get("layer_types") or [])
+        causal_windows = sliding and not _causal_keys(raw)
     named, causal = raw.get("architectures") or [], _causal_keys(raw)
     variants = (
         (layout not in (None, *_LAYOUTS), f"speculators_model_type = {layout!r}"),
@@ -127,9 +130,8 @@ def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
     )
     supported = "DFlash, JetSpec, DFlash2 and DSpark drafters with Qwen3 layers"
     refuse(raw, raw, where, supported, variants)
-    found = raw | {"target_layer_ids": layers}
     for key in ("block_size", "target_layer_ids", *_OWN.get(kind, {})):
-        if found.get(key) is None:
+        if raw.get(key) is None:
             raise CheckpointError(f"{where} lacks the key {key!r}, which such a drafter needs.")
     keys = {
         "masks": _moved([raw["block_size"]], -1)[0],
@@ -143,12 +145,14 @@ def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
     }
     if kind == "dflash2":
         keys |= {field: raw.get(key) for key, field in _SCALES.items()}
-    return shape_of({"rope_theta": 1e6} | raw, keys, where, DFlashShape)
+    # In the flat layout transformers fills in its 10000.
+    raw = raw if layout is None else {"rope_theta": 1e6} | raw
+    return shape_of(raw, keys, where, DFlashShape)
 
 
 def _moved(numbers: Any, by: int) -> Any:
     """Add `by` to each number of a list; leave anything else, which is refused with the shape."""
-    whole = isinstance(numbers, list) and all(isinstance(each, int) for each in numbers)
+    whole = isinstance(numbers, list) and all(isinstance(each, (int, float)) for each in numbers)
     return [each + by for each in numbers] if whole else numbers
 
 

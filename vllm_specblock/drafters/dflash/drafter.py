@@ -32,8 +32,8 @@ from vllm_specblock.triton_kernels.tree.node_bits import pack_bits
 class DFlashDrafter(NetworkDrafter):
     """Catch-up only makes keys and values; the block of masks is one forward.
 
-    Masks do not know each other's tokens: a path is as likely as the product of its tokens, or
-    with a head for pairs of its pairs.
+    Masks do not know each other's tokens: a path is as likely as the product of its tokens. With a
+    pair head it is the product over pairs of neighbours.
     """
 
     kind = "dflash"
@@ -107,10 +107,7 @@ class BlockRows:
         self.rows_per_token, self.word_counts = size, {words[True].shape[-1]}
 
     def drafted(self, logprob: Tensor, position: Tensor) -> Tensor:
-        """Return logprob [R, K, ...] of rows at position [R, K] without those that have no slot.
-
-        They have read other entries.
-        """
+        """Return logprob [R, K, ...] of rows at position [R, K] without those that have no slot."""
         lost = (position >= self.max_position).view(*position.shape, *[1] * (logprob.dim() - 2))
         return logprob.masked_fill(lost, NEVER)
 

@@ -35,7 +35,7 @@ _PAIRS = {
 """Names of the head's tensors in DSpark's and in DFlash2's checkpoints."""
 
 _UNUSED = ("t2d", "confidence_head.")
-"""The mapping's other direction, and what predicts acceptance: here that is measured."""
+"""The mapping's other direction, and a head that predicts acceptance, which we measure."""
 
 _MASK = "mask_embedding.pt"  # another embedding of masks, which vLLM's loader reads
 
@@ -110,7 +110,9 @@ class DFlashModel(DraftLM):
 
 def _named(found: Tensors, config: DFlashShape, directory: Path) -> Tensors:
     if (directory / _MASK).is_file():
-        raise CheckpointError(f"{directory} holds {_MASK}, but no such embedding is supported.")
+        raise CheckpointError(
+            f"{directory} holds {_MASK}, which is not supported: use another one."
+        )
     names = {name: name.removeprefix("model.") for name in found}
     kept = {name: new for name, new in names.items() if not new.startswith(_UNUSED)}
     stored = {_PAIRS.get(new, new): found[name] for name, new in kept.items()}

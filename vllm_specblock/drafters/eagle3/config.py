@@ -56,7 +56,7 @@ def kind_in(raw: dict[str, Any]) -> str | None:
     """Return "eagle3" or "peagle", supported or not; None: a config of another kind."""
     layout, named = raw.get("speculators_model_type"), raw.get("architectures") or []
     names = f"{layout} {named}".lower()
-    if "peagle" in names or raw.get("parallel_drafting"):
+    if "peagle" in names or any(key in raw for key in ("parallel_drafting", *_MASK_KEYS[1:])):
         return "peagle"
     known = "draft_vocab_size" in raw and any(name in _KINDS for name in named)
     return "eagle3" if layout == "eagle3" or "eagle" in names or known else None
@@ -78,7 +78,7 @@ def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
     kind = next((_KINDS[name] for name in named if name in _KINDS), None)
     if kind is None:
         raise CheckpointError(
-            f"{where} is of architecture {named or None}, but an EAGLE-3 head must be one of "
+            f"{where} is of architecture {named or None}, but such a head must be one of "
             f"{', '.join(_KINDS)}."
         )
     if kind == "qwen3":
@@ -95,10 +95,9 @@ def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
         # there: other engines write it, too, and count its layers from another end of the layer.
         "layer_ids": raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("layer_ids") or None,
         "qk_norm": kind == "qwen3",
+        "output_bias": bool(raw.get("attention_bias")) and kind == "llama",
         "mlp_bias": bool(raw.get("mlp_bias")) and kind == "llama",
         "norm_before_fc": bool(eagle.get("norm_before_fc", raw.get("norm_before_fc"))),
         "mask_token_id": mask if parallel else None,
     }
-    if kind == "qwen3":
-        own["output_bias"] = False
     return shape_of(raw, own, where, Eagle3Shape)

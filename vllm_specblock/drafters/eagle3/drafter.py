@@ -1,7 +1,7 @@
 """EAGLE-3 drafter: an existing checkpoint under EAGLE-2's dynamic tree (arXiv 2406.16858).
 
 The best nodes of a level are the rows of the next one's forward, and each gives its best tokens.
-Of all candidates the best N are the tree. P-EAGLE (arXiv 2602.01469) has masks in their place.
+Of all candidates the best N are the tree. P-EAGLE (arXiv 2602.01469) drafts all levels at once.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Eagle3Drafter(NetworkDrafter):
 
 
 class ParallelDrafter(Eagle3Drafter):
-    """Catch-up drafts the first tokens; the masks behind are one more forward.
+    """Catch-up drafts the first tokens; one forward over masks drafts all later ones.
 
     Masks do not know each other's tokens: a path is as likely as the product of its tokens.
     """
@@ -96,6 +96,7 @@ class ParallelDrafter(Eagle3Drafter):
         super().bind(caches)
         windows, size = self.model.config.layer_windows, max(1, len(self.mask))
         self.block_rows = BlockRows(caches, size, [True] * len(caches), windows, self.max_model_len)
+        self.attention_builder.word_counts |= self.block_rows.word_counts
 
     def advance(self, rows: CommittedTokens) -> None:
         super().advance(rows)

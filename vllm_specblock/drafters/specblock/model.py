@@ -129,10 +129,6 @@ class SpecBlockModel(nn.Module):
         given = normed, logits, self.d2t, self.rank_head, width, self.rank_scope, beta
         return lm_and_rank_head(DraftLogits(*given))
 
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Target ids [...] int64 of draft ids [...] int64: d2t holds offsets."""
-        return draft_ids + self.d2t[draft_ids]
-
     def _read(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.norm(hidden)
         return normed, self.lm_head(normed)

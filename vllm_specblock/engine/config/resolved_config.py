@@ -226,9 +226,8 @@ def _fetch(model: Any, where: str, **hub: Any) -> Path:
     """Return a drafter's local folder; a hub id is downloaded (config and tensors only)."""
     if not isinstance(model, str) or not model:
         raise OptionError(
-            f"speculative_config key '{where}model' is missing: name a SpecBlock, EAGLE-3, "
-            "DFlash or JetSpec drafter, as a folder or as a hub id, or give kind 'ngram', which "
-            "needs none."
+            f"speculative_config key '{where}model' is missing: name a drafter, SpecBlock's or "
+            "another method's, as a folder or as a hub id, or give kind 'ngram', which needs none."
         )
     if os.path.isdir(model):
         return Path(model).resolve()
