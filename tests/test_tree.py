@@ -9,14 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import ancestor_sets, nodes, path_to, to_tree
+from vllm_specblock.triton_kernels.tree.node_bits import pack_bits, unpack_bits, words_for
 
-from vllm_specblock.tree import (
-    MAX_NODES,
-    DraftTree,
-    pack_bits,
-    unpack_bits,
-    words_for,
-)
+from vllm_specblock.tree import MAX_NODES, DraftTree
 
 batches = st.lists(nodes(), min_size=1, max_size=4)
 quick = settings(deadline=None, max_examples=60)
