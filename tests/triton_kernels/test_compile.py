@@ -248,16 +248,11 @@ def test_select_compiles(compiler, count, joins):
     select_tree.select_triton(given, 60, 12)
 
 
-GROWN = [
-    expand.TreeShape(4, 3, 4, (4, 4, 4, 4), 60),
-    *(
-        expand.TreeShape.levels(*sizes, 60)
-        for sizes in ((3, 10, 8), (2, 1, 1), (3, 10, 1), (2, 32, 32))
-    ),
-]
+LEVELS = (3, 10, 8), (2, 1, 1), (3, 10, 1), (2, 32, 32)
+GROWN = [expand.TreeShape.levels(*sizes, 60) for sizes in LEVELS]
 
 
-@pytest.mark.parametrize("shape", GROWN, ids=str)
+@pytest.mark.parametrize("shape", [expand.TreeShape(4, 3, 4, (4, 4, 4, 4), 60), *GROWN], ids=str)
 def test_growth_compiles(compiler, shape):
     starting, _ = compiler(expand, may_spill=False)
     growing, starts = expand.Growing(shape, whole(4), 2), None
@@ -278,14 +273,12 @@ def test_metadata_of_blocks_compiles(compiler, size, starts, mask_words):
     row, known, rows = whole(2, starts), whole(5, 3), 1 + 3 * starts
     seen = whole(rows, size, mask_words), whole(2, rows), whole(2, rows, mask_words)
     for last, reach in ((known[:2, 0], None), (row[:, 0], whole(2, 5))):
+        limits = 3, 16, 4096, reach is not None
         later_block_metadata.later_block_metadata_triton(
             expand.NextStarts(row, row, row, row, row.bool()),
             later_block_metadata.CommittedRows(known[:, 1], known[:, 1], last, whole(2, 9).int()),
             later_block_metadata.DraftedRows(*seen, reach),
-            3,
-            16,
-            4096,
-            by_level=reach is not None,
+            *limits,
         )
 
 

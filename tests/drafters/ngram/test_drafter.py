@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.committed import rows_of, zero_rows
+from support.tensors import assert_equal
 from support.trees import prefix, texts
 
 from vllm_specblock.drafters.ngram.drafter import POWER, VOTE, NGramDrafter
@@ -107,11 +108,6 @@ def check_invariants(tree: DraftTree, vocab: int, depth: int) -> None:
     assert torch.equal(scores, scores.round()), "sums are not exact"
 
 
-def assert_same(one: DraftTree, other: DraftTree) -> None:
-    for name in one.TENSORS:
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
-
-
 @st.composite
 def situations(draw):
     vocab = draw(st.integers(1, 4))
@@ -149,7 +145,7 @@ def test_drafts_what_a_slow_reading_drafts(situation):
 def test_a_smaller_budget_is_a_cut(situation, nodes):
     whole = advanced(situation[0], situation[1], 64, *situation[2:]).draft()
     cut = advanced(situation[0], situation[1], nodes, *situation[2:]).draft()
-    assert_same(cut, prefix(whole, nodes))
+    assert_equal(cut, prefix(whole, nodes))
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=30), max_size=6), st.integers(1, 40))

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from vllm_specblock.tree import DraftTree
+
 
 def column(x: torch.Tensor, other: float = 1 << 30) -> torch.Tensor:
     """The same values as a column of a table, between columns of `other`."""
@@ -38,5 +40,7 @@ def on(device: torch.device | str, x: Any) -> Any:
 
 
 def assert_equal(found: Any, wanted: Any) -> None:
-    """The same dtypes, shapes and bits, on any device; in sequences and dicts, too."""
+    """The same dtypes, shapes and bits, on any device; in sequences, dicts and trees, too."""
+    if isinstance(found, DraftTree):
+        found, wanted = ({name: getattr(x, name) for name in x.TENSORS} for x in (found, wanted))
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, check_device=False)

@@ -43,16 +43,8 @@ def test_no_batch_meets_a_new_kernel(data, group, kv_heads, head_size, max_reque
 def test_it_runs_and_writes_nothing(window):
     cache = torch.randn(3, 4, 2, 16).transpose(1, 2)  # [blocks, kv heads, block size, 2D]
     before = cache.clone()
-    compile_attention(
-        torch.empty(1, 4, 8),
-        cache,
-        torch.zeros(6, 5, dtype=torch.int32),
-        2,
-        64,
-        20,
-        window=window,
-        soft_cap=4.0,
-    )
+    query, table = torch.empty(1, 4, 8), torch.zeros(6, 5, dtype=torch.int32)
+    compile_attention(query, cache, table, 2, 64, 20, window=window, soft_cap=4.0)
     assert torch.equal(cache, before)
 
 

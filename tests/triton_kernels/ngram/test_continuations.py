@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.tensors import assert_equal
 from support.trees import texts
 from vllm_specblock.triton_kernels.ngram.occurrences import Texts
 
@@ -70,8 +71,7 @@ def test_as_the_loop(kernels, options, vocab, width, earlier):
         said = texts(wanted, request)
         assert texts(made, request) == pytest.approx(said, abs=STEP * options.depth)
     again = DraftTree.from_nodes(made.token, made.parent, made.logprob, made.size)
-    for name in DraftTree.TENSORS:
-        assert torch.equal(getattr(made, name), getattr(again, name)), name
+    assert_equal(made, again)
     assert (made.logprob[:, 1:] <= made.logprob[:, :-1]).all()
     assert wanted.size[0] > 0 or width == 1, "nothing was drafted"
     assert wanted.size[2] > 0 or earlier < 2 or options.min_match > 1, "a text of one token"

@@ -11,8 +11,6 @@ from vllm_specblock.verify.accept_path import DrawnRows, accept_path_rows
 
 from ..random_trees import random_trees
 
-FAR = 1 << 40  # far outside of every tensor
-
 
 class Case:
     """A batch over few tokens: long matches, many twins. Trees are random in every slot.
@@ -49,7 +47,7 @@ class Case:
         trees = on(device, self.trees)
         # A part of a batch begins anywhere.
         parts = [torch.nn.functional.pad(x.to(device), (1, 0))[1:] for x in self.rows[:3]]
-        rows = DrawnRows(*parts, column(self.rows.req_idx.to(device), FAR))
+        rows = DrawnRows(*parts, column(self.rows.req_idx.to(device), 1 << 40))
         output, num_sampled = function(rows, trees)
         return [x.cpu() for x in (output, num_sampled, trees.path, trees.accepted)]
 
