@@ -17,8 +17,6 @@ from vllm_specblock.adapt.policy.interface import Action, Always
 from vllm_specblock.drafters.specblock import checkpoint
 
 EVERY = 4
-
-
 CONFIG = AdaptationConfig(lr=3e-3, every=EVERY)
 
 

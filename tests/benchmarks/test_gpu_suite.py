@@ -22,9 +22,6 @@ time.sleep(600)
 """
 
 
-FOLDERS = ("benchmarks/", "examples/", "tests/")
-
-
 def test_steps_that_end_fail_and_overrun(tmp_path):
     steps = [
         Step("overruns", shlex.join(["-c", OVERRUNS, RESULT]), 1, 2),
@@ -47,10 +44,11 @@ def test_steps_that_end_fail_and_overrun(tmp_path):
 def test_the_list_fits_and_names_what_is_there(part):
     assert sum(step.estimate for step in PARTS[part]) <= 9 * 60
     names = [step.name for step in PARTS[part]]
+    folders = "benchmarks/", "examples/", "tests/"
     assert len(names) == len(set(names))
     for step in PARTS[part]:
         assert step.estimate < step.limit
-        files = [word for word in shlex.split(step.words) if word.startswith(FOLDERS)]
+        files = [word for word in shlex.split(step.words) if word.startswith(folders)]
         assert all((ROOT / file).exists() for file in files), step.name
 
 
@@ -58,10 +56,10 @@ def event(cat: str, name: str, ts: float, dur: float) -> dict:
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
 
 
-def on_gpu() -> list[dict]:
+def test_idle_time_of_each_step():
     """Two steps of 100 and 200 µs, and the beginning of a third."""
     mark, kernel = "gpu_user_annotation", "kernel"
-    return [
+    on_gpu = [
         {"ph": "M", "name": "process_name"},
         event(mark, STEP, 1000, 60),
         event(kernel, "gemm", 1000, 40),
@@ -79,10 +77,7 @@ def on_gpu() -> list[dict]:
         event("cpu_op", "aten::mm", 990, 400),  # the host's time is not the device's
         event("user_annotation", STEP, 900, 10),
     ]
-
-
-def test_idle_time_of_each_step():
-    summary = summarise(on_gpu())
+    summary = summarise(on_gpu)
     assert summary["step_us"] == [100, 200]
     # 5 between two kernels and 10 at the end; 30 at the beginning.
     assert summary["idle"] == pytest.approx([0.15, 0.15])

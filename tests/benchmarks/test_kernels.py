@@ -44,10 +44,7 @@ def test_a_replayed_call_takes_as_long_as_its_bytes():
     assert 0.4 < found["share"] < 1.05
 
 
-loops = pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
-
-
-@loops
+@pytest.mark.skipif(not optional_numba.AVAILABLE, reason="Numba is not installed")
 @pytest.mark.parametrize("kernel", LOOPS)
 def test_random_trees(kernel):
     found = fuzz(LOOPS[kernel], trees=40, seed=7)

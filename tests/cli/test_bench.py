@@ -11,10 +11,9 @@ from pathlib import Path
 
 from support.adapting import wait
 from support.fake_engine import COMMAND
+from support.scripts import TARGET
 
 from vllm_specblock.bench import results
-
-TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
 
 
 def test_ctrl_c_ends_the_engines_and_the_same_command_goes_on(tmp_path):

@@ -12,15 +12,13 @@ import pytest
 import safetensors.torch
 import torch
 from support.processes import run_python
+from support.scripts import TARGET, specblock
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
-from vllm_specblock.cli.main import app
 from vllm_specblock.train.data import shards
 from vllm_specblock.train.data.packed_dataset import PackedDataset, load_texts
 from vllm_specblock.train.target.features import OnlineTeacher, StoredTeacher, load_target
 
-TARGET = Path(__file__).resolve().parents[2] / "examples/tiny_pair/target"
 # The first time as `specblock` would; then as if it had been stopped after the first shard.
 TWICE = """
 import shutil, sys
@@ -97,16 +95,15 @@ def test_answers_are_the_targets_own(source, tmp_path):
         assert path.read_bytes() == (kept / path.name).read_bytes()
 
     # All is there: no engine starts, even with impossible arguments.
-    impossible = words(source, whole, *options, "--engine", '{"tensor_parallel_size": 64}')
-    result = CliRunner().invoke(app, impossible)
+    impossible = "--engine", '{"tensor_parallel_size": 64}'
+    result = specblock(*words(source, whole, *options, *impossible))
     assert result.exit_code == 0 and "4 sequences of" in result.stdout, result.output
 
 
 @pytest.mark.engine
 def test_what_vllm_refuses_is_one_sentence(source, tmp_path):
     pytest.importorskip("vllm", reason="runs real vLLM")
-    wrong = words(source, tmp_path / "out", "--engine", '{"no_such_option": 1}')
-    result = CliRunner().invoke(app, wrong)
+    result = specblock(*words(source, tmp_path / "out", "--engine", '{"no_such_option": 1}'))
     assert result.exit_code == 1
     (said,) = [line for line in result.stderr.splitlines() if "Error: " in line]
     assert "vLLM cannot run the target" in said and "no_such_option" in said
@@ -116,7 +113,7 @@ def test_texts_need_no_engine(tmp_path):
     source = tmp_path / "texts.jsonl"
     source.write_text(json.dumps({"text": PROMPTS[1]}) + '\n{"what": 1}')
     where = "--target", TARGET, "--input", source, "--out", tmp_path / "out"
-    result = CliRunner().invoke(app, ["data", *map(str, where), "--draft-vocab-size", "3"])
+    result = specblock("data", *where, "--draft-vocab-size", 3)
     assert result.exit_code == 0, result.output
     (text,) = shards.read(tmp_path / "out")
     assert text.loss_mask.all()
@@ -173,5 +170,5 @@ def test_same_numbers_as_online(data, tmp_path):
     tokens = batch.tokens[inside]
     assert torch.equal(stored.embed(tokens), online.embed(tokens))
 
-    result = CliRunner().invoke(app, arguments(data, out))  # no engine starts
+    result = specblock(*arguments(data, out))  # no engine starts
     assert result.exit_code == 0 and "already complete" in result.stdout

@@ -10,12 +10,11 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from support.scripts import specblock
+from support.scripts import TARGET, specblock
 from support.training import save_tokens
 
 from vllm_specblock.drafters.common import hub
 
-PAIR = Path(__file__).parents[2] / "examples" / "tiny_pair"
 PROMPTS = '{"prompt": "def main(argv):"}\n'
 
 
@@ -31,7 +30,7 @@ def asked(monkeypatch, tmp_path) -> list[str]:
             raise LocalEntryNotFoundError("offline")
         place = tmp_path / "hub" / name
         place.mkdir(parents=True, exist_ok=True)
-        for path in (PAIR / name.split("/")[1]).iterdir():
+        for path in TARGET.with_name(name.split("/")[1]).iterdir():
             allowed = any(path.match(pattern) for pattern in allow_patterns)
             if allowed and not any(path.match(each) for each in ignore_patterns or ()):
                 shutil.copy(path, place)

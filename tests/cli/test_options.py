@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.processes import run_python
 from support.scripts import EAGLE3, ROOT, SPECBLOCK, TARGET, specblock
 from support.targets import write_target
 from support.training import save_tokens
@@ -103,8 +102,7 @@ def test_help_does_not_wait_for_torch():
         "assert CliRunner().invoke(app, ['train', '--help']).exit_code == 0;"
         "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+    assert run_python("-c", code) == ["[]"]
 
 
 WORDS = {"TARGET": TARGET, "DRAFTER": SPECBLOCK, "EAGLE3": EAGLE3}

@@ -52,47 +52,23 @@ def test_placeholders_say_nothing():
     assert all(not values.any() for values in verified.of_drafter(0))
 
 
-NEVER = float("-inf")
-quick = settings(deadline=None)
-
-
-def scores(*rows):
-    return torch.tensor(rows, dtype=torch.float32).log()
-
-
-def steps_of(table, logprob, heat=0.0):
-    """What is written for one tree, none of whose nodes is of a later block."""
+def survival_of(table, logprob, heat=0.0):
+    """Of one tree, none of whose nodes is of a later block."""
     depth, origin = torch.ones(1, logprob.shape[1] + 1).long(), torch.ones_like(logprob).byte()
     slot, steps = torch.zeros(1, dtype=torch.int64), torch.empty_like(logprob)
     given = slot, logprob, torch.tensor([heat]), table.seen, steps
     write_survival(*given, Later(depth, origin, 1, 0))
-    return steps
-
-
-def survival_of(table, logprob, heat=0.0):
-    return steps_of(table, logprob, heat).cumprod(1)
-
-
-def rates_of(table, kind):
-    """Survival at the middles of bins."""
-    middles = -(torch.arange(NUM_BINS) + 0.5) / BINS_PER_NAT
-    return survival_of(table, middles[None], float(kind))[0]
+    return steps.cumprod(1)
 
 
 def test_before_anything_is_seen_scores_are_believed():
-    logprob = scores([0.9, 0.5, 0.1, 0.0])
-    survival = survival_of(AcceptanceEstimator("cpu"), logprob)
-    torch.testing.assert_close(survival, torch.tensor([[0.9, 0.5, 0.1, 0.0]]), rtol=0.03, atol=0.02)
+    chance = torch.tensor([[0.9, 0.5, 0.1, 0.0]])
+    survival = survival_of(AcceptanceEstimator("cpu"), chance.log())
+    torch.testing.assert_close(survival, chance, rtol=0.03, atol=0.02)
 
 
-def teach(table, logprob, rate, count=400, kind=0):
-    """`count` trees whose node i was reached with the frequency rate[i]."""
-    reached = torch.arange(count)[:, None] < torch.tensor(rate) * count
-    learn(table, logprob.expand(count, -1), reached, torch.ones_like(reached), kind)
-
-
-def learn(table, logprob, reached, judged, kind=0):
-    temperature = torch.full((len(logprob),), float(kind))
+def learn(table, logprob, reached, judged):
+    temperature = torch.zeros(len(logprob))
     verdicts = {"logprob": logprob, "reached": reached, "judged": judged}
     table.learn_from(SimpleNamespace(temperature=temperature, **verdicts))
 
@@ -101,30 +77,33 @@ def test_nodes_are_worth_what_such_nodes_were():
     table = AcceptanceEstimator("cpu")
     table.decay = 1.0
     logprob = torch.tensor([[-0.125, -1.125, -2.125]])  # the middles of bins
-    teach(table, logprob, [0.5, 0.3, 0.02])
-    found = survival_of(table, logprob)
-    torch.testing.assert_close(found, torch.tensor([[0.5, 0.3, 0.02]]), atol=0.01, rtol=0.0)
+    rates = torch.tensor([[0.5, 0.3, 0.02]])  # of 400 trees
+    reached = torch.arange(400)[:, None] < rates * 400
+    learn(table, logprob.expand(400, -1), reached, torch.ones_like(reached))
+    torch.testing.assert_close(survival_of(table, logprob), rates, atol=0.01, rtol=0.0)
     # Requests that sample are another matter.
     other = survival_of(table, logprob, 1.0)
     torch.testing.assert_close(other, logprob.exp(), atol=0.01, rtol=0.0)
 
 
-@quick
+@settings(deadline=None)
 @given(st.data())
 def test_rates_are_the_nearest_that_fall(data):
     table = AcceptanceEstimator("cpu")
     numbers = st.lists(st.floats(0, 50), min_size=NUM_BINS, max_size=NUM_BINS)
+    middles = -(torch.arange(NUM_BINS) + 0.5) / BINS_PER_NAT
     for kind in range(2):
         table.seen.judged[kind] = torch.tensor(data.draw(numbers))
         table.seen.reached[kind] = table.seen.judged[kind] * torch.tensor(data.draw(numbers)) / 50
         wanted = torch.tensor(falling_rates(table.seen, kind))
-        torch.testing.assert_close(rates_of(table, kind), wanted, rtol=1e-3, atol=1e-4)
+        found = survival_of(table, middles[None], float(kind))[0]
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_old_steps_fade_when_something_new_is_seen_and_unverified_nodes_do_not_count():
     table = AcceptanceEstimator("cpu")
     table.decay = 0.5
-    logprob, seen = torch.tensor([[-0.1, -0.2, NEVER]]), torch.ones(1, 3).bool()
+    logprob, seen = torch.tensor([[-0.1, -0.2, -torch.inf]]), torch.ones(1, 3).bool()
     for _ in range(2):
         learn(table, logprob, seen, torch.tensor([[True, False, True]]))
     assert table.seen.reached.sum() == table.seen.judged.sum() == 1.5
@@ -237,19 +216,14 @@ def test_before_anything_was_seen_a_lookup_is_believed():
     assert gate.expects(np.array([0.95])) < 0.1
 
 
-def taught(right_at, gain, steps=400, seed=0) -> DrafterGate:
+@pytest.mark.parametrize(("right_at", "gain"), [(0.4, 1.3), (0.95, 1.3), (0.5, 0.0)])
+def test_what_a_drafter_adds_is_learned(right_at, gain):
     """Lookups that say 0.9 and are right at another rate; a drafter gains where they are not."""
-    gate, draw = DrafterGate(), np.random.default_rng(seed)
-    for step in range(steps):
+    gate, draw = DrafterGate(), np.random.default_rng(0)
+    for step in range(400):
         right, asked = draw.random() < right_at, step % 3 == 0
         accepted = draw.integers(2, 6) if right else asked * draw.poisson(gain)
         found = np.array([0.9]), np.array([asked]), np.array([right]), np.array([accepted])
         gate.learn(*found)
-    return gate
-
-
-@pytest.mark.parametrize(("right_at", "gain"), [(0.4, 1.3), (0.95, 1.3), (0.5, 0.0)])
-def test_what_a_drafter_adds_is_learned(right_at, gain):
     expected = (1 - right_at) * gain
-    found = taught(right_at, gain).expects(np.array([0.9, 0.9]))
-    assert found == pytest.approx(2 * expected, abs=0.25)
+    assert gate.expects(np.array([0.9, 0.9])) == pytest.approx(2 * expected, abs=0.25)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import drafter_zoo
 import pytest
@@ -48,22 +47,15 @@ def test_alpha_k_counts_the_main_path_alone():
     assert found.alpha == [3 / 4, 1, 1 / 2, 1, None]
 
 
-@pytest.fixture
-def sets(tmp_path) -> dict[str, Path]:
-    found = {}
+def test_every_figure_is_drawn_and_its_numbers_are_kept(tmp_path):
+    pytest.importorskip("matplotlib")
     for name, prompts in {"a": ["class Reader:\n"], "b": ["import os\n", "import sys\n"]}.items():
-        found[name] = tmp_path / f"{name}.jsonl"
         # As benchmarks have them: questions without answers.
         lines = [json.dumps({"turns": [prompt, "And then?"]}) + "\n" for prompt in prompts]
-        found[name].write_text("".join(lines))
-    return found
-
-
-def test_every_figure_is_drawn_and_its_numbers_are_kept(sets, tmp_path):
-    pytest.importorskip("matplotlib")
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     out = tmp_path / "new" / "figures"
     drafters = "--drafter", f"blocks={SPECBLOCK}", "--drafter", f"levels={EAGLE3}"
-    questions = "--set", f"a={sets['a']}", "--set", f"b={sets['b']}", "--raw"
+    questions = "--set", f"a={tmp_path}/a.jsonl", "--set", f"b={tmp_path}/b.jsonl", "--raw"
     sizes = "--nodes", 16, "--new-tokens", 40, "--tokens", 12
     case = "--case", "class Codec(codecs.Codec):\n"
     given = (*drafters, *questions, *sizes, *case)
@@ -84,7 +76,7 @@ def test_every_figure_is_drawn_and_its_numbers_are_kept(sets, tmp_path):
         path, chain = found["main_path"], found["chain"]
         assert path["alpha"][0] == chain["alpha_mj"][0][0]
         assert path["reached"][0] == chain["positions"][0] == found["steps"]
-    mean = sum(blocks["sets"][name]["tau"] for name in sets) / 2
+    mean = sum(blocks["sets"][name]["tau"] for name in "ab") / 2
     assert blocks["tau"] == pytest.approx(mean)
     case = whole["case"]["drafters"]
     shaded = {name: [token["text"] for token in each["tokens"]] for name, each in case.items()}

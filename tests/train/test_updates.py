@@ -26,6 +26,8 @@ from vllm_specblock.train.train_state import MetricsLog, TrainState, describe
 
 COLUMNS = 24
 LENGTHS = ((12, 10), (20,))  # documents of the two windows
+DOCUMENTS = ((0, 0, 12), (0, 12, 10), (1, 0, 20))
+"""Window, first column and length of each."""
 
 
 @pytest.fixture
@@ -40,23 +42,6 @@ def scene(lucky):
         return drafter, lesson_of(drafter, packed(tokens, loss_mask, LENGTHS))
 
     return make
-
-
-def documents(train_batch):
-    """(window, first column, tokens [T], counted [T], hidden [T, 3·H]) of every document."""
-    for window, lengths in enumerate(LENGTHS):
-        first = 0
-        for length in lengths:
-            here = slice(first, first + length)
-            batch = train_batch.batch
-            yield (
-                window,
-                first,
-                batch.tokens[window, here],
-                batch.loss_mask[window, here].tolist(),
-                train_batch.target_outputs.hidden[window, here],
-            )
-            first += length
 
 
 CASES = [
@@ -83,7 +68,10 @@ def test_objective_is_the_loop_over_rows(
     losses_of = [[[] for _ in range(4)] for _ in range(len(restart_positions) + 1)]
     rank_losses = [[] for _ in losses_of]
     paths = torch.zeros(2, len(restart_positions) + 1, 4)  # right before; right here too
-    for window, first, tokens, written, hidden in documents(train_batch):
+    for window, first, length in DOCUMENTS:
+        here = window, slice(first, first + length)
+        tokens, hidden = train_batch.batch.tokens[here], train_batch.target_outputs.hidden[here]
+        written = train_batch.batch.loss_mask[here].tolist()
         label = [
             named.index(token) if token in named and mine else None
             for token, mine in zip(tokens.tolist(), written)

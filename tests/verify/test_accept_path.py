@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.trees import nodes, path_to, to_tree, walk
 
-quick = settings(deadline=None, max_examples=120)
-
 
 @st.composite
 def cases(draw):
@@ -46,7 +44,7 @@ def check_longest_path(batch, slots, sampled, scheduled, max_depth=None):
         assert output[request].tolist() == [z[node] for node in best] + beyond
 
 
-@quick
+@settings(deadline=None, max_examples=120)
 @given(cases(), st.none() | st.integers(0, 4))
 def test_longest_matching_path(case, max_depth):
     """What lies too deep is not accepted."""

@@ -85,13 +85,6 @@ class Both:
         return self.trainer.source.tally
 
 
-def served(pair: Pair, found) -> torch.nn.Module:
-    """The drafter with a version's weights over its own."""
-    drafter = checkpoint.load(pair.drafter)
-    put(drafter, {**dict(drafter.named_parameters()), **found.tensors})
-    return drafter.requires_grad_(False)
-
-
 def holds(tensors, found) -> bool:
     """Whether a version's tensors are some weights."""
     return all(torch.equal(tensors[name], each) for name, each in found.tensors.items())
@@ -119,8 +112,10 @@ def test_what_was_recorded_is_learned_and_reaches_the_engine(
     if policy == "gain":
         assert counts["judged_requests"] == 60 and counts["judged_gain_millitokens"] > 0
     sequence = pair.teacher.sequence(pair.record(1000))
-    before = depth_along(checkpoint.load(pair.drafter), sequence, 2)
-    gain = depth_along(served(pair, taken[-1]), sequence, 2) - before
+    drafter = checkpoint.load(pair.drafter)
+    before = depth_along(drafter, sequence, 2)
+    put(drafter, {**dict(drafter.named_parameters()), **taken[-1].tensors})
+    gain = depth_along(drafter.requires_grad_(False), sequence, 2) - before
     assert gain > (0.3 if policy == "always" else 0)
 
 

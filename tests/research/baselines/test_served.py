@@ -82,37 +82,16 @@ def pair(request, tmp_path):
     assert f"draft vocabulary: {DRAFT_VOCAB} of {VOCAB} target tokens" in shown.output
     learner.load_state_dict(drafter.state_dict(), strict=False)
     process_after_loading(drafter, None)
-    return learner, serve(kind, drafter, calibrate_drafts=False)
-
-
-def serve(kind, drafter, nodes: int = NODES, lookahead: int | None = None, **options):
-    """A head on noisy caches: nothing of the noise may be seen."""
-    head = kind(
-        drafter,
-        embed,
-        DRAFTERS[kind.kind].options(**options),
-        nodes,
-        MAX_LEN,
-        lookahead,
-        READS.get(kind.kind, (0, 1, 2)),
-    )
-    caches = [
+    options, reads = DRAFTERS[kind.kind].options(calibrate_drafts=False), READS.get(kind.kind)
+    head = kind(drafter, embed, options, NODES, MAX_LEN, None, reads or (0, 1, 2))
+    caches = [  # noise: nothing of it may be seen
         torch.randn(
             12, PAGE * layer.entries_per_token, layer.num_kv_heads, 2 * layer.head_dim
         ).transpose(1, 2)
         for layer in head.cache_layers()
     ]
     head.bind(caches)
-    head.caches = caches
-    return head
-
-
-def made_up(requests: int):
-    """States [L, R, n, Ht], of three layers and of what the LM head reads; texts [R, n + 1]."""
-    draw = torch.Generator().manual_seed(2)
-    states = torch.randn(4, requests, MAX_LEN, HIDDEN, generator=draw)
-    text = torch.randint(0, VOCAB, (requests, MAX_LEN + 1), generator=draw)
-    return states, text
+    return learner, head
 
 
 def script_of(states, text, request: int) -> EvalSequence:
@@ -136,7 +115,10 @@ def test_served_as_learned(pair, ends, paddings):
     anywhere, and places in the table follow them.
     """
     (learner, head), begin = pair, ends[0][0]
-    states, text = made_up(2)
+    # [L, R, n, Ht], of three layers and of what the LM head reads; texts [R, n + 1]
+    draw = torch.Generator().manual_seed(2)
+    states = torch.randn(4, 2, MAX_LEN, HIDDEN, generator=draw)
+    text = torch.randint(0, VOCAB, (2, MAX_LEN + 1), generator=draw)
     later = states[:, :, begin:], text[:, begin:]
     drafts = [learner.draft_along(script_of(*later, request)) for request in range(2)]
     tables = torch.tensor([[3, 7, 1, 5], [4, 2, 8, 11]])

@@ -12,17 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.chat import PLAIN, make_target, text_of
+from support.scripts import TARGET
 from transformers import AutoTokenizer
 
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.data import chat, shards
 from vllm_specblock.train.data.chat import BrokenLine, Conversation, Document, Prompt, parse
 from vllm_specblock.train.data.chat_tokens import ChatTokens
-from vllm_specblock.train.data.packed_dataset import (
-    PackedDataset,
-    load_texts,
-    pack_lengths,
-)
+from vllm_specblock.train.data.packed_dataset import PackedDataset, load_texts, pack_lengths
 from vllm_specblock.train.data.prompts import read_prompts
 from vllm_specblock.train.data.shards import Text
 from vllm_specblock.train.target.features import load_tokenizer
@@ -242,9 +239,6 @@ def test_the_fingerprint_sees_tokens_masks_and_windows():
     }
     assert len(found) == 4
     assert PackedDataset([text, text], 8, 3).fingerprint in found
-
-
-TARGET = Path(__file__).parents[3] / "examples" / "tiny_pair" / "target"
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import dataclasses
 import json
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from support import committed
 from support.eagle3 import small_eagle3
 from support.records import small_drafter
+from support.scripts import EAGLE3, SPECBLOCK, TARGET
 from support.trees import texts, to_tree
 from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 
@@ -55,20 +55,6 @@ def with_sequence(drafter):
     )
 
 
-@torch.no_grad()
-def trees_like_served(draft, head, caches, sequence):
-    """Yield every tree of `draft` with its texts: those of a greedy request of the head, which is
-    committed up to each of ROOTS in turn."""
-    head.bind(caches)  # noise in the caches: nothing of it may be seen
-    served = committed.served_trees(head, sequence, ROOTS, PAGES, PAGE)
-    for root, wanted in zip(ROOTS, (texts(tree, 0) for tree in served)):
-        tree = draft(root)
-        found = texts(tree, 0)
-        assert list(found) == list(wanted)
-        assert list(found.values()) == pytest.approx(list(wanted.values()), abs=1e-4)
-        yield tree, found
-
-
 def eagle3(own_embedding: bool = False):
     return small_eagle3(own_embedding, vocab_size=VOCAB, draft_vocab_size=14)
 
@@ -85,7 +71,9 @@ def eagle3(own_embedding: bool = False):
         (eagle3, Eagle3Config(), 5),  # fewer slots than levels times rows
     ],
 )
+@torch.no_grad()
 def test_it_drafts_what_serving_drafts(model, options, nodes):
+    """Serving: a greedy request of the head, which is committed up to each of ROOTS in turn."""
     drafter, sequence = with_sequence(model())
     calibration = DraftCalibration("cpu") if options.calibrate_drafts else None
     draft = draft_trees(drafter, sequence, serving_shape(drafter, options, nodes), calibration)
@@ -93,7 +81,13 @@ def test_it_drafts_what_serving_drafts(model, options, nodes):
     kind, layers, entries = (Eagle3Drafter, 1, 1) if levels else (SpecBlockDrafter, 2, 4)
     head = kind(drafter, sequence.embed, options, nodes, max_model_len=96)
     caches = [torch.randn(PAGES + 1, PAGE * entries, 2, 16).transpose(1, 2) for _ in range(layers)]
-    for tree, found in trees_like_served(draft, head, caches, sequence):
+    head.bind(caches)  # noise in the caches: nothing of it may be seen
+    served = committed.served_trees(head, sequence, ROOTS, PAGES, PAGE)
+    for root, wanted in zip(ROOTS, (texts(tree, 0) for tree in served)):
+        tree = draft(root)
+        found = texts(tree, 0)
+        assert list(found) == list(wanted)
+        assert list(found.values()) == pytest.approx(list(wanted.values()), abs=1e-4)
         if levels:  # a level is a forward
             size = int(tree.size[0])
             assert draft.forwards().tolist()[:size] == [len(text) for text in found]
@@ -110,12 +104,7 @@ def test_a_chain_is_the_best_token_of_every_position():
     assert tuple(tree.token[0].tolist()) in texts(wide, 0)
 
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
-TARGET = EXAMPLES / "tiny_pair" / "target"
-DRAFTERS = {
-    "specblock": EXAMPLES / "tiny_pair" / "drafter",
-    "eagle3": EXAMPLES / "two_heads" / "eagle3",
-}
+DRAFTERS = {"specblock": SPECBLOCK, "eagle3": EAGLE3}
 
 
 @pytest.fixture(scope="module")
@@ -150,19 +139,18 @@ def test_steps_are_those_of_replay(text, kind, forwards):
 
 
 def test_what_does_not_belong_together_is_refused_before_weights_are_read(tmp_path):
-    eagle3 = DRAFTERS["eagle3"]
     (tmp_path / "config.json").write_text(
         '{"hidden_size": 192, "vocab_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 6}'
     )
     with pytest.raises(CheckpointError, match=r"\[2, 3, 4\], but .* has only layers 0 to 2"):
-        pair(eagle3, tmp_path)
+        pair(EAGLE3, tmp_path)
     with pytest.raises(TrainError, match="kind 'eagle3', but must be specblock here"):
-        pair(eagle3, TARGET, ["specblock"])
+        pair(EAGLE3, TARGET, ["specblock"])
     (tmp_path / "config.json").write_text('{"architectures": ["DFlashDraftModel"]}')
     with pytest.raises(TrainError, match="kind 'dflash', but must be specblock or eagle3 here"):
         pair(tmp_path, TARGET)
     with pytest.raises(OptionError, match="num_blocks"):
-        pairing = pair(DRAFTERS["specblock"], TARGET)
+        pairing = pair(SPECBLOCK, TARGET)
         load_drafter(pairing, torch.float32, torch.device("cpu"), forwards=9)
 
 
