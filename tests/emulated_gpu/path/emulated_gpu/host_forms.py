@@ -1,6 +1,6 @@
 """Host forms in torch of the kernels in which the interpreter spends its time.
 
-A form gets a launch's arguments by name, and its grid.
+A form gets a launch's arguments by name, and its grid. It may return `NotImplemented`.
 """
 
 from __future__ import annotations
@@ -326,16 +326,19 @@ def gather_block_tables(a: Arguments, grid: Grid) -> object:
     return None
 
 
-def on_cpu(function: Callable, compiled: bool) -> Callable[[Arguments, Grid], None]:
+def on_cpu(function: Callable, compiled: bool) -> Callable[[Arguments, Grid], object]:
     """Return a form of the function that replaces the kernel on a CPU."""
     wanted = list(inspect.signature(function).parameters)
 
-    def form(a: Arguments, grid: Grid) -> None:
+    def form(a: Arguments, grid: Grid) -> object:
         given = {name.removesuffix("_ptr"): value for name, value in vars(a).items()}
         values = [given[name] for name in wanted]
         if compiled:
             values = [x.numpy() if isinstance(x, torch.Tensor) else x for x in values]
-        function(*values)
+        try:
+            return function(*values)
+        except NotImplementedError:  # of some arguments
+            return NotImplemented
 
     return form
 
