@@ -160,6 +160,30 @@ void run_work(void* data) {
 }
 void drop_work(void* data) { delete static_cast<Work*>(data); }
 
+// The returns of a meta kernel. Those in Python take longer than most of the kernels, so they are
+// kept by all that they may depend on; tensors without memory hold shapes only.
+const Stack& shapes_of(const c10::OperatorHandle& op, const Stack& args) {
+  static std::unordered_map<std::string, Stack> known;
+  Stack given = moved(op.schema(), args, at::kMeta);
+  std::ostringstream key;
+  key << op.operator_name();
+  for (const auto& value : given) {
+    bool tensors = false;
+    map_tensors(value, [&](const at::Tensor& t) {
+      key << '|' << t.device() << t.dtype() << t.sizes() << t.strides();
+      return tensors = true, t;
+    });
+    if (value.isList() && tensors)
+      for (const auto& item : value.toListRef()) key << (item.isTensor() ? 't' : '-');
+    else if (!tensors)
+      key << '|' << value.tagKind() << value;
+  }
+  auto found = known.find(key.str());
+  if (found != known.end()) return found->second;
+  op.callBoxed(&given);
+  return known.emplace(key.str(), std::move(given)).first->second;
+}
+
 // Resize `out=` arguments as the kernel did; copy what a CPU kernel wrote into resized ones.
 void fit(const c10::FunctionSchema& schema, const Stack& args, const Stack& like) {
   for (size_t i = 0; i < args.size(); ++i) {
@@ -276,8 +300,7 @@ void emulate(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     auto work = std::make_unique<Work>(Work{op, host, {}, owners});
     if (makes_new) {
       // The results' shapes. An operator without a meta kernel raises here.
-      returns = moved(schema, args, at::kMeta);
-      op.callBoxed(&returns);
+      returns = shapes_of(op, args);
       for (const auto& t : fresh_of(returns, owners)) {
         fresh.push_back(t.defined() ? room_for(t) : t);
         work->fresh.push_back(t.defined() ? host_view(fresh.back()) : t);

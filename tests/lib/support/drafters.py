@@ -39,7 +39,8 @@ class ScriptedHead(Drafter):
         """Has nothing to take in."""
 
     def draft(self) -> DraftTree:
-        return to_tree([self._one(req_idx) for req_idx in self.slots.tolist()], self.num_nodes)
+        trees = [self._one(req_idx) for req_idx in self.slots.tolist()]
+        return to_tree(trees, self.num_nodes, self.slots.device)
 
     def _one(self, req_idx: int) -> list[tuple[int, int]]:
         """(parent, token) of each node."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -152,7 +153,8 @@ def shared_engine(speculative: dict[str, Any] | None, **changes: Any) -> Engine:
         _SHARED[key] = make_engine(speculative, **changes)
     engine = _SHARED[key]
     if speculative is not None:
-        engine.speculator.forget_warm_up()
+        with torch.inference_mode():  # in which a worker makes its tensors
+            engine.speculator.forget_warm_up()
     return engine
 
 

@@ -26,7 +26,7 @@ def nodes(draw, max_nodes: int = 40, vocab: int = 5) -> Nodes:
     ]
 
 
-def to_tree(batch: list[Nodes], slots: int) -> DraftTree:
+def to_tree(batch: list[Nodes], slots: int, device: torch.device | str = "cpu") -> DraftTree:
     """The batch as a DraftTree of `slots` node slots; scores fall by 0.1 from node to node."""
     token = torch.zeros(len(batch), slots, dtype=torch.int64)
     parent = torch.full((len(batch), slots), -1, dtype=torch.int32)
@@ -36,7 +36,7 @@ def to_tree(batch: list[Nodes], slots: int) -> DraftTree:
             parent[request, index], token[request, index] = up, what
             logprob[request, index] = -0.1 * (index + 1)
     size = torch.tensor([len(tree) for tree in batch], dtype=torch.int32)
-    return DraftTree.from_nodes(token, parent, logprob, size)
+    return DraftTree.from_nodes(*(x.to(device) for x in (token, parent, logprob, size)))
 
 
 def prefix(tree: DraftTree, count: int) -> DraftTree:

@@ -1,14 +1,17 @@
 """Host forms in torch of the kernels in which the interpreter spends its time.
 
-A form gets a launch's arguments by name, and its grid.
+A form gets a launch's arguments by name, and its grid. It may return `NotImplemented`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import itertools
+import math
 import operator
+import os
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,22 +21,34 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from vllm_specblock.triton_kernels.attention import tree_attention as attention
-from vllm_specblock.triton_kernels.attention.tree_attention_reference import (
-    tree_attention as attention_of,
-)
+from vllm_specblock.triton_kernels.attention.tree_attention_reference import _attend as attend
 from vllm_specblock.triton_kernels.drafting.expand import NextStarts, TreeShape
 from vllm_specblock.triton_kernels.drafting.expand_numba import CompiledGrowing
+from vllm_specblock.triton_kernels.drafting.first_block_metadata import first_block_metadata
+from vllm_specblock.triton_kernels.drafting.later_block_metadata import later_block_metadata
 from vllm_specblock.triton_kernels.layers import fp8_linear as fp8
 from vllm_specblock.triton_kernels.layers.best_of_chunks import top_logprobs
 from vllm_specblock.triton_kernels.layers.layer_shift import shift
 from vllm_specblock.triton_kernels.layers.lm_and_rank_head import top_and_features
 from vllm_specblock.triton_kernels.layers.rope import Rope
 from vllm_specblock.triton_kernels.layers.rope import rotate_pair as rotate
+from vllm_specblock.triton_kernels.tree.merge_trees_numba import merge_trees_numba
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
+from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
 
+from emulated_gpu.triton_launches import tensors
 from emulated_gpu.vllm_operators import fa3_fwd, reshape_and_cache_flash
-from vllm_specblock.cpu import gumbel, sampling
+from vllm_specblock.commit import committed_tokens
+from vllm_specblock.cpu import batches, gumbel, sampling  # noqa: F401 - fill `REPLACED`
+from vllm_specblock.cpu.kernels import REPLACED
+from vllm_specblock.engine.metrics.counters import count_step
+from vllm_specblock.engine.runner.tree_states import store_trees
+from vllm_specblock.feedback.acceptance_estimator import write_survival
+from vllm_specblock.feedback.calibration import DraftCalibration
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
+from vllm_specblock.tree import DraftTree
 from vllm_specblock.verify.accept_path import accept_path_rows
+from vllm_specblock.verify.tree_mask import build_tree_mask
 
 Grid = tuple[int, int, int]
 
@@ -67,24 +82,50 @@ def tree_attention(a: Arguments, grid: Grid) -> None:
     many = a.whole_from is not None and starts[a.whole_from] > starts[a.whole_from - 1]
     if a.whole_from is not None and many != a.READ.WHOLE:
         return
-    # With a scale of keys the reference computes in float32.
-    key_scale = torch.ones(()) if a.key_scale_ptr is None else a.key_scale_ptr
-    cap = a.soft_cap if a.READ.CAPPED else 0.0
+    key_scale, cap = a.key_scale_ptr, a.soft_cap if a.READ.CAPPED else 0.0
+    if key_scale is None and a.query_ptr.dtype != torch.float32:
+        key_scale = torch.ones(())  # the reference then computes in float32
     scales = key_scale, a.into.value_scale, a.into.sinks, a.query_scale_ptr
     scores = attention.ScoreOptions(a.scale, cap, *scales)
-    words = seen.mask_words.view(torch.int64)
-    for i, (first, stop) in enumerate(itertools.pairwise(starts[: most + 1])):
-        length = stop - first
-        if a.above < length * a.TILE.GROUP <= a.up_to:
-            rows, request = slice(first, stop), slice(i, i + 1)
-            oldest = None if seen.prefix_from is None else seen.prefix_from[rows]
-            one = attention.VisibleEntries(
-                seen.block_table[request], torch.tensor([0, length]), seen.seq_len[request],
-                seen.prefix_len[rows], oldest, words[rows], seen.tree_start[request],
-            )  # fmt: skip
-            bounds = attention.BatchBounds({length}, a.max_seq_len)
-            query, into = a.query_ptr[rows], out[rows]
-            attention_of.reference(query, a.kv_cache_ptr, one, bounds, scores, into)
+    lengths = [stop - first for first, stop in itertools.pairwise(starts[: most + 1])]
+    for length in set(lengths):
+        if length and a.above < length * a.TILE.GROUP <= a.up_to:
+            chosen = torch.tensor([i for i, each in enumerate(lengths) if each == length])
+            rows = seen.query_start[chosen][:, None] + torch.arange(length)
+            attend_alike(a, chosen, rows, scores)
+
+
+def attend_alike(a: Arguments, chosen: torch.Tensor, rows: torch.Tensor, scores: Any) -> None:
+    """Attend some requests of Q rows each; rows: [R, Q]."""
+    seen, cache = a.seen, a.kv_cache_ptr
+    words = seen.mask_words.view(torch.int64)[rows]  # [R, Q, W]
+    counts = seen.seq_len[chosen].clamp(max=a.max_seq_len)
+    entry = torch.arange(max(1, int(counts.max())))
+    visible = entry < seen.prefix_len[rows][..., None]  # [R, Q, L]
+    if seen.prefix_from is not None:
+        visible &= entry >= seen.prefix_from[rows][..., None]
+    column = (entry - seen.tree_start[chosen][:, None])[:, None]
+    word = (column // 64).clamp(0, words.shape[2] - 1).expand(visible.shape)
+    inside = (column >= 0) & (column < 64 * words.shape[2])
+    visible |= (words.gather(2, word) >> column % 64 & 1 > 0) & inside
+    visible &= entry < counts[:, None, None]
+    seen_by_any = visible.any(1)
+    # Other entries may be unwritten, and 0 · NaN is NaN. Torch does not index float8.
+    block = torch.where(seen_by_any, seen.block_table[chosen].long()[:, entry // cache.shape[2]], 0)
+    memory = cache.view(torch.uint8) if cache.itemsize == 1 else cache
+    entries = memory[block, :, entry % cache.shape[2]]
+    entries = entries.masked_fill(~seen_by_any[..., None, None], 0).view(cache.dtype)
+    # One call with the heads of all requests. Values follow their keys, or begin them.
+    count, (_, heads, width), size = len(rows), a.query_ptr.shape, a.into.out.shape[2]
+    begin = width if entries.shape[-1] > width else 0
+    query = a.query_ptr[rows].transpose(1, 2).flatten(0, 1)
+    entries = entries.transpose(1, 2).flatten(0, 1)
+    key, value = entries[..., :width], entries[..., begin : begin + size]
+    if scores.sinks is not None:
+        scores = scores._replace(sinks=scores.sinks.repeat(count))
+    found = attend(query, key, value, visible.repeat_interleave(heads, 0), scores)
+    found = found.unflatten(0, (count, heads)).transpose(1, 2)
+    a.into.out[rows] = found.to(a.into.out.dtype)
 
 
 def rotate_pair(a: Arguments, grid: Grid) -> None:
@@ -178,6 +219,14 @@ def grow(a: Arguments, grid: Grid) -> None:
         into.view(values.shape).copy_(values)
 
 
+def merge(a: Arguments, grid: Grid) -> None:
+    sizes = a.SELECT.BUDGET, a.SELECT.MAX_DEPTH
+    made, *rest = merge_trees_numba(a.first, a.second, a.JOINS, *sizes)
+    into = *a.tree[:-1], a.origin_ptr, a.agreed_ptr
+    for tensor, values in zip(into, (*made[:-1], *rest), strict=True):
+        tensor.copy_(values)
+
+
 def accept_path(a: Arguments, grid: Grid) -> None:
     rows = DrawnRows(a.token_ptr, a.drawn_ptr, a.first_row_ptr, a.req_idx_ptr)
     output, sampled = accept_path_rows.reference(rows, a.trees)
@@ -185,13 +234,111 @@ def accept_path(a: Arguments, grid: Grid) -> None:
     a.num_sampled_ptr.copy_(sampled)
 
 
-def on_cpu(function: Callable) -> Callable[[Arguments, Grid], None]:
+def by_reference(op: Any, names: str) -> Callable[[Arguments, Grid], None]:
+    """Return a form by an op's torch reference, which takes these of the kernel's arguments."""
+
+    def form(a: Arguments, grid: Grid) -> None:
+        found = op.reference(*(getattr(a, name) for name in names.split()))
+        for tensor, value in zip(() if found is None else a.out, found or ()):
+            tensor.copy_(value)
+
+    return form
+
+
+def committed(a: Arguments, grid: Grid) -> None:
+    a.num_rows = a.last_row + 1
+    by_reference(committed_tokens, "step num_rows")(a, grid)
+
+
+def first_block(a: Arguments, grid: Grid) -> None:
+    a.rows = Arguments(**{name.removesuffix("_ptr"): value for name, value in vars(a).items()})
+    by_reference(first_block_metadata, "rows K")(a, grid)
+
+
+def later_block(a: Arguments, grid: Grid) -> None:
+    a.block = 2 + (a.first_row - 1) // a.S
+    names = "starts committed kept block TOKENS max_position BY_LEVEL"
+    by_reference(later_block_metadata, names)(a, grid)
+
+
+def tree_mask(a: Arguments, grid: Grid) -> None:
+    starts, first = (x[: grid[0]].long() for x in (a.rows.query_start, a.rows.node_start))
+    assert first[0] == 0 and starts[-1] <= a.num_rows
+    each = torch.arange(grid[0] - 1).repeat_interleave(first.diff())  # the request of a node
+    place = torch.arange(int(first[-1]))
+    a.rows = a.rows._replace(
+        node_start=first,
+        row=place + starts[1:][each] - first[1:][each],
+        row_req_idx=a.rows.req_idx[each],
+        node=place - first[each],
+    )
+    by_reference(build_tree_mask, "rows depth_ptr ancestors_ptr out")(a, grid)
+
+
+def learn(a: Arguments, grid: Grid) -> None:
+    calibration, verified = DraftCalibration("cpu"), VerifiedTrees(*a.result)
+    calibration.rates, calibration.log, calibration.trees = a.rates, a.log_ptr, a.trees_ptr
+    if a.own_ptr is not None:
+        calibration.own, calibration.own_trees = a.own_ptr, a.own_trees_ptr
+    a.beta_ptr.copy_(calibration.learn_from(verified, a.BIT >> 1))
+
+
+def store(a: Arguments, grid: Grid) -> object:
+    if (a.req_idx_ptr < 0).any():  # a captured step has rows without a request
+        return NotImplemented
+    a.tree = DraftTree(*a.new[:-1], a.origin_ptr)
+    names = "req_idx_ptr tree kept chain_ptr paused_ptr token_ptr"
+    return store_trees.reference(*operator.attrgetter(*names.split())(a))
+
+
+def block_table(a: Arguments, pointers: torch.Tensor, group: int, rows: Any) -> torch.Tensor:
+    shape = max((0, *rows)) + 1, int(a.block_table_strides[group])
+    memory = (ctypes.c_int32 * math.prod(shape)).from_address(int(pointers[group]))
+    return torch.frombuffer(memory, dtype=torch.int32).view(shape)
+
+
+def slot_mappings(a: Arguments, grid: Grid) -> object:
+    if a.CP_SIZE > 1 or not a.slot_mapping_enabled.all():
+        return NotImplemented
+    starts, slots = a.query_start_loc.tolist(), a.idx_mapping.tolist()[: grid[1] - 1]
+    for group, size in zip(range(grid[0]), a.block_sizes.tolist()):
+        table = block_table(a, a.block_table_ptrs, group, slots)
+        out = a.slot_mappings_ptr[group]
+        out[: a.max_num_tokens] = a.PAD_ID
+        for (first, end), slot in zip(itertools.pairwise(starts), slots):
+            if slot >= 0:
+                at = a.pos[first:end]
+                out[first:end] = table[slot, at // size].long() * size + at % size
+    return None
+
+
+def gather_block_tables(a: Arguments, grid: Grid) -> object:
+    if getattr(a, "MASK_SLIDING_WINDOW", False):
+        return NotImplemented
+    slots = a.batch_idx_to_req_idx.tolist()[: a.num_reqs]
+    for group in range(grid[0]):
+        table = block_table(a, a.src_block_table_ptrs, group, slots)
+        out = block_table(a, a.dst_block_table_ptrs, group, range(grid[1]))
+        out[len(slots) :] = 0
+        for row, slot in enumerate(slots):
+            count = int(a.num_blocks_ptr[group, slot])
+            out[row, :count] = table[slot, :count]
+    return None
+
+
+def on_cpu(function: Callable, compiled: bool) -> Callable[[Arguments, Grid], object]:
     """Return a form of the function that replaces the kernel on a CPU."""
     wanted = list(inspect.signature(function).parameters)
 
-    def form(a: Arguments, grid: Grid) -> None:
+    def form(a: Arguments, grid: Grid) -> object:
         given = {name.removesuffix("_ptr"): value for name, value in vars(a).items()}
-        function(*(given[name] for name in wanted))
+        values = [given[name] for name in wanted]
+        if compiled:
+            values = [x.numpy() if isinstance(x, torch.Tensor) else x for x in values]
+        try:
+            return function(*values)
+        except NotImplementedError:  # of some arguments
+            return NotImplemented
 
     return form
 
@@ -254,6 +401,9 @@ def lora_expand(a: Arguments, grid: Grid) -> None:
         a.out_ptr[rows, columns] = a.out_ptr[rows, columns] + added
 
 
+ALL = "*"
+"""Of results: each tensor in the arguments."""
+TREE = "tree.token tree.parent tree.depth tree.logprob tree.size tree.ancestors"
 FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "kernel_unified_attention": (unified_attention, ""),
     "reshape_and_cache_kernel_flash": (reshape_and_cache, "key_cache_ptr value_cache_ptr"),
@@ -268,22 +418,36 @@ FORMS: dict[str, tuple[Callable[[Arguments, Grid], object], str]] = {
     "topk_tokens._merge_kernel": (merge_chunks, "logprob_ptr token_ptr"),
     # Starts that are not valid differ.
     "expand._attach_and_start_kernel": (grow, "starts.valid score_ptr"),
-    "expand._attach_and_select_kernel": (
-        grow,
-        "score_ptr tree.token tree.parent tree.depth tree.logprob tree.size tree.ancestors",
-    ),
+    "expand._attach_and_select_kernel": (grow, f"score_ptr {TREE}"),
+    "merge_trees._merge_kernel": (merge, f"{TREE} origin_ptr agreed_ptr"),
     "_accept_path_kernel": (accept_path, "trees.path trees.accepted output_ptr num_sampled_ptr"),
-    "_penalties_kernel": (on_cpu(sampling.penalties), "logits_ptr"),
-    "_min_p_kernel": (on_cpu(sampling.min_p), "logits_ptr"),
-    "_temperature_kernel": (on_cpu(sampling.temperature), "logits_ptr"),
-    # It writes a row's best into the first block's place.
-    "_gumbel_sample_kernel": (on_cpu(gumbel.gumbel_sample), ""),
+    "_first_block_metadata_kernel": (first_block, ALL),
+    "_later_block_metadata_kernel": (later_block, ALL),
+    "_build_tree_mask_kernel": (tree_mask, ALL),
+    "_committed_tokens_kernel": (committed, ALL),
+    "_learn_kernel": (learn, ALL),
+    "_count_step_kernel": (by_reference(count_step, "total_ptr result drafted"), ALL),
+    "_write_survival_kernel": (
+        by_reference(write_survival, "req_idx_ptr score_ptr temperature_ptr seen steps_ptr later"),
+        ALL,
+    ),
+    "_reallocate_drafts_kernel": (
+        by_reference(reallocate_drafts, "drafts req_idx_ptr budget"),
+        "drafts.logit_start drafts.row_start",
+    ),
+    "_store_trees_kernel": (store, "kept.accepted"),  # best paths may differ at ties
+    "_compute_slot_mappings_kernel": (slot_mappings, "slot_mappings_ptr"),
+    "_gather_block_tables_kernel": (gather_block_tables, ""),
     "_move_path_kernel": (move_path, ""),
     "_lora_shrink_kernel": (lora_shrink, "out_ptr"),
     "_lora_expand_kernel": (lora_expand, "out_ptr"),
 }
 """By a kernel's name, or its module's and its own where two have one name: its form, and the
 results in which the interpreter has to agree."""
+for path, of in REPLACED.items():
+    FORMS[".".join(path.split(".")[-2:])] = on_cpu(*of), ALL
+# It writes a row's best into the first block's place.
+FORMS["gumbel._gumbel_sample_kernel"] = FORMS["gumbel._gumbel_sample_kernel"][0], ""
 SECONDS = {
     "_merge_splits_kernel": "_tree_attention_kernel",
     "reduce_segments": "kernel_unified_attention",
@@ -291,7 +455,7 @@ SECONDS = {
 """Kernels that finish another's work, which a host form has done by itself."""
 FIRST = "_best_of_chunk_kernel"
 """The kernel whose work the form of the kernel after it does."""
-EVERY = 256
+EVERY = int(os.environ.get("EMU_CHECK_EVERY", 256))
 """One in so many launches of a kernel runs in the interpreter, too."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-7}
 """In half precision a step of the dtype at 8 to 16."""
@@ -299,6 +463,7 @@ FP8_TOLERANCE = 2**-3
 """Of weights in e4m3, rounded relative to the largest one so far, or to the largest of all."""
 
 
+@functools.cache
 def known(kernel: Callable) -> str | None:
     """Return the name of a kernel that has a form, or whose work another's form has done."""
     name = kernel.__name__
@@ -332,12 +497,15 @@ def run(name: str, given: dict[str, Any], grid: Grid, interpret: Callable[[], No
         arguments.chunked, interprets = chunked.pop(arguments.chunks.best.data_ptr())
     form, results = FORMS[name]
     if name == "kernel_unified_attention" or not interprets:
-        form(arguments, grid)
+        if form(arguments, grid) is NotImplemented:
+            interpret()
         return
-    found = [operator.attrgetter(result)(arguments) for result in results.split()]
+    found = [*tensors(tuple(given.values()))]
+    if results != ALL:
+        found = [operator.attrgetter(result)(arguments) for result in results.split()]
     before = [tensor.clone() for tensor in found]
-    if found:
-        form(arguments, grid)
+    if not found or form(arguments, grid) is NotImplemented:
+        return interpret()
     rounded = given.get("query_scale_ptr") is not None
     pairs = [(tensor, tensor.clone(), FP8_TOLERANCE * rounded) for tensor in found]
     for tensor, value in zip(found, before, strict=True):

@@ -195,14 +195,14 @@ def on_host(arg: Any) -> Any:
     return arg
 
 
-def storages(arg: Any) -> Iterable[tuple[int, int]]:
-    """Yield the storages of all tensors in an argument."""
+def tensors(arg: Any) -> Iterable[Any]:
+    """Yield all tensors in an argument."""
     if isinstance(arg, (list, tuple)):
         for item in arg:
-            yield from storages(item)
-    arg = getattr(arg, "base", arg)
-    if hasattr(arg, "storage_range"):
-        yield arg.storage_range
+            yield from tensors(item)
+    arg = getattr(arg, "base", arg)  # of a reinterpreted tensor
+    if isinstance(arg, torch.Tensor):
+        yield arg
 
 
 RECORD = os.environ.get("EMU_RECORD_LAUNCHES")
@@ -250,7 +250,7 @@ def launch(self, *args: Any, **kwargs: Any) -> None:
     name = f"{self.fn.__module__}.{self.fn.__name__}"
     if RECORD and self.fn.__module__.startswith("vllm_specblock."):
         record(self, given, options)
-    ranges = [found for arg in given.values() for found in storages(arg)]
+    ranges = [x.storage_range for x in tensors([*given.values()]) if hasattr(x, "storage_range")]
 
     def interpret() -> None:
         running.append((name, ranges))
