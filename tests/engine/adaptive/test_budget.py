@@ -46,13 +46,6 @@ def managers_of(engine, kind: type) -> list:
     return made
 
 
-@pytest.fixture
-def managers(budgeted, monkeypatch):
-    """Costs that ours is given are not the engine's."""
-    monkeypatch.setattr(budgeted.speculator, "controller", Controller())
-    return managers_of(budgeted, TreeBudgetManager)
-
-
 def a_batch(draw: np.random.Generator, steady: bool):
     """(requests, drafts, others, slots): some decode, others are still at the prompt."""
     count = 6 if steady else int(draw.integers(1, MOST + 1))
@@ -93,15 +86,6 @@ def test_every_batch_as_vllm_does(budgeted, kind, monkeypatch):
     assert len(sent) == changes < 36, "a steady batch's counts were sent again, or others were not"
 
 
-def profiled(manager, per_token: float):
-    """Samples of the steps that the manager wants to see, on a device with such costs, in ms."""
-    return [
-        StepTimingSample(3 + per_token * tokens, 1.0, tokens, min(tokens, MOST), True)
-        for batch in manager.batches_to_profile([NUM_NODES + 1, 2 * NUM_NODES + 2, 64])
-        for tokens in [batch["num_tokens"]]
-    ]
-
-
 def test_sizes_that_a_cpu_measures_are_those_in_which_steps_come():
     """One tree, plain steps, and what budgets are padded to, up to a whole tree per request."""
     found = sizes(12, max_requests=8, max_tokens=4096)
@@ -112,10 +96,16 @@ def test_sizes_that_a_cpu_measures_are_those_in_which_steps_come():
     assert sizes(60, 1, 61) == [(n, 1) for n in (1, 2, 4, 8, 16, 32, 48, 61)]
 
 
-def test_first_costs_are_what_vllm_profiles(managers):
-    _, ours = managers
-    ours.set_initial_cost_curves(profiled(ours, 0.05))
-    cost, tokens = ours.controller.cost, 2 * NUM_NODES + 2
+def test_first_costs_are_what_vllm_profiles(budgeted, monkeypatch):
+    """Of the steps that the manager wants to see, on a device with such costs, in ms."""
+    monkeypatch.setattr(budgeted.speculator, "controller", Controller())  # the engine keeps its own
+    _, ours = managers_of(budgeted, TreeBudgetManager)
+    tokens = 2 * NUM_NODES + 2
+    asked = [step["num_tokens"] for step in ours.batches_to_profile([NUM_NODES + 1, tokens, 64])]
+    ours.set_initial_cost_curves(
+        [StepTimingSample(3 + 0.05 * n, 1.0, n, min(n, MOST), True) for n in asked]
+    )
+    cost = ours.controller.cost
     least = 3 + 0.05 * (NUM_NODES + 1)  # one token runs in the smallest graph
     assert float(cost.verify(tokens)) == pytest.approx((3 + 0.05 * tokens) / least)
     assert cost.draft(MOST) == pytest.approx(1 / least)

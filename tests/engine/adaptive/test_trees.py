@@ -43,16 +43,6 @@ def verified(engine, monkeypatch):
     return note_calls(monkeypatch, manager, "get_num_tokens", note)
 
 
-def note_proposals(engine, monkeypatch):
-    """(request slots, nodes drafted for them) of every step that drafted, from now on."""
-    states = engine.speculator.tree_states
-
-    def note(_, slots, *__):
-        return slots.tolist(), (states.parent[slots] >= 0).sum(1).tolist()
-
-    return note_calls(monkeypatch, speculator, "store_trees", note)
-
-
 def charge(engine, monkeypatch, of_rows, drafting=0.0):
     """Steps take what `of_rows` says, and drafting so long; no budget is an experiment."""
     manager = engine.runner.adaptive_verification
@@ -152,16 +142,12 @@ def test_preemption_while_drafting_is_paused(crowded, reference, monkeypatch):
     """Drafters read the missed rows of a preempted request with its recomputed prompt."""
     manager, steps = crowded.runner.adaptive_verification, itertools.count()
     monkeypatch.setattr(manager.controller, "drafts", lambda *_: next(steps) % 16 < 2)
-    backlog, missed = crowded.speculator.skipped.backlog, []
-    preempt = crowded.core.scheduler._preempt_request
+    slots, backlog = crowded.runner.req_states.req_id_to_index, crowded.speculator.skipped.backlog
 
-    def noting(request, *args, **kwargs):
-        if manager.all_paused:
-            slot = crowded.runner.req_states.req_id_to_index[request.request_id]
-            missed.append(backlog.rows(slot))
-        return preempt(request, *args, **kwargs)
+    def note(_, request, *__, **___) -> bool:
+        return manager.all_paused and backlog.rows(slots[request.request_id]) > 0
 
-    monkeypatch.setattr(crowded.core.scheduler, "_preempt_request", noting)
+    missed = note_calls(monkeypatch, crowded.core.scheduler, "_preempt_request", note)
     requests = to_the_limit()
     Checker()(crowded, requests, reference("to the limit", requests))
     assert any(missed), "no request was preempted while its drafter had missed rows"
@@ -184,7 +170,10 @@ def scheduled():
 
 def test_vllms_own_schedule_by_batch_size(scheduled, reference, monkeypatch):
     counts, propose = set(), scheduled.speculator.propose
-    drafted = note_proposals(scheduled, monkeypatch)
+    parent = scheduled.speculator.tree_states.parent
+    drafted = note_calls(
+        monkeypatch, speculator, "store_trees", lambda _, slots, *__: (parent[slots] >= 0).sum(1)
+    )
     read = note_calls(monkeypatch, scheduled.speculator.draft_policy, "advance", lambda *_: "rows")
 
     def noting(batch, *args, num_speculative_tokens, **kwargs):
@@ -198,7 +187,7 @@ def test_vllms_own_schedule_by_batch_size(scheduled, reference, monkeypatch):
     # On a GPU, a drafter with a cache reads every step.
     follows = 0 if current_platform.is_cpu() else 1
     assert counts == {(10, 1, 1), (3, 1, 1), (0, 0, follows)}
-    assert max(size for _, sizes in drafted[-20:] for size in sizes) == 10
+    assert max(int(nodes.max()) for nodes in drafted[-20:]) == 10
 
 
 @on_the_host

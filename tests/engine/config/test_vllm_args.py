@@ -303,20 +303,16 @@ def test_budgets_and_skipped_drafters_on_a_cpu_by_default(given, changes, adapti
 def test_budgets_follow_from_costs_on_a_gpu_with_full_graphs(monkeypatch, changes, adapts):
     put_on_a_gpu(monkeypatch)
     args = EngineArgs(model=str(TARGET), **changes)
-    parallel = SimpleNamespace(
-        data_parallel_size=args.data_parallel_size, tensor_parallel_size=args.tensor_parallel_size
-    )
     dense, hybrid, experts = (
         SimpleNamespace(is_hybrid=is_hybrid, is_moe=is_moe)
         for is_hybrid, is_moe in ((False, False), (True, False), (False, True))
     )
-    assert resolved_config._is_adaptive({}, args, dense, parallel) == adapts
-    assert not resolved_config._is_adaptive({}, args, hybrid, parallel)
+    assert resolved_config._is_adaptive({}, args, dense, args) == adapts
+    assert not resolved_config._is_adaptive({}, args, hybrid, args)
     alone = args.data_parallel_size == 1  # ranks with experts run as many rows as the largest
-    assert resolved_config._is_adaptive({}, args, experts, parallel) == (adapts and alone)
-    asked = {"enable_adaptive_verification": True}
+    assert resolved_config._is_adaptive({}, args, experts, args) == (adapts and alone)
     if not args.enable_lora:
-        assert resolved_config._is_adaptive(asked, args, experts, parallel)
+        assert resolved_config._is_adaptive(ADAPTIVE, args, experts, args)
 
 
 def test_adaptation_of_one_drafter_among_ranks_and_of_a_target_elsewhere():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engines import DRAFTER, ROOT, TARGET, configure
+from support.engines import DRAFTER, EAGLE3, TARGET, configure
 from support.scripts import specblock
 from support.targets import edit_config
 from vllm import envs
@@ -19,8 +19,6 @@ from vllm.config import ModelConfig
 
 from vllm_specblock.engine import doctor as setup
 from vllm_specblock.engine.doctor import Finding, examine
-
-EAGLE3 = ROOT / "examples/two_heads/eagle3"
 
 
 @pytest.fixture(autouse=True)
@@ -78,10 +76,9 @@ def test_offline(monkeypatch):
 
 
 def test_two_drafters():
-    second = {"model": str(EAGLE3)}
-    found = by_name(TARGET, DRAFTER, second_drafter=second, draft_policy="merge")
+    found = by_name(TARGET, DRAFTER, second_drafter=EAGLE3, draft_policy="merge")
     assert found["drafter 1"].found.startswith(f"{DRAFTER}: specblock")
-    assert found["drafter 2"].found.startswith(f"{EAGLE3}: eagle3")
+    assert found["drafter 2"].found.startswith(f"{EAGLE3['model']}: eagle3")
     given = json.dumps({"model": str(DRAFTER), "second_drafter": {"kind": "ngram"}})
     code, said = doctor("--target", TARGET, "--speculative-config", given)
     assert code == 0 and "the requests' own text: ngram" in said, said

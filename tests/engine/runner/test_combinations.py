@@ -9,21 +9,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from support.engines import DRAFTER, ROOT, Engine, shared_engine
+from support.engines import DRAFTER, EAGLE3, ROOT, Engine, shared_engine
 from support.matrix import Checker, every_case
 
-SECOND = str(ROOT / "examples/two_heads/tables")
-EAGLE3 = str(ROOT / "examples/two_heads/eagle3")
 NGRAM = {"kind": "ngram"}
 ONLY_NGRAM = {"kind": "ngram", "model": None}
 
 COMBINATIONS = {
-    "EAGLE-3": {"model": EAGLE3},
+    "EAGLE-3": EAGLE3,
     "n-gram": ONLY_NGRAM,
-    "two SpecBlocks, route": {"second_drafter": {"model": SECOND}},
-    "SpecBlock and EAGLE-3, trie": {"second_drafter": {"model": EAGLE3}, "draft_policy": "merge"},
+    "two SpecBlocks, route": {"second_drafter": {"model": str(ROOT / "examples/two_heads/tables")}},
+    "SpecBlock and EAGLE-3, trie": {"second_drafter": EAGLE3, "draft_policy": "merge"},
     "SpecBlock and EAGLE-3, disjoint, split": {
-        "second_drafter": {"model": EAGLE3},
+        "second_drafter": EAGLE3,
         "draft_policy": "merge",
         "merge": "disjoint",
         "budget": "split",
@@ -33,7 +31,7 @@ COMBINATIONS = {
         "second_drafter": {"model": str(DRAFTER)},
         "draft_policy": "merge",
     },
-    "EAGLE-3 and n-gram, route": {"model": EAGLE3, "second_drafter": NGRAM, "confidence": "sum"},
+    "EAGLE-3 and n-gram, route": {**EAGLE3, "second_drafter": NGRAM, "confidence": "sum"},
 }
 
 

@@ -96,12 +96,6 @@ def blocks(engine: Engine) -> torch.Tensor:
     return speculator.block_tables.block_tables[speculator.caches.group].gpu[-1].long()
 
 
-def resume(engine: Engine, pause: SimpleNamespace) -> None:
-    """End the pause; the scheduler gives the first step no drafts."""
-    pause.on = False
-    answer(engine, [5, 6], 2)
-
-
 def test_a_prompt_read_during_a_pause(engine, monkeypatch):
     """A hit on its blocks drafts as a hit on blocks that were masked, with any contents."""
     engine, pause = engine
@@ -110,7 +104,8 @@ def test_a_prompt_read_during_a_pause(engine, monkeypatch):
         fresh(engine, garbage)
         pause.on = True
         tokens, _ = answer(engine, PROMPT, 4)
-        resume(engine, pause)
+        pause.on = False
+        answer(engine, [5, 6], 2)  # the scheduler gives the first step no drafts
         assert engine.speculator.skipped.holes.any
         found.append(drafts_of(engine, monkeypatch, text))
     fresh(engine, 0.0)

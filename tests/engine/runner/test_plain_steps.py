@@ -28,14 +28,6 @@ def ours() -> Engine:
     return make_engine(ngram | {"enable_adaptive_verification": True})
 
 
-def pause(engine: Engine, monkeypatch) -> None:
-    """Pause drafting for good."""
-    state = engine.speculator.adaptive
-    always = property(lambda state: True, lambda state, value: None)
-    monkeypatch.setattr(state, "__class__", type("Paused", (type(state),), {"all_paused": always}))
-    monkeypatch.setattr(state, "decide", lambda batch: None)
-
-
 def calls_of_a_step(engine: Engine, requests: int, **params) -> Counter[str]:
     """Python calls of one decode step, the mean of a few, by qualified name."""
     core = engine.llm.llm_engine
@@ -65,8 +57,11 @@ def calls_of_a_step(engine: Engine, requests: int, **params) -> Counter[str]:
 @pytest.mark.parametrize("why", ["paused", "declined"])
 def test_a_step_without_drafts_is_vllms(plain, ours, monkeypatch, requests, why):
     declined = {"extra_args": {"specblock_draft": 0}} if why == "declined" else {}
-    if why == "paused":
-        pause(ours, monkeypatch)
+    if why == "paused":  # for good
+        state, paused = ours.speculator.adaptive, property(lambda _: True, lambda *_: None)
+        kind = type("Paused", (type(state),), {"all_paused": paused})
+        monkeypatch.setattr(state, "__class__", kind)
+        monkeypatch.setattr(state, "decide", lambda batch: None)
     mine = calls_of_a_step(ours, requests, **declined)
     theirs = calls_of_a_step(plain, requests)
     if ours.runner.model.model.layers[0].self_attn.attn.impl.packed is None:

@@ -41,6 +41,6 @@ def on(device: torch.device | str, x: Any) -> Any:
 
 def assert_equal(found: Any, wanted: Any) -> None:
     """The same dtypes, shapes and bits, on any device; in sequences, dicts and trees, too."""
-    if isinstance(found, DraftTree):
-        found, wanted = ({name: getattr(x, name) for name in x.TENSORS} for x in (found, wanted))
+    if isinstance(wanted, DraftTree):
+        found, wanted = ({k: getattr(x, k) for k in DraftTree.TENSORS} for x in (found, wanted))
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, check_device=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.attention import MIXED, TOLERANCE, Blind, Chunk, Tree, check, make_batch
+from support.attention import MIXED, Blind, Chunk, Tree, check, make_batch
 
 pytest.importorskip("numba")
 
@@ -70,11 +70,9 @@ def test_more_entries_than_one_tile_holds(form):
 def test_a_cache_of_8_bits(dtype):
     """Keys and values by scales of their own, behind a soft cap, too."""
     batch = make_batch([*MIXED, Blind(3)], group=3, block_size=32, dtype=dtype, cache_dtype=FP8)
-    tolerance = {"atol": 3 * TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}  # values of three times
     for soft_cap in (0.0, 2.0):
-        wanted = batch.oracle(key_scale=0.5, value_scale=3.0, soft_cap=soft_cap)
         got = attend(batch, False, soft_cap=soft_cap, scales=(0.5, 3.0))
-        torch.testing.assert_close(got.double(), wanted, **tolerance)
+        check(got, batch, 3.0, key_scale=0.5, value_scale=3.0, soft_cap=soft_cap)
 
 
 def test_every_number_of_8_bits_is_read():
