@@ -112,9 +112,8 @@ class Loops:
 
     def load(self, name: str) -> SimpleNamespace:
         found = vars(importlib.import_module(module_of(f"{name}_numba"))).items()
-        end = "_numba"
         return SimpleNamespace(
-            **{f"{key[: -len(end)]}_triton": loop for key, loop in found if key.endswith(end)}
+            **{k.replace("_numba", "_triton"): loop for k, loop in found if k.endswith("_numba")}
         )
 
 

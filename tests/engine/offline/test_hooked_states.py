@@ -22,7 +22,6 @@ SIZES = {
     "max_position_embeddings": 256,
     "initializer_range": 0.1,
 }
-MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Each engine in a process of its own: its KV connector is process-wide.
 EXTRACT = f"""
 import json, sys, torch
@@ -44,8 +43,8 @@ print(json.dumps(found))
 def test_hooked_states_are_the_layers_inputs(tmp_path):
     """Residuals are added by the next layer, or by the layer itself."""
     targets, tokens = {}, torch.randint(3, 60, (20,))
-    mixtral, cohere = transformers.MixtralConfig, transformers.CohereConfig
-    for config in (mixtral(**SIZES, **MIXTRAL), cohere(**SIZES)):
+    mixtral = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    for config in (mixtral, transformers.CohereConfig(**SIZES)):
         torch.manual_seed(0)
         target = transformers.AutoModelForCausalLM.from_config(config).float().eval()
         target.save_pretrained(tmp_path / config.model_type)

@@ -187,10 +187,6 @@ def test_counts_as_torch(kernels, count, nodes, drafters):
 
 
 # ---- Calibration ----
-PLACEHOLDERS = SimpleNamespace(origin=[], chance=[], run=3, accepted=2, temperatures=0.0)
-"""Of the scheduler."""
-
-
 def learn(kernels, calibration: DraftCalibration, verified, drafter: int) -> torch.Tensor:
     """Learn by the kernel -> β."""
     state = calibration.log, calibration.trees, calibration.own, calibration.own_trees
@@ -205,8 +201,10 @@ def learn(kernels, calibration: DraftCalibration, verified, drafter: int) -> tor
 def test_learns_as_torch(kernels, count, drafter, apart):
     slots = count + SPARE_SLOTS if apart else 0
     mine, theirs = (DraftCalibration(device, slots) for device in (kernels.device, "cpu"))
+    # The scheduler's placeholders.
+    idle = SimpleNamespace(origin=[], chance=[], run=3, accepted=2, temperatures=0.0)
     for step in range(4):
-        requests = [PLACEHOLDERS, *some_requests(count - 1, random.Random(10 * count + step))]
+        requests = [idle, *some_requests(count - 1, random.Random(10 * count + step))]
         torch.manual_seed(step)
         beta = theirs.learn_from(verified_of(requests), drafter)
         torch.manual_seed(step)

@@ -79,7 +79,6 @@ def test_no_numbers_name_tokens_of_the_vocabulary(kernels, sign, vocab):
 
 # ---- Ranks: two launches, or the loop ----
 HIDDEN, CLASSES, SIZE = 40, 7, 24
-RANKED = [(2, 10, 10, 20), (4, 77, 3, 10), (2, 1500, 10, 20), (2, 1030, 4, None), (2, 300, 33, 12)]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of log-probabilities and rank logits
 
 
@@ -120,7 +119,10 @@ def chosen_is_best(bucket, normed, logits, head, scope, tolerance):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("rows", "vocab", "width", "scope"), [*RANKED, (0, 64, 4, 10)])
+@pytest.mark.parametrize(
+    ("rows", "vocab", "width", "scope"),
+    [(2, 10, 10, 20), (4, 77, 3, 10), (2, 1500, 10, 20), (2, 1030, 4, None), (2, 300, 33, 12)],
+)
 @pytest.mark.parametrize("sharp", [False, True], ids=["as drafted", "sharpened"])
 @torch.no_grad()
 def test_ranks_as_torch_does(forms, rows, vocab, width, scope, dtype, sharp):
@@ -172,3 +174,12 @@ def test_each_rank_feature_to_a_thousandth(forms, numbers, vocab, width, scope):
     launch = forms.load("lm_and_rank_head").lm_and_rank_head_triton
     bucket = launch(given)[2]
     assert bucket.tolist() == [[0, 1]] * count
+
+
+@torch.no_grad()
+def test_ranks_of_no_rows(kernels):
+    normed, logits, offset = inputs(2, 64, torch.float32, kernels.device)
+    head = rank_head(torch.float32, kernels.device)
+    launch = kernels.load("lm_and_rank_head").lm_and_rank_head_triton
+    found = launch(DraftLogits(normed[:0], logits[:0], offset, head, 4, 10))
+    assert [tuple(x.shape) for x in found] == [(0, 2, 4), (0, 2, 4), (0, 2)]

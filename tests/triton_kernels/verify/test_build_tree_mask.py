@@ -10,8 +10,6 @@ from vllm_specblock.triton_kernels.verify.build_tree_mask import MaskTensors
 
 from vllm_specblock.verify.tree_mask import BatchRows, TreeMask
 
-WRITTEN = MaskTensors._fields
-
 
 def ragged(counts: list[tuple[int, int]], fillers: int, slots: int, draw) -> BatchRows:
     """Requests of (rows before the root, nodes); at the end rows of no request."""
@@ -67,7 +65,8 @@ def test_as_torch(kernels, counts, fillers, num_nodes):
         for device in (kernels.device, torch.device("cpu"))
     )
     mine, theirs = (
-        MaskTensors(*(getattr(x, name).fill_(-7) for name in WRITTEN)) for x in (made, wanted)
+        MaskTensors(*(getattr(x, name).fill_(-7) for name in MaskTensors._fields))
+        for x in (made, wanted)
     )
     wanted.fill(rows, depth, ancestors)
     # The kernel is to do without the indices of every node.
