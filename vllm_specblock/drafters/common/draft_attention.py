@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_specblock.candidates import NEVER
 from vllm_specblock.commit import store_kv
 from vllm_specblock.committed import MAX_ROWS, CommittedTokens
 from vllm_specblock.triton_kernels.attention.tree_attention_batch import (
@@ -154,3 +155,68 @@ class DraftAttentionBuilder:
         )
         of_layers = [queries] * len(self.caches)
         return PagedAttention(self.caches, metadata.kv_index, of_layers, self.windows), metadata
+
+
+class BlockRows:
+    """Builds the PagedAttention of a step's blocks, which borrow the slots of the tokens to come.
+
+    Args:
+        size: S, rows of a block.
+        causal: of each layer, whether its rows see no later row of their block.
+        windows: see `NetworkShape.layer_windows`. Without `causal` all rows of a block see as many
+            entries before it.
+        max_position: positions at or beyond it have no slot (the model's length limit).
+    """
+
+    def __init__(
+        self,
+        caches: list[torch.Tensor],
+        size: int,
+        causal: Sequence[bool],
+        windows: Sequence[int | None],
+        max_position: int,
+    ) -> None:
+        self.caches, self.size, self.max_position = caches, size, max_position
+        self.packing, self.causal = packing_on_cpu(caches[0]), causal
+        self.windows = [
+            window if window is None or alone else window + size
+            for window, alone in zip(windows, causal)
+        ]
+        self.offset = torch.arange(size, device=caches[0].device)
+        sees = torch.ones(size, size, dtype=torch.bool, device=caches[0].device)
+        words = {False: pack_bits(sees), True: pack_bits(sees.tril())}
+        self.mask_words = {each: words[each] for each in {*causal}}  # [S, W]
+        self.rows_per_token, self.word_counts = size, {words[True].shape[-1]}
+
+    def drafted(self, logprob: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Return logprob [R, K, ...] of rows at position [R, K] without those that have no slot."""
+        lost = (position >= self.max_position).view(*position.shape, *[1] * (logprob.dim() - 2))
+        return logprob.masked_fill(lost, NEVER)
+
+    def blocks(self, rows: CommittedTokens) -> tuple[PagedAttention, torch.Tensor]:
+        """Return the attention over R·S rows, block by block, and their positions [R, S] int64.
+
+        A block follows the newest row of each request.
+        """
+        table, size, last, count = rows.block_table, self.size, rows.last, len(rows.last)
+        first = rows.index[last] + 1
+        index = first[:, None] + self.offset
+        position = rows.position[last, None] + 1 + self.offset
+        block = (index // rows.block_size).clamp(max=table.shape[1] - 1)
+        kv_slot = table.gather(1, block).long() * rows.block_size + index % rows.block_size
+        kv_slot = torch.where(position < self.max_position, kv_slot, -1)
+        first = first.int()
+        ahead = (
+            table,
+            torch.arange(0, count * size + 1, size, dtype=torch.int32, device=last.device),
+            [size * request for request in range(count + 1)],
+            (first + size).clamp(max=self.max_position),
+            min(rows.max_position + 1 + size, self.max_position),
+            first.repeat_interleave(size),  # dense, which a view of one request is not
+        )
+        queries = {
+            each: TreeAttentionBatch(*ahead, words.repeat(count, 1), first)
+            for each, words in self.mask_words.items()
+        }
+        of_layers = [queries[each] for each in self.causal]
+        return PagedAttention(self.caches, kv_slot.view(-1, 1), of_layers, self.windows), position

@@ -12,9 +12,8 @@ import torch
 
 from vllm_specblock.candidates import tree_of
 from vllm_specblock.committed import CommittedTokens
-from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder
+from vllm_specblock.drafters.common.draft_attention import BlockRows, DraftAttentionBuilder
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
-from vllm_specblock.drafters.dflash.drafter import BlockRows
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.options import DFlashConfig, Eagle3Config
 from vllm_specblock.drafters.specblock.growth import expansion
@@ -82,15 +81,17 @@ class ParallelDrafter(Eagle3Drafter):
 
     kind = "peagle"
 
+    @torch.no_grad()
     def set_shape(self, options: DFlashConfig, lookahead: int) -> None:  # type: ignore[override]
         config, num_nodes = self.model.config, self.num_nodes
-        assert config.mask_token_id is not None
+        assert config.mask_token_id is not None and self.model.mask_hidden is not None
         self.embed = self.model.embedding(self.embed)
         self.max_depth = min(options.depth or _DEPTH, num_nodes, lookahead + 1)
         self.shape = TreeShape.levels(1, 1, 1, num_nodes)  # of the catch-up
         width = min(num_nodes, config.draft_vocab_size)
         self.trees = PathTrees(self.max_depth, width, num_nodes, self.device)
         self.mask = torch.full((self.max_depth - 1,), config.mask_token_id, device=self.device)
+        self.feature = self.model.fuse(self.model.mask_hidden)  # of every mask
 
     def bind(self, caches: list[torch.Tensor]) -> None:
         super().bind(caches)
@@ -106,10 +107,9 @@ class ParallelDrafter(Eagle3Drafter):
         model, state = self.model, self.state[:, None]
         masks, requests = len(self.mask), len(state)
         if masks:
-            assert model.mask_hidden is not None
             attend, position = self.block_rows.blocks(self.rows)
             embedding = self.embed(self.mask.repeat(requests))
-            feature = model.fuse(model.mask_hidden).expand_as(embedding)
+            feature = self.feature.expand_as(embedding)
             drafted = model.run(embedding, feature, position.flatten(), attend)
             state = torch.cat([state, drafted.unflatten(0, (requests, masks))], 1)
         logprob, token = model.best(state, self.trees.width, self.beta)
