@@ -23,7 +23,8 @@ from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
 from vllm_specblock.adapt.policy.interface import FinishedRequest
 from vllm_specblock.adapt.serving import recorder as recording
 from vllm_specblock.adapt.serving.slabs import SLABS
-from vllm_specblock.drafters.specblock.refresh import refresh
+from vllm_specblock.drafters.common.linear import PackedLinear
+from vllm_specblock.drafters.specblock.refresh import prepare, refresh
 
 WATCH = {"adapt": {"policy": "watch"}}
 TABLES = ROOT / "examples/two_heads/tables"
@@ -298,13 +299,18 @@ def test_marked_requests_only():
 def test_a_graph_drafts_and_records_by_the_new_weights(watching, versions, reference, monkeypatch):
     """A graph reads addresses: it does what eager steps do under the same swaps."""
     speculator, requests = watching.speculator, params(3, max_tokens=40)
+    model = speculator.draft_policy.drafters[0].model
     monkeypatch.setattr(speculator, "pad_rows", True)
+    monkeypatch.setattr(PackedLinear, "takes", lambda linear: False)  # packed ones are replaced
+    for name, module in prepare(model, versions["trained"]).named_modules():
+        if isinstance(module, torch.nn.Linear):
+            model.set_submodule(name, module)
     expected = reference("three for a graph", requests, PROMPTS[:3])
 
     def start_again() -> None:
         watching.llm.reset_prefix_cache()
         speculator.forget_warm_up()
-        refresh(speculator.draft_policy.drafters[0].model, versions["trained"])
+        refresh(model, versions["trained"])
 
     def served() -> tuple[list[list], list]:
         start_again()
