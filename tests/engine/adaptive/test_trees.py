@@ -88,6 +88,22 @@ def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, m
 
 
 @on_the_host
+@on_the_host
+def test_trees_that_do_not_pay_leave_plain_steps(engine, reference, monkeypatch):
+    never_pause(engine, monkeypatch)
+    manager = engine.runner.adaptive_verification
+    monkeypatch.setattr(manager.controller, "pays", lambda *_: False)
+    drafts = note_calls(
+        monkeypatch,
+        engine.speculator,
+        "propose",
+        lambda _, batch, *__, **___: batch.num_draft_tokens,
+    )
+    Checker()(engine, half_sampled(), reference("half sampled", half_sampled()))
+    # While prompts come, steps are not weighed.
+    assert len(drafts) > 20 and sum(map(bool, drafts)) < len(drafts) / 4
+
+
 def test_one_block_or_both(engine, monkeypatch):
     """A proposal of one block is as deep as that, and the host knows which nodes are later."""
     never_pause(engine, monkeypatch)
