@@ -82,14 +82,18 @@ def plain_logprobs(
 
     def choices(place: int, before: int) -> dict[int, float]:
         here = logits[place]
-        if model.pairs is not None:
-            left = model.pairs.before.weight[before]
-            if model.pairs.of_state is not None:
-                left = left * model.pairs.of_state(normed[place])
+        if config.pair_rank is not None:
+            if markov := model.markov_head:
+                left, scale = markov.markov_w1.weight[before], config.logit_scale
+                right = markov.markov_w2.weight
+            else:
+                selector, scale = model.candidate_selector, 1.0
+                left = selector.predecessor_codebook[before]
+                left = left * selector.hidden_projection(normed[place])
+                right = selector.successor_codebook
             # Tokens beyond the likeliest are left as they are.
             asked = here.topk(min(config.pair_width, len(here))).indices
-            scale = config.logit_scale if model.pairs.of_state is None else 1.0
-            gain = model.pairs.after.weight @ left * beta * scale
+            gain = right @ left * beta * scale
             here = here.index_add(0, asked, gain[asked]).log_softmax(0)[asked]
             return dict(zip(target[asked].tolist(), here.tolist()))
         return dict(zip(target.tolist(), here.log_softmax(0).tolist()))
