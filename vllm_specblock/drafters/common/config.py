@@ -32,6 +32,11 @@ _CONTAINERS: dict[str, tuple[type, str]] = {
 }
 """Keys of any config.json that are read before it is validated."""
 
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+_ROPE_KEYS = ("rope_scaling", "rope_parameters")
+_WINDOW_KEYS = ("swa_window_size", "sliding_window")
+"""Keys of one meaning: the first one that a config has counts."""
+
 
 class CheckpointError(ValueError):
     """A drafter or target directory that cannot be used; the message is one sentence."""
@@ -40,9 +45,7 @@ class CheckpointError(ValueError):
 def _ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
     # The target's states come in layer order: another one would swap columns of what reads them.
     if list(ids) != sorted({*ids}) or ids[0] < 0:
-        raise ValueError(
-            f"the drafter reads target layers {list(ids)}, but they must be distinct and ascending"
-        )
+        raise ValueError("layers must be distinct and ascending")
     return ids
 
 
@@ -105,7 +108,7 @@ class DecoderShape(NetworkShape):
     logit_scale: Annotated[float, Field(gt=0)] = 1.0
     mask_token_id: Annotated[int, Field(ge=0)] | None = None  # of drafters with masks
     # Dimensions of a head that RoPE turns, its first ones; None: all of them.
-    rotary_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
+    rotary_dim: int | None = None
     # Hidden states of the target that are fused: i is the residual stream after i layers. None:
     # `default_layer_ids`.
     layer_ids: Annotated[tuple[int, ...], Field(min_length=1), Ascending] | None = None
@@ -128,9 +131,10 @@ class DecoderShape(NetworkShape):
 
     @model_validator(mode="after")
     def _check_decoder(self) -> Self:
-        if self.rotary_dim is not None and self.rotary_dim > self.head_dim:
+        if self.rotary_dim is not None and self.rotary_dim not in range(2, self.head_dim + 1, 2):
             raise ValueError(
-                f"RoPE turns {self.rotary_dim} dimensions of a head, which has {self.head_dim}"
+                f"partial_rotary_factor turns {self.rotary_dim} of a head's {self.head_dim} "
+                "dimensions, but must turn an even number"
             )
         if len(self.layer_windows) != self.num_hidden_layers:
             raise ValueError(
@@ -245,10 +249,12 @@ def flattened(raw: dict[str, Any], where: str, keys: Iterable[str]) -> dict[str,
     return layer | {key: raw[key] for key in beside if raw.get(key) is not None}
 
 
-def shape_of(raw: dict[str, Any], own: dict[str, Any], where: str, kind: type[Shape]) -> Shape:
+def shape_of(
+    raw: dict[str, Any], own: dict[str, Any], where: str, kind: type[Shape], **keys_of: str
+) -> Shape:
     """Return a shape of `kind`: `raw`'s fields of the same name, heads, RoPE, and then `own`.
 
-    Missing keys of RoPE mean what transformers and vLLM take for them. Raises as `checked`.
+    Missing keys of RoPE mean what transformers and vLLM take for them. keys_of: as of `checked`.
     """
     layers = layers_of(raw)
     scaling, head_dim = layers["rope_scaling"], layers["head_dim"]
@@ -257,8 +263,8 @@ def shape_of(raw: dict[str, Any], own: dict[str, Any], where: str, kind: type[Sh
         layers["rope_scaling"] = scaling | {_ORIGINAL: raw.get(_ORIGINAL) or longest}
     said = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     partial = said.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
-    if partial != 1 and isinstance(partial, (int, float)) and isinstance(head_dim, int):
-        layers["rotary_dim"] = int(head_dim * partial)
+    if partial != 1 and isinstance(head_dim, int):
+        layers["rotary_dim"] = int(head_dim * partial) if isinstance(partial, (int, float)) else 0
     bias = bool(raw.get("attention_bias"))
     layers |= {
         "target_hidden_size": raw.get("target_hidden_size") or raw.get("hidden_size"),
@@ -269,7 +275,12 @@ def shape_of(raw: dict[str, Any], own: dict[str, Any], where: str, kind: type[Sh
     }
     keys = {key: raw.get(key) for key in kind.model_fields} | layers | own
     # Absent ones are left out: then either a default holds, or the key is missed by its name.
-    return checked(where, {key: v for key, v in keys.items() if v is not None}, kind)
+    return checked(where, {k: v for k, v in keys.items() if v is not None}, kind, raw, **keys_of)
+
+
+def key_of(raw: dict[str, Any], *keys: str) -> str:
+    """Return the first of `keys` that says something in a config, else the first."""
+    return next((key for key in keys if raw.get(key) not in (None, {}, [])), keys[0])
 
 
 def _windows(raw: dict[str, Any], where: str) -> list[Any] | None:
@@ -279,7 +290,7 @@ def _windows(raw: dict[str, Any], where: str) -> list[Any] | None:
     sliding = [each == "sliding_attention" for each in types[:count]]
     if raw.get("use_swa") and not any(sliding):
         sliding = [True] * count
-    window = raw.get("swa_window_size") or raw.get("sliding_window")
+    window = raw.get(key_of(raw, *_WINDOW_KEYS))
     if any(sliding) and window is None:
         raise CheckpointError(f"{where} lacks the key 'sliding_window', which its layers need.")
     return [window if each else None for each in sliding] if any(sliding) else None
@@ -306,20 +317,33 @@ def refuse(
             raise CheckpointError(f"{where} has {what}, but only {supported} can be drafted with.")
 
 
-def checked(where: str, keys: dict[str, Any], kind: type[Config]) -> Config:
-    """Make a config of `kind`; raises CheckpointError, in which `where` names the file."""
+def checked(
+    where: str, fields: dict[str, Any], kind: type[Config], raw: Any = None, **keys_of: str
+) -> Config:
+    """Make a config of `kind`; raises CheckpointError, in which `where` names the file.
+
+    keys_of: by field, its key in `raw`, which the file holds; default: the field's name.
+    """
+    raw = raw or {}
+    keys_of |= {"rope_scaling": key_of(raw, *_ROPE_KEYS), "windows": key_of(raw, *_WINDOW_KEYS)}
     try:
-        return kind(**keys)
+        return kind(**fields)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        loc = ".".join(str(part) for part in first["loc"])
+        key = next((key for at, key in keys_of.items() if f"{loc}.".startswith(f"{at}.")), loc)
+        value = raw.get(key, first["input"])
         if first["type"] == "missing":
             reason = f"lacks the key {key!r}"
         elif first["type"] == "extra_forbidden":
             reason = f"has the key {key!r}, which is not one of a SpecBlock drafter's"
         elif first["type"] == "value_error":
-            reason = f"does not fit together: {first['ctx']['error']}"
+            reason = str(first["ctx"]["error"])
+            for field, name in keys_of.items():
+                reason = reason.replace(field, name)
+            start = f"has {key!r} = {value!r}, but" if loc else "does not fit together:"
+            reason = f"{start} {reason}"
         else:
             expected = first["msg"].removeprefix("Input should be ")
-            reason = f"has {key!r} = {first['input']!r}, but it must be {expected}"
+            reason = f"has {key!r} = {value!r}, but it must be {expected}"
         raise CheckpointError(f"{where} {reason}.") from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from vllm_specblock.drafters.common.config import (
     Ascending,
@@ -25,28 +25,35 @@ _ARCHITECTURES = {"dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
 _LAYOUTS = ("dflash", *_ARCHITECTURES)  # of the speculators library
 
 _OWN = {
-    "dspark": {"markov_rank": "pair_rank"},
+    "dspark": {"pair_rank": "markov_rank"},
     "dflash2": {
-        "selector_rank": "pair_rank",
-        "selector_top_k": "pair_width",
-        "conv_kernel_size": "conv_taps",
-        "conv_group_size": "conv_group",
+        "pair_rank": "selector_rank",
+        "pair_width": "selector_top_k",
+        "conv_taps": "conv_kernel_size",
+        "conv_group": "conv_group_size",
     },
 }
-"""Keys that a kind needs, and our fields."""
+"""Our fields, and the keys, that a kind needs."""
 
 _SCALES = {
-    "input_embedding_scale": "embedding_scale",
-    "output_multiplier": "logit_scale",
-    "final_logit_softcapping": "soft_cap",
+    "embedding_scale": "input_embedding_scale",
+    "logit_scale": "output_multiplier",
+    "soft_cap": "final_logit_softcapping",
 }
-"""Keys that DFlash2 may have."""
+"""Those that DFlash2 may have."""
 
+_LAYERS = "aux_hidden_state_layer_ids"
 _BESIDE = (
-    *("draft_vocab_size", "target_hidden_size", "block_size", "mask_token_id"),
-    *("sample_from_anchor", "markov_head_type", *_OWN["dspark"], *_OWN["dflash2"]),
+    *("draft_vocab_size", "target_hidden_size", "block_size", "mask_token_id", _LAYERS),
+    *("sample_from_anchor", "markov_head_type", "markov_rank", *_OWN["dflash2"].values()),
 )
 """Keys of the speculators layout beside the object that describes the layers."""
+
+
+def _any_masks(count: int) -> int:
+    if count < 1:
+        raise ValueError("a block must hold a root and at least one mask")
+    return count
 
 
 class DFlashShape(DecoderShape):
@@ -54,10 +61,10 @@ class DFlashShape(DecoderShape):
 
     rope_theta: Annotated[float, Field(gt=0)] = 1e6
     qk_norm: Literal[True] = True
-    masks: Count  # of a block in training
+    masks: Annotated[int, AfterValidator(_any_masks)]  # of a block in training
     mask_token_id: Annotated[int, Field(ge=0)]
     # The authors' config.json names the last of the layers that were run, from 0 on.
-    layer_ids: Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
+    layer_ids: Annotated[tuple[int, ...], Field(min_length=1), Ascending]
     causal: bool = False  # no row of a block sees a later one, as in JetSpec drafters
     causal_windows: bool = False  # the same in layers with a window alone
     from_root: bool = False  # the root's row drafts the first token, else the first mask's
@@ -107,14 +114,11 @@ def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
     architecture = _ARCHITECTURES.get(kind, ARCHITECTURE)
     if layout in _LAYOUTS:
         causal_windows = not raw.get("sliding_window_non_causal", kind != "dspark")
-        layers = raw.get("aux_hidden_state_layer_ids")
-        raw = flattened(raw, where, _BESIDE) | {"target_layer_ids": layers}
-        raw["architectures"] = [architecture]
+        raw = flattened(raw, where, _BESIDE) | {"architectures": [architecture]}
     else:
         block = raw.get("dflash_config")
         raw = raw | (block if isinstance(block, dict) else {})
         check_containers(raw, where)
-        layers = _moved(raw.get("target_layer_ids"), 1)
         # Windows that are named by layer are causal if nothing is said.
         sliding = "sliding_attention" in (raw.get("layer_types") or [])
         causal_windows = sliding and not _causal_keys(raw)
@@ -130,24 +134,25 @@ def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
     )
     supported = "DFlash, JetSpec, DFlash2 and DSpark drafters with Qwen3 layers"
     refuse(raw, raw, where, supported, variants)
-    for key in ("block_size", "target_layer_ids", *_OWN.get(kind, {})):
+    layers, own = _LAYERS if layout else "target_layer_ids", _OWN.get(kind, {})
+    for key in ("block_size", layers, *own.values()):
         if raw.get(key) is None:
             raise CheckpointError(f"{where} lacks the key {key!r}, which such a drafter needs.")
     keys = {
         "masks": _moved([raw["block_size"]], -1)[0],
         "mask_token_id": raw.get("mask_token_id"),
-        "layer_ids": layers,
+        "layer_ids": raw[layers] if layout else _moved(raw[layers], 1),
         "causal": any(causal.values()),
         "causal_windows": causal_windows,
         # vLLM's default for DSpark, outside of the speculators layout.
         "from_root": bool(raw.get("sample_from_anchor", kind == "dspark" and layout is None)),
-        **{field: raw[key] for key, field in _OWN.get(kind, {}).items()},
     }
-    if kind == "dflash2":
-        keys |= {field: raw.get(key) for key, field in _SCALES.items()}
+    own = own | (_SCALES if kind == "dflash2" else {})
+    keys |= {field: raw.get(key) for field, key in own.items()}
     # In the flat layout transformers fills in its 10000.
     raw = raw if layout is None else {"rope_theta": 1e6} | raw
-    return shape_of(raw, keys, where, DFlashShape)
+    own = own | {"masks": "block_size", "layer_ids": layers}
+    return shape_of(raw, keys, where, DFlashShape, **own)
 
 
 def _moved(numbers: Any, by: int) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_specblock.drafters.common.config import (
+    MASK_KEYS,
     CheckpointError,
     Count,
     DecoderShape,
     flattened,
+    key_of,
     refuse,
     shape_of,
 )
@@ -31,7 +33,6 @@ _BESIDE = (
 """Keys of the speculators layout beside the object that describes the layer."""
 
 _LAYOUTS = {"eagle3": "Eagle3", "peagle": "Peagle"}
-_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 class Eagle3Shape(DecoderShape):
@@ -56,7 +57,7 @@ def kind_in(raw: dict[str, Any]) -> str | None:
     """Return "eagle3" or "peagle", supported or not; None: a config of another kind."""
     layout, named = raw.get("speculators_model_type"), raw.get("architectures") or []
     names = f"{layout} {named}".lower()
-    if "peagle" in names or any(key in raw for key in ("parallel_drafting", *_MASK_KEYS[1:])):
+    if "peagle" in names or any(key in raw for key in ("parallel_drafting", *MASK_KEYS[1:])):
         return "peagle"
     known = "draft_vocab_size" in raw and any(name in _KINDS for name in named)
     return "eagle3" if layout == "eagle3" or "eagle" in names or known else None
@@ -87,17 +88,18 @@ def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
         # As vLLM does. In the flat layout transformers has filled in its 10000 by then.
         if layout is not None and not says_rope:
             raw["rope_theta"] = 1e6
-    mask = next((raw[key] for key in _MASK_KEYS if raw.get(key) is not None), None)
-    if parallel and mask is None:
+    mask, layers = key_of(raw, *MASK_KEYS), "eagle_aux_hidden_state_layer_ids"
+    if parallel and raw.get(mask) is None:
         raise CheckpointError(f"{where} lacks the key 'mask_token_id', which P-EAGLE needs.")
     own = {
         # As Model Runner V2 does. `eagle_config.eagle_aux_hidden_state_layer_ids` is not read
         # there: other engines write it, too, and count its layers from another end of the layer.
-        "layer_ids": raw.get("eagle_aux_hidden_state_layer_ids") or eagle.get("layer_ids") or None,
+        "layer_ids": raw.get(layers) or eagle.get("layer_ids") or None,
         "qk_norm": kind == "qwen3",
         "output_bias": bool(raw.get("attention_bias")) and kind == "llama",
         "mlp_bias": bool(raw.get("mlp_bias")) and kind == "llama",
         "norm_before_fc": bool(eagle.get("norm_before_fc", raw.get("norm_before_fc"))),
-        "mask_token_id": mask if parallel else None,
+        "mask_token_id": raw.get(mask) if parallel else None,
     }
-    return shape_of(raw, own, where, Eagle3Shape)
+    layers = layers if raw.get(layers) else "eagle_config.layer_ids"
+    return shape_of(raw, own, where, Eagle3Shape, mask_token_id=mask, layer_ids=layers)

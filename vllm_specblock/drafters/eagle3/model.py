@@ -135,7 +135,7 @@ def _unfused(stored: Tensors, config: Eagle3Shape) -> Tensors:
             continue
         name = name.removeprefix("model.")
         if name == "mask_hidden":  # stored as [1, 1, n·Ht]
-            entry = Stored.of(entry.read().flatten())
+            entry = Stored.of(entry.read().flatten(), entry.name)
         if name.startswith("layers.0."):
             name = "midlayer." + name.removeprefix("layers.0.")
         if name.startswith("layers.") and ".hidden_norm." in name:
@@ -151,5 +151,12 @@ def _unfused(stored: Tensors, config: Eagle3Shape) -> Tensors:
     return out
 
 
-FILES = CheckpointReader(from_json, _model, _named, rewritten)
+def _filed(name: str, found: Collection[str]) -> str:
+    if not any("midlayer." in each for each in found):
+        name = name.replace("midlayer.", "layers.0.")
+    prefixed = "." in name and any(each.startswith("model.") for each in found)
+    return f"model.{name}" if prefixed and not name.startswith("lm_head.") else name
+
+
+FILES = CheckpointReader(from_json, _model, _named, rewritten, filed=_filed)
 """Reads checkpoints, whose tensors have several names and may be fused or absent."""

@@ -123,7 +123,9 @@ def from_json(raw: dict[str, Any], where: str) -> DrafterConfig:
             "layer_ids": layer_ids,
         },
     }
-    config = checked(where, {k: v for k, v in keys.items() if v is not None}, DrafterConfig)
+    layers = {"target.layer_ids": "eagle_config.eagle_aux_hidden_state_layer_ids"}
+    keys = {key: value for key, value in keys.items() if value is not None}
+    config = checked(where, keys, DrafterConfig, raw, block_size=PUBLISHED_K, **layers)
     if config.hidden_size % config.num_attention_heads:
         raise CheckpointError(
             f"{where}: hidden_size is {config.hidden_size} and num_attention_heads "
