@@ -172,6 +172,7 @@ def test_a_layout_of_eagle3_loads(tmp_path, layout, binary):
         ("dflash", made.WINDOWS, {"layer_windows": (None, 6, 6)}),
         ("dflash", made.WINDOWS, {"layer_causal": (False, True, True)}),
         ("dflash2", made.DFLASH2, {"pair_width": 5, "conv_taps": 3, "soft_cap": 20.0}),
+        ("dspark", made.FLAT_DSPARK, {"from_root": True, "masks": 4, "layer_ids": (2, 4, 6)}),
         ("dspark", made.DSPARK, {"from_root": True, "masks": 4, "layer_ids": (2, 4, 6)}),
         ("dflash", made.speculators("dflash", made.WINDOWED), {"layer_causal": (True,) * 2}),
         (
@@ -258,6 +259,8 @@ LLAMA3 = {
 }
 NEWER = {key: value for key, value in PUBLISHED.items() if key != "rope_theta"}
 NEWER["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
+SAME = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_type": "default"}}
+BY_TYPE = made.WINDOWS | {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_parameters": SAME}
 # Other engines write it there, and count otherwise: vLLM's runner takes its default.
 ELSEWHERE = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}}
 
@@ -291,6 +294,13 @@ ELSEWHERE = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}}
             {"layer_ids": (2, 4, 6), "masks": 4, "mask_token_id": 60, "rope_theta": 1e6},
         ),
         (NEWER, {"rope_theta": 5e5}),
+        (BY_TYPE, {"rope_theta": 5e5, "rope_scaling": None, "rotary_dim": 4}),
+        # vLLM does not read DFlash2's `logit_scale`.
+        (made.DFLASH2 | {"logit_scale": 3.0}, {"logit_scale": 0.8}),
+        (
+            speculators("qwen3", {"fc_norm": True, "draft_vocab_size": 9}, norm_before_fc=True),
+            {"fc_norm": False, "norm_before_fc": True, "draft_vocab_size": 40},
+        ),
         (PUBLISHED | {"dflash_config": OWN | {"block_size": 9}}, {"masks": 8}),
     ],
 )

@@ -94,6 +94,12 @@ def rope(kind: str | None = None, **more: Any) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": kind, **more}}
 
 
+def rope_by_type(theta: float = 5e5, **full: Any) -> dict[str, Any]:
+    types = {"full_attention": full, "sliding_attention": {"rope_theta": theta}}
+    return {"rope_theta": 5e5, "rope_parameters": types}
+
+
+WINDOWS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "published": [
         ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
@@ -127,6 +133,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "eagle3": [
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = false"),
+        ({"use_aux_hidden_state": False, "eagle_config": None}, "use_aux_hidden_state = false"),
         ({"parallel_drafting": True}, "lacks the key 'mask_token_id', which P-EAGLE needs"),
         ({"ptd_token_id": 3}, "lacks mask_hidden"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "must be one of LlamaForCausalLMEagl"),
@@ -175,6 +182,9 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"block_size": 1}, "'block_size' = 1, but a block must hold a root and at least one"),
         ({"dflash_config": OWN | {"target_layer_ids": [5, 3]}}, "'target_layer_ids' = [5, 3], but"),
         ({"dflash_config": OWN | {"layer_types": 5}}, "it must be a list of names"),
+        (WINDOWS | rope_by_type(1e6), "rope_parameters that differ between full_attention and"),
+        (rope_by_type(rope_type="dynamic"), "rope_parameters is of type 'dynamic'"),
+        ({"rope_parameters": {"sliding_attention": {}}}, "rope_parameters is of type 'None'"),
     ],
     "dspark": [
         ({"markov_rank": 0}, "'markov_rank' = 0"),

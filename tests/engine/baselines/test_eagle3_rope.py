@@ -41,6 +41,7 @@ ROPES = {
     "transformers 5": {"rope_parameters": DEFAULT | THETA},
     "theta twice": {"rope_theta": 3.0, "rope_parameters": DEFAULT | THETA},
     "theta inside scaling": {"rope_theta": 3.0, "rope_scaling": YARN | THETA},
+    "parameters and scaling": {"rope_parameters": DEFAULT | THETA, "rope_scaling": YARN},
     "linear": THETA | {"rope_scaling": {"rope_type": "linear", **LINEAR}},
     "linear, old word": THETA | {"rope_scaling": {"type": "linear", **LINEAR}},
     "llama3": THETA | {"rope_scaling": LLAMA3 | CONTEXT},
@@ -54,6 +55,7 @@ ROPES = {
     "partial, transformers 5": {
         "rope_parameters": THETA | DEFAULT | {"partial_rotary_factor": 0.25}
     },
+    "partial, no type": {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
     "partial yarn": THETA | {"partial_rotary_factor": 0.5, "rope_scaling": YARN},
 }
 

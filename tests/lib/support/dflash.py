@@ -85,6 +85,15 @@ def speculators(kind: str, layer: dict[str, Any] | None = None, **keys: Any) -> 
 
 
 DSPARK = speculators("dspark", markov_rank=6, sample_from_anchor=True)
+FLAT_DSPARK = {
+    key: PUBLISHED[key] for key in PUBLISHED.keys() - {"block_size", "dflash_config"}
+} | {
+    "architectures": ["Qwen3DSparkModel"],
+    "markov_rank": 6,
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 60,
+    "dspark_target_layer_ids": [1, 3, 5],
+}
 WINDOWED = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
 """Changes of a layer."""
 

@@ -32,7 +32,7 @@ _CONTAINERS: dict[str, tuple[type, str]] = {
 }
 """Keys of any config.json that are read before it is validated."""
 
-MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _WINDOW_KEYS = ("swa_window_size", "sliding_window")
 """Keys of one meaning: the first one that a config has counts."""
@@ -167,7 +167,7 @@ def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 def rope_type(scaling: dict[str, Any]) -> str | None:
     """Return the kind of a `rope_scaling` entry; older configs call the key "type"."""
-    return scaling.get("rope_type", scaling.get("type"))
+    return scaling.get("rope_type", scaling.get("type", "default"))
 
 
 def check_rope_scaling(scaling: dict[str, Any] | None, yarn: bool = False) -> None:
@@ -219,34 +219,63 @@ def check_containers(raw: dict[str, Any], where: str) -> None:
             raise CheckpointError(f"{where} has {key} = {value!r}, but it must be {expected}.")
 
 
-def layers_of(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return heads and RoPE of a Llama-like config.json, with what missing keys mean."""
+def layers_of(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return heads and RoPE of a Llama-like config.json, with what missing keys mean.
+
+    Raises CheckpointError as `rope_of`.
+    """
     hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
     head_dim = raw.get("head_dim")
     if head_dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         head_dim = hidden // heads
-    # transformers 5 moves `rope_theta` into `rope_parameters` on saving.
-    parameters = raw.get("rope_parameters") or {}
-    scaling = dict(raw.get("rope_scaling") or parameters)
-    inside = scaling.pop("rope_theta", None)  # it wins, as in transformers
+    theta, _, scaling = rope_of(raw, where)
     return {
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": head_dim,
-        "rope_theta": inside or raw.get("rope_theta") or parameters.get("rope_theta") or 10000.0,
-        "rope_scaling": scaling if scaling and rope_type(scaling) != "default" else None,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
     }
 
 
-def flattened(raw: dict[str, Any], where: str, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the decoder layer of the speculators layout, with the `keys` that stand beside it."""
+def rope_of(raw: dict[str, Any], where: str) -> tuple[Any, Any, dict[str, Any] | None]:
+    """Return RoPE's theta, the part of a head that it turns, and its scaling, by transformers.
+
+    `rope_scaling` replaces `rope_parameters`, and what either says, the keys beside it. Raises
+    CheckpointError: the types of the drafter's layers have different ones.
+    """
+    key = key_of(raw, *_ROPE_KEYS)
+    given = raw.get(key) or {}
+    types = {*_layer_types(raw)} if any(isinstance(x, dict) for x in given.values()) else ()
+    found = []
+    for rope in [given.get(each) for each in types] or [given]:
+        scaling = dict(rope) if isinstance(rope, dict) else {"rope_type": rope}
+        theta = scaling.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+        part = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
+        found.append((theta, part, None if rope_type(scaling) == "default" else scaling))
+    if any(each != found[0] for each in found):
+        raise CheckpointError(
+            f"{where} has {key} that differ between {' and '.join(sorted(types))}, but they must "
+            "be the same for all layers of a drafter."
+        )
+    return found[0]
+
+
+def flattened(
+    raw: dict[str, Any], where: str, keys: Iterable[str], beside_only: Iterable[str]
+) -> dict[str, Any]:
+    """Return the decoder layer of the speculators layout, with the keys that stand beside it.
+
+    As in vLLM, they override the layer's; those of `beside_only` if they are absent, too.
+    """
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise CheckpointError(
             f"{where} has transformer_layer_config = {layer!r}, but it must be an object."
         )
     check_containers(layer, where)
-    beside = ("speculators_model_type", "quantization_config", *keys)
-    return layer | {key: raw[key] for key in beside if raw.get(key) is not None}
+    beside = ("speculators_model_type", "quantization_config", "use_aux_hidden_state", *keys)
+    layer = layer | {key: raw[key] for key in beside if raw.get(key) is not None}
+    return layer | {key: raw.get(key) for key in beside_only}
 
 
 def shape_of(
@@ -256,13 +285,11 @@ def shape_of(
 
     Missing keys of RoPE mean what transformers and vLLM take for them. keys_of: as of `checked`.
     """
-    layers = layers_of(raw)
-    scaling, head_dim = layers["rope_scaling"], layers["head_dim"]
+    layers, (_, partial, scaling) = layers_of(raw, where), rope_of(raw, where)
+    head_dim = layers["head_dim"]
     if scaling is not None and rope_type(scaling) in ("llama3", "yarn"):
         longest = scaling.get(_ORIGINAL, raw.get("max_position_embeddings"))
         layers["rope_scaling"] = scaling | {_ORIGINAL: raw.get(_ORIGINAL) or longest}
-    said = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    partial = said.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
     if partial != 1 and isinstance(head_dim, int):
         layers["rotary_dim"] = int(head_dim * partial) if isinstance(partial, (int, float)) else 0
     bias = bool(raw.get("attention_bias"))
@@ -283,17 +310,21 @@ def key_of(raw: dict[str, Any], *keys: str) -> str:
     return next((key for key in keys if raw.get(key) not in (None, {}, [])), keys[0])
 
 
-def _windows(raw: dict[str, Any], where: str) -> list[Any] | None:
-    types, layers = raw.get("layer_types") or [], raw.get("num_hidden_layers")
+def _layer_types(raw: dict[str, Any]) -> list[str]:
+    types, layers = raw.get("layer_types") or ["full_attention"], raw.get("num_hidden_layers")
     # Some name those of the target's layers, too; a wrong number is refused with the shape.
     count = layers if isinstance(layers, int) else 1
-    sliding = [each == "sliding_attention" for each in types[:count]]
-    if raw.get("use_swa") and not any(sliding):
-        sliding = [True] * count
-    window = raw.get(key_of(raw, *_WINDOW_KEYS))
-    if any(sliding) and window is None:
+    swa = raw.get("use_swa") and "sliding_attention" not in types[:count]
+    return ["sliding_attention"] * count if swa else types[:count]
+
+
+def _windows(raw: dict[str, Any], where: str) -> list[Any] | None:
+    window, types = raw.get(key_of(raw, *_WINDOW_KEYS)), _layer_types(raw)
+    if "sliding_attention" not in types:
+        return None
+    if window is None:
         raise CheckpointError(f"{where} lacks the key 'sliding_window', which its layers need.")
-    return [window if each else None for each in sliding] if any(sliding) else None
+    return [window if each == "sliding_attention" else None for each in types]
 
 
 def refuse(
@@ -310,7 +341,7 @@ def refuse(
     of_layers = (
         (raw.get("quantization_config"), "quantised weights"),
         (raw.get("hidden_act", "silu") != "silu", f"hidden_act = {raw.get('hidden_act')!r}"),
-        (own.get("use_aux_hidden_state", True) is False, "use_aux_hidden_state = false"),
+        ((raw | own).get("use_aux_hidden_state") is False, "use_aux_hidden_state = false"),
     )
     for there, what in (*variants, *of_layers):
         if there:

@@ -10,12 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from vllm_specblock.drafters.common.config import (
+    MASK_KEYS,
     Ascending,
     CheckpointError,
     Count,
     DecoderShape,
     check_containers,
     flattened,
+    key_of,
     refuse,
     shape_of,
 )
@@ -40,13 +42,14 @@ _SCALES = {
     "logit_scale": "output_multiplier",
     "soft_cap": "final_logit_softcapping",
 }
-"""Those that DFlash2 may have."""
+"""Those that DFlash2 may have in `dflash_config`. vLLM ignores its `logit_scale`."""
 
 _LAYERS = "aux_hidden_state_layer_ids"
 _BESIDE = (
-    *("draft_vocab_size", "target_hidden_size", "block_size", "mask_token_id", _LAYERS),
-    *("sample_from_anchor", "markov_head_type", "markov_rank", *_OWN["dflash2"].values()),
+    *("target_hidden_size", "block_size", "mask_token_id", _LAYERS),
+    *("markov_head_type", "markov_rank", *_OWN["dflash2"].values()),
 )
+_BESIDE_ONLY = ("draft_vocab_size", "sample_from_anchor")
 """Keys of the speculators layout beside the object that describes the layers."""
 
 
@@ -112,13 +115,16 @@ def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
     """Parse `raw`, a config.json; raises CheckpointError, in which `where` names it."""
     layout, kind = raw.get("speculators_model_type"), kind_in(raw) or ""
     architecture = _ARCHITECTURES.get(kind, ARCHITECTURE)
+    block, layers, own = raw.get("dflash_config"), _LAYERS, dict(_OWN.get(kind, {}))
+    block = block if isinstance(block, dict) and layout is None else {}
     if layout in _LAYOUTS:
         causal_windows = not raw.get("sliding_window_non_causal", kind != "dspark")
-        raw = flattened(raw, where, _BESIDE) | {"architectures": [architecture]}
+        raw = flattened(raw, where, _BESIDE, _BESIDE_ONLY) | {"architectures": [architecture]}
     else:
-        block = raw.get("dflash_config")
-        raw = raw | (block if isinstance(block, dict) else {})
+        raw = raw | block
         check_containers(raw, where)
+        of_dspark = raw.get("dspark_target_layer_ids") and not block.get("target_layer_ids")
+        layers = "dspark_target_layer_ids" if of_dspark else "target_layer_ids"
         # Windows that are named by layer are causal if nothing is said.
         sliding = "sliding_attention" in (raw.get("layer_types") or [])
         causal_windows = sliding and not _causal_keys(raw)
@@ -134,24 +140,26 @@ def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
     )
     supported = "DFlash, JetSpec, DFlash2 and DSpark drafters with Qwen3 layers"
     refuse(raw, raw, where, supported, variants)
-    layers, own = _LAYERS if layout else "target_layer_ids", _OWN.get(kind, {})
-    for key in ("block_size", layers, *own.values()):
+    mask, size = key_of(raw, *MASK_KEYS), key_of(raw, "block_size", "dspark_block_size")
+    for key in (size, layers, *own.values()):
         if raw.get(key) is None:
             raise CheckpointError(f"{where} lacks the key {key!r}, which such a drafter needs.")
     keys = {
-        "masks": _moved([raw["block_size"]], -1)[0],
-        "mask_token_id": raw.get("mask_token_id"),
+        "masks": _moved([raw[size]], -1)[0],
+        "mask_token_id": raw.get(mask),
         "layer_ids": raw[layers] if layout else _moved(raw[layers], 1),
         "causal": any(causal.values()),
         "causal_windows": causal_windows,
         # vLLM's default for DSpark, outside of the speculators layout.
         "from_root": bool(raw.get("sample_from_anchor", kind == "dspark" and layout is None)),
     }
-    own = own | (_SCALES if kind == "dflash2" else {})
-    keys |= {field: raw.get(key) for field, key in own.items()}
+    keys |= {field: raw[key] for field, key in own.items()}
+    if kind == "dflash2":
+        keys |= {field: block.get(key) for field, key in _SCALES.items()}
+        own |= _SCALES
     # In the flat layout transformers fills in its 10000.
     raw = raw if layout is None else {"rope_theta": 1e6} | raw
-    own = own | {"masks": "block_size", "layer_ids": layers}
+    own |= {"masks": size, "mask_token_id": mask, "layer_ids": layers}
     return shape_of(raw, keys, where, DFlashShape, **own)
 
 

@@ -26,9 +26,9 @@ _KINDS = {
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
 }
-_BESIDE = (
-    *("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"),
-    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "mask_token_id"),
+_BESIDE = ("target_hidden_size", "eagle_aux_hidden_state_layer_ids", "mask_token_id")
+_BESIDE_ONLY = (
+    *("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
 )
 """Keys of the speculators layout beside the object that describes the layer."""
 
@@ -57,7 +57,9 @@ def kind_in(raw: dict[str, Any]) -> str | None:
     """Return "eagle3" or "peagle", supported or not; None: a config of another kind."""
     layout, named = raw.get("speculators_model_type"), raw.get("architectures") or []
     names = f"{layout} {named}".lower()
-    if "peagle" in names or any(key in raw for key in ("parallel_drafting", *MASK_KEYS[1:])):
+    if "peagle" in names or any(
+        key in raw for key in ("parallel_drafting", "pard_token", "ptd_token_id")
+    ):
         return "peagle"
     known = "draft_vocab_size" in raw and any(name in _KINDS for name in named)
     return "eagle3" if layout == "eagle3" or "eagle" in names or known else None
@@ -67,7 +69,8 @@ def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
     """Parse `raw`, a config.json; raises CheckpointError, in which `where` names it."""
     parallel, layout = kind_in(raw) == "peagle", raw.get("speculators_model_type")
     if layout in _LAYOUTS:  # translated into the authors' keys
-        flat = {"norm_before_residual": layout == "eagle3"} | flattened(raw, where, _BESIDE)
+        raw = {"norm_before_residual": layout == "eagle3"} | raw
+        flat = flattened(raw, where, _BESIDE, _BESIDE_ONLY)
         model_type = flat.get("model_type", "llama")
         known = {"llama": "Llama", "qwen3": "Qwen3"}.get(model_type)
         name = f"{_LAYOUTS[layout]}{known}ForCausalLM" if known else model_type

@@ -115,7 +115,7 @@ def from_json(raw: dict[str, Any], where: str) -> DrafterConfig:
         "draft_vocab_size": raw.get("draft_vocab_size", 32000),
         "block_size": raw.get(PUBLISHED_K, 4),
         # A `head_dim` key is ignored, as the authors' code does.
-        **layers_of(raw | {"head_dim": None}),
+        **layers_of(raw | {"head_dim": None}, where),
         "target_hidden_size": size,
         "target": {
             "hidden_size": size,
