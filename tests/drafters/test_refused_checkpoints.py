@@ -94,12 +94,8 @@ def rope(kind: str | None = None, **more: Any) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": kind, **more}}
 
 
-def rope_by_type(theta: float = 5e5, **full: Any) -> dict[str, Any]:
-    types = {"full_attention": full, "sliding_attention": {"rope_theta": theta}}
-    return {"rope_theta": 5e5, "rope_parameters": types}
-
-
 WINDOWS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+BY_TYPE = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e6}}
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "published": [
         ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
@@ -144,7 +140,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"parallel_drafting": True, "pard_token": 2048}, "pard_token is 2048, but the vocabul"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (rope("dynamic"), "one of default, linear, llama3, yarn"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn' has factor"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters has factor = None"),
         (rope("yarn", factor=2.0, beta_fast="x"), "beta_fast"),
         ({"hidden_size": None}, "lacks the key 'hidden_size'"),
         ({"eagle_aux_hidden_state_layer_ids": "2,3"}, "'eagle_aux_hidden_state_layer_ids' = '2,3'"),
@@ -179,11 +175,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dflash_config": OWN | {"mask_token_id": 64}}, "the vocabulary ends at 63"),
         ({"dflash_config": {"mask_token_id": 3}}, "lacks the key 'target_layer_ids'"),
         ({"block_size": None}, "lacks the key 'block_size'"),
-        ({"block_size": 1}, "'block_size' = 1, but a block must hold a root and at least one"),
+        ({"block_size": 1}, "'block_size - 1' = 0"),
         ({"dflash_config": OWN | {"target_layer_ids": [5, 3]}}, "'target_layer_ids' = [5, 3], but"),
         ({"dflash_config": OWN | {"layer_types": 5}}, "it must be a list of names"),
-        (WINDOWS | rope_by_type(1e6), "rope_parameters that differ between full_attention and"),
-        (rope_by_type(rope_type="dynamic"), "rope_parameters is of type 'dynamic'"),
+        (WINDOWS | {"rope_parameters": BY_TYPE}, "rope_parameters that differ between full_at"),
+        ({"rope_scaling": {"full_attention": {"type": "su"}}}, "rope_scaling is of type 'su'"),
         ({"rope_parameters": {"sliding_attention": {}}}, "rope_parameters is of type 'None'"),
     ],
     "dspark": [
@@ -242,13 +238,6 @@ def test_a_config_that_is_no_json_object(published, text):
 
 
 # ---- Tensors ----
-def in_model(tensors: dict[str, torch.Tensor]) -> None:
-    """The names that vLLM gives them, without a norm."""
-    del tensors["midlayer.hidden_norm.weight"]
-    for name in [name for name in tensors if name.startswith("midlayer.")]:
-        tensors[name.replace("midlayer.", "model.layers.0.")] = tensors.pop(name)
-
-
 @pytest.mark.parametrize(
     ("layout", "edit", "changes", "said"),
     [
@@ -261,7 +250,12 @@ def in_model(tensors: dict[str, torch.Tensor]) -> None:
         ("eagle3", lambda t: t.update({"layers.1.norm.weight": torch.zeros(1)}), {}, "holds layer"),
         ("eagle3", lambda t: t.update({"fc.weight": torch.zeros(192, 64)}), {}, "for [192, 576]"),
         ("eagle3", None, {"mlp_bias": True}, "lacks midlayer.mlp.down_proj.bias"),
-        ("eagle3", in_model, {}, "lacks model.layers.0.hidden_norm.weight"),
+        (
+            "eagle3",
+            lambda t: t.update({f"model.layers.0{n[8:]}": t.pop(n) for n in {*t} if "mid" in n}),
+            {"mlp_bias": True},
+            "lacks model.layers.0.mlp.down_proj.bias",
+        ),
         ("dflash", None, {"num_hidden_layers": 3}, "lacks layers.2"),
     ],
 )

@@ -7,7 +7,6 @@ import torch
 from support import dflash
 from support.engines import make_engine
 from support.targets import write_target
-from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.encoder_only_attention import (
     create_encoder_only_attention_backend,
@@ -75,7 +74,7 @@ def test_drafters_read_the_rows_of_the_target_that_vllms_own_share(tmp_path):
         load_format="dummy",
         skip_tokenizer_init=True,
     )
-    target, draft, ids = engine.runner.model, nn.Module(), torch.arange(64)
+    target, draft, ids = engine.runner.model, torch.nn.Module(), torch.arange(64)
     maybe_share_target_embed(draft, draft, target.model)
     rows = draft.embed_tokens(ids)
     assert not torch.equal(rows, target.embed_input_ids(ids))

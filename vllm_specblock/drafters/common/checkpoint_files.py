@@ -118,9 +118,7 @@ def stored_in(directory: Path, weights: str = "*.safetensors") -> Tensors:
     """Return a checkpoint's tensors by their names there; CheckpointError: a file is unreadable."""
     if files := _safetensors_files(directory, weights):
         return {
-            name: Stored(
-                tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name), name
-            )
+            name: Stored((*file.get_slice(name).get_shape(),), partial(file.get_tensor, name), name)
             for file in map(opened, files)
             for name in file.keys()  # noqa: SIM118
         }

@@ -45,7 +45,7 @@ class CheckpointError(ValueError):
 def _ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
     # The target's states come in layer order: another one would swap columns of what reads them.
     if list(ids) != sorted({*ids}) or ids[0] < 0:
-        raise ValueError("layers must be distinct and ascending")
+        raise ValueError("distinct and ascending")
     return ids
 
 
@@ -72,14 +72,14 @@ class NetworkShape(BaseModel):
     qk_norm: bool = False  # queries and keys are RMS-normed per head, as in Qwen3
 
     @property
-    def biases(self) -> tuple[bool, bool, bool]:
+    def biases(self) -> tuple[bool, ...]:
         """Whether q, k and v, the attention's output, and the MLP have a bias."""
-        return False, False, False
+        return tuple(getattr(self, f"{part}_bias", False) for part in ("qkv", "output", "mlp"))
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """Entries that a causal row of each layer sees, itself included; None: all."""
-        return (None,) * self.num_hidden_layers
+        return getattr(self, "windows", None) or (None,) * self.num_hidden_layers
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
@@ -116,14 +116,6 @@ class DecoderShape(NetworkShape):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-
-    @property
-    def biases(self) -> tuple[bool, bool, bool]:
-        return self.qkv_bias, self.output_bias, self.mlp_bias
-
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        return super().layer_windows if self.windows is None else self.windows
 
     def target_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the states that it reads of a target with so many layers."""
@@ -182,10 +174,7 @@ def check_rope_scaling(scaling: dict[str, Any] | None, yarn: bool = False) -> No
     for key in (*known[kind], *optional):
         value = scaling.get(key)
         if not isinstance(value, (int, float)) or value <= 0:
-            raise ValueError(
-                f"rope_scaling of type {kind!r} has {key} = {value!r}, but it must be a number "
-                "above 0"
-            )
+            raise ValueError(f"rope_scaling has {key} = {value!r}, but it must be above 0")
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], str]:
@@ -228,36 +217,34 @@ def layers_of(raw: dict[str, Any], where: str) -> dict[str, Any]:
     head_dim = raw.get("head_dim")
     if head_dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         head_dim = hidden // heads
-    theta, _, scaling = rope_of(raw, where)
+    rope = rope_of(raw, where)
+    beside = {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor")}
     return {
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": head_dim,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
+        "rope_theta": beside["rope_theta"],
+        "rope_scaling": None if rope_type(rope) == "default" else rope,
     }
 
 
-def rope_of(raw: dict[str, Any], where: str) -> tuple[Any, Any, dict[str, Any] | None]:
-    """Return RoPE's theta, the part of a head that it turns, and its scaling, by transformers.
+def rope_of(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return RoPE's keys, which transformers takes from `rope_scaling`, else `rope_parameters`.
 
-    `rope_scaling` replaces `rope_parameters`, and what either says, the keys beside it. Raises
-    CheckpointError: the types of the drafter's layers have different ones.
+    Raises CheckpointError: the types of the drafter's layers have different ones.
     """
-    key = key_of(raw, *_ROPE_KEYS)
-    given = raw.get(key) or {}
-    types = {*_layer_types(raw)} if any(isinstance(x, dict) for x in given.values()) else ()
-    found = []
-    for rope in [given.get(each) for each in types] or [given]:
-        scaling = dict(rope) if isinstance(rope, dict) else {"rope_type": rope}
-        theta = scaling.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
-        part = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
-        found.append((theta, part, None if rope_type(scaling) == "default" else scaling))
-    if any(each != found[0] for each in found):
+    key, types = key_of(raw, *_ROPE_KEYS), {*_layer_types(raw)}
+    said = raw.get(key) or {}
+    by_type = {name: rope for name, rope in said.items() if isinstance(rope, dict)}
+    beside = {"rope_theta": raw.get("rope_theta") or 10000.0}
+    beside["partial_rotary_factor"] = raw.get("partial_rotary_factor") or 1
+    each = [by_type.get(name) or {"rope_type": None} for name in types] if by_type else [said]
+    ropes = [beside | rope | {"rope_type": rope_type(rope)} for rope in each]
+    if ropes.count(ropes[0]) < len(ropes):
         raise CheckpointError(
             f"{where} has {key} that differ between {' and '.join(sorted(types))}, but they must "
             "be the same for all layers of a drafter."
         )
-    return found[0]
+    return ropes[0]
 
 
 def flattened(
@@ -285,8 +272,8 @@ def shape_of(
 
     Missing keys of RoPE mean what transformers and vLLM take for them. keys_of: as of `checked`.
     """
-    layers, (_, partial, scaling) = layers_of(raw, where), rope_of(raw, where)
-    head_dim = layers["head_dim"]
+    layers, partial = layers_of(raw, where), rope_of(raw, where)["partial_rotary_factor"]
+    scaling, head_dim = layers["rope_scaling"], layers["head_dim"]
     if scaling is not None and rope_type(scaling) in ("llama3", "yarn"):
         longest = scaling.get(_ORIGINAL, raw.get("max_position_embeddings"))
         layers["rope_scaling"] = scaling | {_ORIGINAL: raw.get(_ORIGINAL) or longest}
@@ -313,7 +300,7 @@ def key_of(raw: dict[str, Any], *keys: str) -> str:
 def _layer_types(raw: dict[str, Any]) -> list[str]:
     types, layers = raw.get("layer_types") or ["full_attention"], raw.get("num_hidden_layers")
     # Some name those of the target's layers, too; a wrong number is refused with the shape.
-    count = layers if isinstance(layers, int) else 1
+    count = max(1, layers) if isinstance(layers, int) else 1
     swa = raw.get("use_swa") and "sliding_attention" not in types[:count]
     return ["sliding_attention"] * count if swa else types[:count]
 
@@ -328,20 +315,13 @@ def _windows(raw: dict[str, Any], where: str) -> list[Any] | None:
 
 
 def refuse(
-    raw: dict[str, Any],
-    own: dict[str, Any],
-    where: str,
-    supported: str,
-    variants: Iterable[tuple[Any, str]],
+    raw: dict[str, Any], where: str, supported: str, variants: Iterable[tuple[Any, str]]
 ) -> None:
-    """Raise CheckpointError for the first variant of the layers, or of `variants`, in a config.
-
-    own: the object in `raw` that only such drafters have; variants: (is it there, its name).
-    """
+    """Raise CheckpointError for the first variant that a config has; variants: (has it, name)."""
     of_layers = (
         (raw.get("quantization_config"), "quantised weights"),
         (raw.get("hidden_act", "silu") != "silu", f"hidden_act = {raw.get('hidden_act')!r}"),
-        ((raw | own).get("use_aux_hidden_state") is False, "use_aux_hidden_state = false"),
+        (raw.get("use_aux_hidden_state") is False, "use_aux_hidden_state = false"),
     )
     for there, what in (*variants, *of_layers):
         if there:
@@ -363,18 +343,14 @@ def checked(
         first = error.errors()[0]
         loc = ".".join(str(part) for part in first["loc"])
         key = next((key for at, key in keys_of.items() if f"{loc}.".startswith(f"{at}.")), loc)
-        value = raw.get(key, first["input"])
+        expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        reason = f"has {key!r} = {raw.get(key, first['input'])!r}, but it must be {expected}"
         if first["type"] == "missing":
             reason = f"lacks the key {key!r}"
         elif first["type"] == "extra_forbidden":
             reason = f"has the key {key!r}, which is not one of a SpecBlock drafter's"
-        elif first["type"] == "value_error":
-            reason = str(first["ctx"]["error"])
+        elif not loc:
+            reason = f"does not fit together: {expected}"
             for field, name in keys_of.items():
                 reason = reason.replace(field, name)
-            start = f"has {key!r} = {value!r}, but" if loc else "does not fit together:"
-            reason = f"{start} {reason}"
-        else:
-            expected = first["msg"].removeprefix("Input should be ")
-            reason = f"has {key!r} = {value!r}, but it must be {expected}"
         raise CheckpointError(f"{where} {reason}.") from None

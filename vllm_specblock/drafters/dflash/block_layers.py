@@ -6,6 +6,7 @@ R blocks of S rows, H channels; K drafted positions of B tokens. Parameters are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,7 @@ class BlockConv(nn.Module):
 
     def __init__(self, shape: DFlashShape) -> None:
         super().__init__()
-        assert shape.conv_taps is not None and shape.conv_group is not None
-        size, taps, group = shape.hidden_size, shape.conv_taps, shape.conv_group
+        size, taps, group = shape.hidden_size, shape.conv_kernel_size, shape.conv_group_size
         self.form = taps, size // group
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
         self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
@@ -53,13 +53,7 @@ class ConvLayer(DecoderLayer):
         self.attention_conv, self.mlp_conv = BlockConv(shape), BlockConv(shape)
 
     def forward(
-        self,
-        index: int,
-        hidden: Tensor,
-        rope: Rope,
-        attend: Attend,
-        keep: Tensor | None = None,
-        normed: Tensor | None = None,
+        self, index: int, hidden: Tensor, rope: Rope, attend: Attend, *_: Any, **__: Any
     ) -> Tensor:
         def mix(x: Tensor) -> Tensor:
             return self.self_attn(index, x.flatten(0, 1), rope, attend, None).view_as(x)
@@ -74,8 +68,9 @@ class ConvLayer(DecoderLayer):
 class MarkovHead(nn.Module):
     """DSpark's: adds scale · ⟨w1[p], w2[c]⟩ to the logit of token c behind token p."""
 
-    def __init__(self, shape: DFlashShape, rank: int) -> None:
+    def __init__(self, shape: DFlashShape) -> None:
         super().__init__()
+        rank = shape.markov_rank or 0
         self.markov_w1 = nn.Embedding(shape.vocab_size, rank)
         self.markov_w2 = nn.Embedding(shape.draft_vocab_size, rank)
         self.scale = shape.logit_scale
@@ -91,8 +86,9 @@ class MarkovHead(nn.Module):
 class CandidateSelector(nn.Module):
     """DFlash2's: adds ⟨predecessor[p] · projection(state), successor[c]⟩ instead."""
 
-    def __init__(self, shape: DFlashShape, rank: int) -> None:
+    def __init__(self, shape: DFlashShape) -> None:
         super().__init__()
+        rank = shape.selector_rank or 0
         self.predecessor_codebook = nn.Parameter(torch.zeros(shape.vocab_size, rank))
         self.successor_codebook = nn.Parameter(torch.zeros(shape.draft_vocab_size, rank))
         self.hidden_projection = nn.Linear(shape.hidden_size, rank, bias=False)

@@ -51,11 +51,10 @@ class DFlashModel(DraftLM):
         self.make_tables(shape, own_embedding, own_head)
         self.fc = nn.Linear(len(shape.layer_ids) * shape.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        convolves, rank = shape.conv_taps is not None, shape.pair_rank
-        kind = ConvLayer if convolves else DecoderLayer
+        kind = ConvLayer if shape.selector_rank else DecoderLayer
         self.layers = nn.ModuleList(kind(shape) for _ in range(shape.num_hidden_layers))
-        self.markov_head = MarkovHead(shape, rank) if rank and not convolves else None
-        self.candidate_selector = CandidateSelector(shape, rank) if rank and convolves else None
+        self.markov_head = MarkovHead(shape) if shape.markov_rank else None
+        self.candidate_selector = CandidateSelector(shape) if shape.selector_rank else None
         self.norm = RMSNorm(size, eps)
         self.rotary = Rotary(shape, shape.rotary_dim)
 
@@ -78,9 +77,9 @@ class DFlashModel(DraftLM):
             [n, H], after the last layer.
         """
         rope, state = self.rotary(position.flatten(), self.dtype), embedding.to(self.dtype)
-        if self.config.embedding_scale != 1:
-            state = state * self.config.embedding_scale
-        if self.config.conv_taps is not None:
+        if self.config.input_embedding_scale != 1:
+            state = state * self.config.input_embedding_scale
+        if self.config.selector_rank:
             state = state.unflatten(0, (-1, position.shape[-1]))
         for index, layer in enumerate(self.layers):
             state = layer(index, state, rope, attend)
@@ -98,7 +97,7 @@ class DFlashModel(DraftLM):
         head = self.markov_head or self.candidate_selector
         if head is None:
             return self.best(state, width, beta)
-        normed, cap, scale = self.norm(state), self.config.soft_cap, self.logit_scale
+        normed, cap, scale = self.norm(state), self.config.final_logit_softcapping, self.logit_scale
         logits = self.lm_head(normed)
         if cap:  # as vLLM, which scales first here
             logits, scale = cap * torch.tanh(logits * scale / cap), 1.0

@@ -15,24 +15,20 @@ from vllm_specblock.drafters.common.config import (
     shape_of,
 )
 
-_KINDS = {
-    "LlamaForCausalLMEagle3": "llama",
-    "Eagle3LlamaForCausalLM": "llama",
-    "Eagle3Qwen3ForCausalLM": "qwen3",
-    "Eagle3MiniMaxM2ForCausalLM": "llama",
-    "PeagleLlamaForCausalLM": "llama",
-    "PeagleQwen3ForCausalLM": "qwen3",
-    # Named after the layer alone, and taken for EAGLE-3 because there is a draft vocabulary.
-    "LlamaForCausalLM": "llama",
-    "Qwen3ForCausalLM": "qwen3",
-}
-_BESIDE = ("target_hidden_size", "eagle_aux_hidden_state_layer_ids", "mask_token_id")
-_BESIDE_ONLY = (
-    *("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+_LLAMA = (
+    *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3MiniMaxM2ForCausalLM"),
+    *("PeagleLlamaForCausalLM", "LlamaForCausalLM", "llama"),
 )
+_QWEN3 = ("Eagle3Qwen3ForCausalLM", "PeagleQwen3ForCausalLM", "Qwen3ForCausalLM", "qwen3")
+_KINDS = dict.fromkeys(_LLAMA, "llama") | dict.fromkeys(_QWEN3, "qwen3")
+"""Kinds of layers by architecture. Some are named after the layer alone, and taken for EAGLE-3
+because there is a draft vocabulary; the last are `model_type` in the speculators layout."""
+
+_BESIDE = ("target_hidden_size", "eagle_aux_hidden_state_layer_ids", "mask_token_id")
+_ONLY = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Keys of the speculators layout beside the object that describes the layer."""
 
-_LAYOUTS = {"eagle3": "Eagle3", "peagle": "Peagle"}
+_LAYOUTS = ("eagle3", "peagle")
 
 
 class Eagle3Shape(DecoderShape):
@@ -70,15 +66,12 @@ def from_json(raw: dict[str, Any], where: str) -> Eagle3Shape:
     parallel, layout = kind_in(raw) == "peagle", raw.get("speculators_model_type")
     if layout in _LAYOUTS:  # translated into the authors' keys
         raw = {"norm_before_residual": layout == "eagle3"} | raw
-        flat = flattened(raw, where, _BESIDE, _BESIDE_ONLY)
-        model_type = flat.get("model_type", "llama")
-        known = {"llama": "Llama", "qwen3": "Qwen3"}.get(model_type)
-        name = f"{_LAYOUTS[layout]}{known}ForCausalLM" if known else model_type
-        raw = flat | {"architectures": [name]}
+        raw = flattened(raw, where, _BESIDE, _ONLY)
+        raw["architectures"] = [raw.get("model_type", "llama")]
     named, eagle = raw.get("architectures") or [], raw.get("eagle_config")
     eagle = eagle if isinstance(eagle, dict) else {}
     variants = ((layout not in (None, *_LAYOUTS), f"speculators_model_type = {layout!r}"),)
-    refuse(raw, eagle, where, "plain EAGLE-3 and P-EAGLE heads (silu)", variants)
+    refuse(raw | eagle, where, "plain EAGLE-3 and P-EAGLE heads (silu)", variants)
     kind = next((_KINDS[name] for name in named if name in _KINDS), None)
     if kind is None:
         raise CheckpointError(

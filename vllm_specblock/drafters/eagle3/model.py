@@ -115,12 +115,8 @@ def _model(config: Eagle3Shape, names: Collection[str]) -> Eagle3Model:
     return Eagle3Model(config, *own_tables(config, names), fc_bias="fc.bias" in names)
 
 
-def _named(found: Tensors, config: Eagle3Shape, directory: Path) -> Tensors:
-    return with_d2t(_unfused(found, config), found, config, directory)
-
-
-def _unfused(stored: Tensors, config: Eagle3Shape) -> Tensors:
-    """Return the used tensors by the network's names, fused ones taken apart."""
+def _named(stored: Tensors, config: Eagle3Shape, directory: Path) -> Tensors:
+    """Return the used tensors by the network's names, fused ones taken apart, and d2t."""
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
     inner = config.intermediate_size
@@ -148,14 +144,14 @@ def _unfused(stored: Tensors, config: Eagle3Shape) -> Tensors:
         for part, rows in fused[whole].items():
             out[name.replace(whole, part)] = entry.rows(first, rows)
             first += rows
-    return out
+    return with_d2t(out, stored, config, directory)
 
 
 def _filed(name: str, found: Collection[str]) -> str:
-    if not any("midlayer." in each for each in found):
-        name = name.replace("midlayer.", "layers.0.")
-    prefixed = "." in name and any(each.startswith("model.") for each in found)
-    return f"model.{name}" if prefixed and not name.startswith("lm_head.") else name
+    first = "midlayer." if any("midlayer." in each for each in found) else "layers.0."
+    prefixed = any(each.startswith("model.") for each in found)
+    prefix = "model." if prefixed and not name.startswith(("lm_head.", "d2t")) else ""
+    return prefix + name.replace("midlayer.", first)
 
 
 FILES = CheckpointReader(from_json, _model, _named, rewritten, filed=_filed)
