@@ -19,7 +19,6 @@ from vllm_specblock.drafters.common.checkpoint_files import (
     MAPPING_NAMES,
     WEIGHTS,
     CheckpointReader,
-    Stored,
     Tensors,
     with_mapping,
 )
@@ -62,7 +61,8 @@ def _named(found: Tensors, config: Shape, directory: Path) -> Tensors:
         del tensors["t2d"]
     # vLLM's Medusa reads an LM head over the whole vocabulary.
     if head is not None and isinstance(config, MedusaShape) and head.shape[0] == vocab_size:
-        tensors[_HEAD] = Stored((count, *head.shape[1:]), lambda: head.read()[t2d.read()])
+        shape = (count, *head.shape[1:])
+        tensors[_HEAD] = head._replace(shape=shape, read=lambda: head.read()[t2d.read()])
     return tensors
 
 

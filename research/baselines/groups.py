@@ -89,7 +89,7 @@ def shape_like(
         "num_attention_heads": raw["num_attention_heads"],
         "intermediate_size": raw["intermediate_size"],
         "rms_norm_eps": raw["rms_norm_eps"],
-        **layers_of(raw),
+        **layers_of(raw, "The target's config"),
         "num_hidden_layers": 2,
         "vocab_size": vocab_size,
         "draft_vocab_size": draft_vocab_size,

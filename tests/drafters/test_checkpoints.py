@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from support import dflash as made
 from support.dflash import JETSPEC, PUBLISHED, make_model
 from support.dflash import write as write_dflash
-from support.eagle3 import small_eagle3
+from support.eagle3 import SIZES, small_eagle3, speculators_json
 from support.tensors import assert_equal
 from typer.testing import CliRunner
 
@@ -25,17 +25,6 @@ from vllm_specblock.drafters.eagle3 import config as eagle3
 from vllm_specblock.drafters.eagle3.model import FILES, Eagle3Model
 from vllm_specblock.drafters.registry import drafter_kind
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-}
 OFFICIAL = SIZES | {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
@@ -46,15 +35,9 @@ OWN = PUBLISHED["dflash_config"]
 
 
 def speculators(model_type: str = "llama", layer: dict | None = None, **top) -> dict:
-    described = {"model_type": model_type, "architectures": ["LlamaForCausalLM"], "head_dim": 8}
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": 40,
-        "target_hidden_size": None,
-        "transformer_layer_config": SIZES | described | (layer or {}),
-        **top,
-    }
+    named = {"model_type": model_type, "architectures": ["LlamaForCausalLM"], "head_dim": 8}
+    layer = SIZES | named | (layer or {})
+    return speculators_json(layer, **{"draft_vocab_size": 40, "target_hidden_size": None} | top)
 
 
 def drafter_of(raw: dict) -> Eagle3Model:
@@ -171,7 +154,8 @@ def test_a_layout_of_eagle3_loads(tmp_path, layout, binary):
         ("jetspec", JETSPEC, {"layer_causal": (True,) * 3}),
         ("dflash", made.WINDOWS, {"layer_windows": (None, 6, 6)}),
         ("dflash", made.WINDOWS, {"layer_causal": (False, True, True)}),
-        ("dflash2", made.DFLASH2, {"pair_width": 5, "conv_taps": 3, "soft_cap": 20.0}),
+        ("dflash2", made.DFLASH2, {"selector_top_k": 5, "conv_kernel_size": 3}),
+        ("dspark", made.FLAT_DSPARK, {"from_root": True, "masks": 4, "layer_ids": (2, 4, 6)}),
         ("dspark", made.DSPARK, {"from_root": True, "masks": 4, "layer_ids": (2, 4, 6)}),
         ("dflash", made.speculators("dflash", made.WINDOWED), {"layer_causal": (True,) * 2}),
         (
@@ -182,7 +166,7 @@ def test_a_layout_of_eagle3_loads(tmp_path, layout, binary):
         (
             "dflash2",
             made.speculators("dflash2", **made.DFLASH2["dflash_config"]),
-            {"conv_group": 8, "pair_rank": 6, "layer_ids": (2, 4, 6)},
+            {"conv_group_size": 8, "selector_rank": 6, "layer_ids": (2, 4, 6)},
         ),
     ],
 )
@@ -258,6 +242,9 @@ LLAMA3 = {
 }
 NEWER = {key: value for key, value in PUBLISHED.items() if key != "rope_theta"}
 NEWER["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
+SCALES = {"logit_scale": 0.8, "final_logit_softcapping": 20.0}
+SAME = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_type": "default"}}
+BY_TYPE = made.WINDOWS | {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_parameters": SAME}
 # Other engines write it there, and count otherwise: vLLM's runner takes its default.
 ELSEWHERE = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}}
 
@@ -286,11 +273,15 @@ ELSEWHERE = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}}
         ),
         (OFFICIAL | {"architectures": ["Eagle3Qwen3ForCausalLM"]}, {"head_dim": 128}),
         # DFlash's name the last layer that was run, counted from 0.
-        (
-            PUBLISHED,
-            {"layer_ids": (2, 4, 6), "masks": 4, "mask_token_id": 60, "rope_theta": 1e6},
-        ),
+        (PUBLISHED, {"layer_ids": (2, 4, 6), "masks": 4, "mask_token_id": 60, "rope_theta": 1e6}),
         (NEWER, {"rope_theta": 5e5}),
+        (BY_TYPE, {"rope_theta": 5e5, "rope_scaling": None, "rotary_dim": 4}),
+        # vLLM does not read DFlash2's `logit_scale`.
+        (made.DFLASH2 | {"logit_scale": 3.0}, SCALES),
+        (
+            speculators("qwen3", {"fc_norm": True, "draft_vocab_size": 9}, norm_before_fc=True),
+            {"fc_norm": False, "norm_before_fc": True, "draft_vocab_size": 40},
+        ),
         (PUBLISHED | {"dflash_config": OWN | {"block_size": 9}}, {"masks": 8}),
     ],
 )
@@ -302,35 +293,19 @@ def test_what_config_json_says(raw, wanted):
 
 def test_published_drafters_by_their_numbers():
     """By what their config.json holds; tensors without memory."""
-    raw = OFFICIAL | {  # EAGLE3-LLaMA3.1-Instruct-8B
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "draft_vocab_size": 32000,
-    }
+    both = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    llama = {"intermediate_size": 14336, "vocab_size": 128256, "draft_vocab_size": 32000}
+    raw = OFFICIAL | both | llama  # EAGLE3-LLaMA3.1-Instruct-8B
     shapes = wanted_shapes(lambda: Eagle3Model(eagle3.from_json(raw, "config.json")))
     assert shapes["midlayer.self_attn.k_proj.weight"] == (1024, 8192)
     assert shapes["fc.weight"] == (4096, 3 * 4096)
     assert sum(map(prod, shapes.values())) == 424_721_664
-    raw = JETSPEC | {  # for Qwen3-8B, with the sizes of its target's layers
-        "block_size": 16,
-        "dflash_config": {
-            "causal_head": True,
-            "mask_token_id": 151669,
-            "target_layer_ids": [1, 9, 17, 25, 33],
-        },
-        "head_dim": 128,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 5,
-        "num_key_value_heads": 8,
-        "num_target_layers": 36,
-        "vocab_size": 151936,
-        "layer_types": ["full_attention"] * 5,
-    }
+    own = {"causal_head": True, "mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
+    qwen = {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936}
+    layers = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+    layers |= {"num_target_layers": 36}
+    # For Qwen3-8B, with the sizes of its target's layers.
+    raw = JETSPEC | both | qwen | layers | {"block_size": 16, "dflash_config": own}
     config = dflash.from_json(raw, "config.json")
     shapes = wanted_shapes(lambda: DFlashModel(config))
     assert shapes.pop("d2t") == (151936,)  # which no file holds

@@ -94,16 +94,18 @@ def rope(kind: str | None = None, **more: Any) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": kind, **more}}
 
 
+WINDOWS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+BY_TYPE = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e6}}
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "published": [
         ({"hidden_size": ...}, "lacks the key 'hidden_size'"),
         ({"num_attention_heads": 6}, "must be a whole multiple of the second"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads, 3"),
         ({"draft_vocab_size": 161}, "must not exceed vocab_size, 160"),
-        ({"diffspec_draft_token_num": 0}, "'block_size' = 0, but it must be greater than"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 5]}}, "layers [2, 2, 5]"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "a"}}, "layer_ids"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, "layer_ids"),
+        ({"diffspec_draft_token_num": 0}, "'diffspec_draft_token_num' = 0, but it must be gr"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 5]}}, "_ids' = [2, 2, 5]"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "a"}}, "'eagle_config.eagle_aux"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, "'eagle_config.eagle_aux"),
         ({"architectures": "text"}, "it must be a list of names"),
         ({"architectures": None}, "is one of SpecBlockDrafter, LlamaForCausalLMSpecBlock"),
         ({"architectures": ["GemmaForCausalLM"]}, "of architecture ['GemmaForCausalLM']"),
@@ -127,18 +129,25 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "eagle3": [
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = false"),
+        ({"use_aux_hidden_state": False, "eagle_config": None}, "use_aux_hidden_state = false"),
         ({"parallel_drafting": True}, "lacks the key 'mask_token_id', which P-EAGLE needs"),
         ({"ptd_token_id": 3}, "lacks mask_hidden"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "must be one of LlamaForCausalLMEagl"),
         ({"layer_types": ["sliding_attention"]}, "lacks the key 'sliding_window'"),
-        ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "'windows.0' = 0"),
-        ({"partial_rotary_factor": 1.5}, "turns 48 dimensions of a head, which has 32"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "'sliding_window' = 0"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor turns 48 of a head's 32 dim"),
+        ({"partial_rotary_factor": 0.3}, "partial_rotary_factor turns 9 of a head's 32 dim"),
+        ({"parallel_drafting": True, "pard_token": 2048}, "pard_token is 2048, but the vocabul"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (rope("dynamic"), "one of default, linear, llama3, yarn"),
-        (rope("yarn"), "has factor = None"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters has factor = None"),
         (rope("yarn", factor=2.0, beta_fast="x"), "beta_fast"),
         ({"hidden_size": None}, "lacks the key 'hidden_size'"),
-        ({"eagle_aux_hidden_state_layer_ids": "2,3"}, "'layer_ids' = '2,3'"),
+        ({"eagle_aux_hidden_state_layer_ids": "2,3"}, "'eagle_aux_hidden_state_layer_ids' = '2,3'"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"layer_ids": [3, 2]}},
+            "'eagle_config.layer_ids' = [3, 2], but",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [2, 3]}, "but its config.json asks for [192, 384]"),
         # The target's embedding is narrower than the drafter.
         ({"target_hidden_size": 160}, "lacks embed_tokens.weight"),
@@ -166,14 +175,18 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dflash_config": OWN | {"mask_token_id": 64}}, "the vocabulary ends at 63"),
         ({"dflash_config": {"mask_token_id": 3}}, "lacks the key 'target_layer_ids'"),
         ({"block_size": None}, "lacks the key 'block_size'"),
-        ({"block_size": 1}, "'masks' = 0"),
+        ({"block_size": 1}, "'block_size - 1' = 0"),
+        ({"dflash_config": OWN | {"target_layer_ids": [5, 3]}}, "'target_layer_ids' = [5, 3], but"),
         ({"dflash_config": OWN | {"layer_types": 5}}, "it must be a list of names"),
+        (WINDOWS | {"rope_parameters": BY_TYPE}, "rope_parameters that differ between full_at"),
+        ({"rope_scaling": {"full_attention": {"type": "su"}}}, "rope_scaling is of type 'su'"),
+        ({"rope_parameters": {"sliding_attention": {}}}, "rope_parameters is of type 'None'"),
     ],
     "dspark": [
-        ({"markov_rank": 0}, "'pair_rank' = 0"),
+        ({"markov_rank": 0}, "'markov_rank' = 0"),
         ({"markov_rank": None}, "lacks the key 'markov_rank'"),
         ({"markov_head_type": "rnn"}, "a gated or recurrent Markov head"),
-        ({"aux_hidden_state_layer_ids": [4, 2]}, "layers [4, 2]"),
+        ({"aux_hidden_state_layer_ids": [4, 2]}, "'aux_hidden_state_layer_ids' = [4, 2], but"),
         ({"transformer_layer_config": {"layer_types": 3}}, "it must be a list of names"),
         ({"speculators_model_type": []}, "it must be a name"),
     ],
@@ -237,6 +250,12 @@ def test_a_config_that_is_no_json_object(published, text):
         ("eagle3", lambda t: t.update({"layers.1.norm.weight": torch.zeros(1)}), {}, "holds layer"),
         ("eagle3", lambda t: t.update({"fc.weight": torch.zeros(192, 64)}), {}, "for [192, 576]"),
         ("eagle3", None, {"mlp_bias": True}, "lacks midlayer.mlp.down_proj.bias"),
+        (
+            "eagle3",
+            lambda t: t.update({f"model.layers.0{n[8:]}": t.pop(n) for n in {*t} if "mid" in n}),
+            {"mlp_bias": True},
+            "lacks model.layers.0.mlp.down_proj.bias",
+        ),
         ("dflash", None, {"num_hidden_layers": 3}, "lacks layers.2"),
     ],
 )

@@ -56,8 +56,7 @@ def interpreted(module: ModuleType) -> ModuleType:
         for each in dict.fromkeys([*called_by(module), module]):
             copy = importlib.util.module_from_spec(
                 importlib.util.spec_from_file_location(
-                    f"{each.__package__}.interpreted_{each.__name__.split('.')[-1]}",
-                    each.__file__,
+                    f"{each.__package__}.interpreted_{each.__name__.split('.')[-1]}", each.__file__
                 )
             )
             patch.setitem(sys.modules, copy.__name__, copy)  # a dataclass looks itself up there
@@ -89,12 +88,10 @@ def interpreter() -> ModuleType:
         # Interpreters of some Triton releases do not know numpy's later ones, and a GPU's users
         # choose neither: there the compiled kernels are what counts.
         pytest.param(
-            "cpu",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="compiled on the GPU"),
+            "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="compiled on the GPU")
         ),
         pytest.param(
-            "cuda",
-            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
         ),
     ],
     ids=["interpreter", "cuda"],

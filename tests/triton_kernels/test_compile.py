@@ -181,7 +181,7 @@ def test_reading_heads_compiles(compiler, dtype, vocab, scope, width, sharp):
     offset, beta = whole(vocab), torch.ones(2) if sharp else None
     given = lm_and_rank_head.DraftLogits(normed, logits, offset, head, 10, scope, beta)
     lm_and_rank_head.lm_and_rank_head_triton(given)
-    topk_tokens.topk_tokens_triton(logits, offset, width, 0.5, beta)
+    topk_tokens.topk_tokens_triton(logits, offset if sharp else None, width, 0.5, beta)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def _best_of_chunk_kernel(
 @jit
 def merge_chunks(
     chunks,  # Chunks
-    offset_ptr,  # [vocab] int64
+    offset_ptr,  # [vocab] int64; None: none is added to the index
     logprob_ptr,  # [rows, WIDTH] fp32
     token_ptr,  # [rows, WIDTH] int64
     row,  # int64
@@ -162,6 +162,6 @@ def merge_chunks(
     rank = tl.arange(0, MERGE.TOP)
     out = row * WIDTH + rank
     tl.store(logprob_ptr + out, scores, mask=rank < WIDTH)
-    chosen = index + tl.load(offset_ptr + index, mask=rank < WIDTH, other=0)
-    tl.store(token_ptr + out, chosen, mask=rank < WIDTH)
+    offset = 0 if offset_ptr is None else tl.load(offset_ptr + index, mask=rank < WIDTH, other=0)
+    tl.store(token_ptr + out, index + offset, mask=rank < WIDTH)
     return values, most, lower, weight, total

@@ -14,7 +14,7 @@ from .best_of_chunks import best_of_chunks, merge_chunks, top_logprobs
 
 def topk_tokens_triton(
     logits: torch.Tensor,
-    offset: torch.Tensor,
+    offset: torch.Tensor | None,
     width: int,
     scale: float = 1.0,
     beta: torch.Tensor | None = None,
@@ -31,7 +31,7 @@ def topk_tokens_triton(
 @op(topk_tokens_triton)
 def topk_tokens(
     logits: torch.Tensor,
-    offset: torch.Tensor,
+    offset: torch.Tensor | None,
     width: int,
     scale: float = 1.0,
     beta: torch.Tensor | None = None,
@@ -40,24 +40,24 @@ def topk_tokens(
 
     Args:
         logits: [R, ..., Vd], of any floating dtype.
-        offset: [Vd] int64, target id − draft id.
+        offset: [Vd] int64, target id − draft id; None: draft ids are wanted.
         width: B, at most Vd.
-        scale: factor on the logits, above 0.
-        beta: [R] fp32, above 0, another factor on them; None: 1.
+        scale, beta: factors on the logits, above 0; beta is [R] fp32, None: 1.
 
     Returns:
         [R, ..., B] float32, log-probabilities over the draft vocabulary, descending;
-        [R, ..., B] int64, target ids.
+        [R, ..., B] int64, target or draft ids.
     """
     logits = logits.float() if scale == 1 else logits.float() * scale
-    top = logits.topk(width)
-    return top_logprobs(logits, top.values, beta), top.indices + offset[top.indices]
+    best, token = logits.topk(width)
+    token = token if offset is None else token + offset[token]
+    return top_logprobs(logits, best, beta), token
 
 
 @jit
 def _merge_kernel(
     chunks,  # Chunks
-    offset_ptr,  # [vocab] int64
+    offset_ptr,  # [vocab] int64, or None
     logprob_ptr,  # [rows, WIDTH] fp32
     token_ptr,  # [rows, WIDTH] int64
     MERGE: tl.constexpr,  # MergeConstants

@@ -31,7 +31,7 @@ def load_drafters(
 ) -> list[Drafter]:
     """Load the drafters of an engine, with room for what they learn of each request slot."""
     target, combine = config.model_config, resolved.combine
-    num_nodes, embed = config.num_speculative_tokens, embedding_of(target_model, device)
+    num_nodes, embed = config.num_speculative_tokens, embedding_of(target_model)
     budgets = (num_nodes,) if combine is None else combine.shares(num_nodes)
     drafters: list[Drafter] = []
     for each, budget in zip(resolved.drafters, budgets):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.communication_op import tensor_model_parallel_all_gather
-from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -79,35 +77,21 @@ def hands_out_states(model: nn.Module, wanted: Sequence[int]) -> bool:
     return supports_eagle3(model) and all("aux_hidden" in x or "super" in x for x in names)
 
 
-def embedding_of(model: nn.Module, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function from [n] token ids to [n, H], without the LoRA adapters of vLLM's batch.
+def embedding_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function from [n] token ids to [n, H], the rows that vLLM's own drafters share.
 
-    Raises:
-        TargetError: its own method fails (EXAONE 3), and it has not exactly one embedding layer.
+    They are the target's table without its scale (Gemma) and without a LoRA adapter. A table of
+    another name is found where it is the only one (EXAONE 3), else the target's method serves.
     """
-    view: Any = model
-    for name, each in [*model.named_modules()]:
-        if isinstance(each, VocabParallelEmbeddingWithLoRA):
-            view = _with(view, name.split("."), each.base_layer)
-    embed: Any = view.embed_input_ids
-    try:
-        embed(torch.zeros(1, dtype=torch.int64, device=device))
-    except AttributeError:
+    inner: Any = model
+    if hasattr(inner, "get_language_model"):
+        inner = inner.get_language_model()
+    inner = getattr(inner, "model", inner)
+    table: Any = getattr(inner, "embed_tokens", None) or getattr(inner, "embedding", None)
+    if table is None:
         found = [each for each in model.modules() if type(each) is VocabParallelEmbedding]
-        if len(found) != 1:
-            raise TargetError("no embedding that a drafter could use") from None
-        embed = found[0]
-    return embed
-
-
-def _with(module: nn.Module, path: list[str], leaf: nn.Module) -> nn.Module:
-    """Return a copy of `module` with the leaf at `path` replaced; the rest is shared."""
-    if not path:
-        return leaf
-    name, *rest = path
-    other = copy.copy(module)
-    other._modules = {**module._modules, name: _with(module.get_submodule(name), rest, leaf)}
-    return other
+        table = found[0] if len(found) == 1 else model.embed_input_ids
+    return getattr(table, "base_layer", table)
 
 
 def target_head_weight(target_model: VllmModel) -> torch.Tensor:

@@ -65,7 +65,7 @@ def init(
             "hidden_size": size,
             "target_hidden_size": size,
             "num_attention_heads": raw["num_attention_heads"],
-            **layers_of(raw),
+            **layers_of(raw, where),
             "intermediate_size": raw.get("intermediate_size"),
             "num_hidden_layers": num_layers,
             "block_size": 4,

@@ -281,10 +281,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Layers → a family of `families.yaml`, its dtype, and what its config has otherwise here."""
 # As with Inductor, vLLM's layers run in plain torch: Dynamo cannot trace interpreted kernels.
 COMPILED = {"compilation_config": PIECEWISE | {"custom_ops": ["none"]}}
-MODES: dict[str, dict[str, Any]] = {
-    "eager": {},
-    "graphs": {"enforce_eager": False, **COMPILED},
-}
+MODES: dict[str, dict[str, Any]] = {"eager": {}, "graphs": {"enforce_eager": False, **COMPILED}}
 
 
 @pytest.fixture(scope="module", params=OTHERS)

@@ -9,7 +9,7 @@ import json
 
 import pytest
 import torch
-from support.eagle3 import speculators_json
+from support.eagle3 import SIZES, speculators_json
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.transformers_utils.config import get_config
@@ -18,17 +18,8 @@ from vllm_specblock.drafters.common.rope import inverse_frequencies
 from vllm_specblock.drafters.eagle3.config import from_json
 
 D = 16
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": D,
-    "num_hidden_layers": 1,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 128,
-}
+CHANGES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": D}
+LAYER = SIZES | CHANGES | {"max_position_embeddings": 128}
 THETA = {"rope_theta": 5000.0}
 DEFAULT, LINEAR = {"rope_type": "default"}, {"factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -41,6 +32,7 @@ ROPES = {
     "transformers 5": {"rope_parameters": DEFAULT | THETA},
     "theta twice": {"rope_theta": 3.0, "rope_parameters": DEFAULT | THETA},
     "theta inside scaling": {"rope_theta": 3.0, "rope_scaling": YARN | THETA},
+    "parameters and scaling": {"rope_parameters": DEFAULT | THETA, "rope_scaling": YARN},
     "linear": THETA | {"rope_scaling": {"rope_type": "linear", **LINEAR}},
     "linear, old word": THETA | {"rope_scaling": {"type": "linear", **LINEAR}},
     "llama3": THETA | {"rope_scaling": LLAMA3 | CONTEXT},
@@ -54,17 +46,18 @@ ROPES = {
     "partial, transformers 5": {
         "rope_parameters": THETA | DEFAULT | {"partial_rotary_factor": 0.25}
     },
+    "partial, no type": {"rope_parameters": THETA | {"partial_rotary_factor": 0.5}},
     "partial yarn": THETA | {"partial_rotary_factor": 0.5, "rope_scaling": YARN},
 }
 
 
 def flat(kind: str, rope: dict) -> dict:
     name = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]
-    return SIZES | {"model_type": kind, "architectures": [name], "draft_vocab_size": 40} | rope
+    return LAYER | {"model_type": kind, "architectures": [name], "draft_vocab_size": 40} | rope
 
 
 def speculators(kind: str, rope: dict) -> dict:
-    return speculators_json(SIZES | {"model_type": kind} | rope, draft_vocab_size=40)
+    return speculators_json(LAYER | {"model_type": kind} | rope, draft_vocab_size=40)
 
 
 @pytest.mark.parametrize(

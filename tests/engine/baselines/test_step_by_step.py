@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from support import dflash
 from support.committed import served_trees
-from support.eagle3 import speculators_json
+from support.eagle3 import SIZES, speculators_json
 from support.engines import TARGET, make_engine, note_calls, record_drafts
 from support.matrix import PROMPTS, params
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import CandidateSampler
@@ -35,16 +35,11 @@ MAX_LEN = PAGE * PAGES
 
 def layer_json(**changes) -> dict:
     target = json.loads((TARGET / "config.json").read_text())
-    return {
+    return SIZES | {
         "hidden_size": target["hidden_size"],
         "vocab_size": target["vocab_size"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 32,
         "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",

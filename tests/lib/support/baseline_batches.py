@@ -80,11 +80,7 @@ position of that row."""
 
 
 def assert_outcome(
-    outcome: LossOutput,
-    rows: Rows,
-    train_batch: TrainBatch,
-    weights: Sequence[float],
-    blocks: int,
+    outcome: LossOutput, rows: Rows, train_batch: TrainBatch, weights: Sequence[float], blocks: int
 ) -> None:
     """The loss and tally are those of one document, row and position at a time, in `blocks`."""
     named = vocabulary()[2]

@@ -85,6 +85,15 @@ def speculators(kind: str, layer: dict[str, Any] | None = None, **keys: Any) -> 
 
 
 DSPARK = speculators("dspark", markov_rank=6, sample_from_anchor=True)
+FLAT_DSPARK = {
+    key: PUBLISHED[key] for key in PUBLISHED.keys() - {"block_size", "dflash_config"}
+} | {
+    "architectures": ["Qwen3DSparkModel"],
+    "markov_rank": 6,
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 60,
+    "dspark_target_layer_ids": [1, 3, 5],
+}
 WINDOWED = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
 """Changes of a layer."""
 
@@ -146,26 +155,12 @@ def make_model(raw: dict[str, Any] = PUBLISHED, std: float = 0.25) -> DFlashMode
     return model
 
 
-PAIRS = {
-    "dspark": ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
-    "dflash2": (
-        "candidate_selector.predecessor_codebook",
-        "candidate_selector.successor_codebook",
-        "candidate_selector.hidden_projection.weight",
-    ),
-}
-"""Names of the head for pairs, in our order."""
-
-
 def write(folder: Path, model: DFlashModel, raw: dict[str, Any] = PUBLISHED) -> Path:
     """As the authors publish them: neither an embedding nor an LM head."""
     folder.mkdir(exist_ok=True)
     tensors = {name: w.detach() for name, w in model.state_dict().items()}
     if "speculators_model_type" not in raw:
         tensors = {k: w for k, w in tensors.items() if k not in ("lm_head.weight", "d2t")}
-    ours = ("pairs.before.weight", "pairs.after.weight", "pairs.of_state.weight")
-    for name, theirs in zip(ours, PAIRS.get(model.config.kind, ())):
-        tensors[theirs] = tensors.pop(name)
     (folder / "config.json").write_text(json.dumps(raw))
     save_file({name: w.contiguous() for name, w in tensors.items()}, folder / "model.safetensors")
     return folder

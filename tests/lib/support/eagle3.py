@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.records import SIZES
+from support import records
 from support.trees import best_paths
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -16,11 +16,24 @@ from vllm_specblock.triton_kernels.drafting.expand import TreeShape
 from vllm_specblock.drafters.eagle3.config import Eagle3Shape
 from vllm_specblock.drafters.eagle3.model import Eagle3Model
 
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+}
+"""Of a decoder layer's config.json."""
+
 
 def small_eagle3(own_embedding: bool = False, **changes: Any) -> Eagle3Model:
     """Random weights; `changes` of its shape."""
     torch.manual_seed(0)
-    sizes = SIZES | {"vocab_size": 64, "draft_vocab_size": 40, "rms_norm_eps": 1e-5}
+    sizes = records.SIZES | {"vocab_size": 64, "draft_vocab_size": 40, "rms_norm_eps": 1e-5}
     shape = Eagle3Shape(**sizes | changes)
     drafter = Eagle3Model(shape, own_embedding).eval()
     with torch.no_grad():

@@ -76,20 +76,24 @@ def plain_logprobs(
     block = drafter.embed(torch.tensor([int(text[end]), *masks]))
     normed = plain_states(model, features, block)[0 if config.from_root else 1 :]
     logits = config.logit_scale * model.lm_head(normed)
-    if config.soft_cap:
-        logits = config.soft_cap * torch.tanh(logits / config.soft_cap)
+    if cap := config.final_logit_softcapping:
+        logits = cap * torch.tanh(logits / cap)
     logits, target = beta * logits, torch.arange(len(model.d2t)) + model.d2t
 
     def choices(place: int, before: int) -> dict[int, float]:
         here = logits[place]
-        if model.pairs is not None:
-            left = model.pairs.before.weight[before]
-            if model.pairs.of_state is not None:
-                left = left * model.pairs.of_state(normed[place])
+        if config.kind in ("dflash2", "dspark"):
+            if markov := model.markov_head:
+                left, scale = markov.markov_w1.weight[before], config.logit_scale
+                right = markov.markov_w2.weight
+            else:
+                selector, scale = model.candidate_selector, 1.0
+                left = selector.predecessor_codebook[before]
+                left = left * selector.hidden_projection(normed[place])
+                right = selector.successor_codebook
             # Tokens beyond the likeliest are left as they are.
-            asked = here.topk(min(config.pair_width, len(here))).indices
-            scale = config.logit_scale if model.pairs.of_state is None else 1.0
-            gain = model.pairs.after.weight @ left * beta * scale
+            asked = here.topk(min(config.selector_top_k, len(here))).indices
+            gain = right @ left * beta * scale
             here = here.index_add(0, asked, gain[asked]).log_softmax(0)[asked]
             return dict(zip(target[asked].tolist(), here.tolist()))
         return dict(zip(target.tolist(), here.log_softmax(0).tolist()))

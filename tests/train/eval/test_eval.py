@@ -24,11 +24,7 @@ from vllm_specblock.drafters.specblock.drafter import SpecBlockDrafter
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.train.config import TrainError
 from vllm_specblock.train.eval.chain import ChainFigures, bucket_figures, chain_along
-from vllm_specblock.train.eval.drafting import (
-    chain_shape,
-    draft_trees,
-    serving_shape,
-)
+from vllm_specblock.train.eval.drafting import chain_shape, draft_trees, serving_shape
 from vllm_specblock.train.eval.evaluate import evaluate, sequences_for, shapes_of
 from vllm_specblock.train.eval.loaded import load_drafter, pair
 from vllm_specblock.train.eval.steps import replay, steps_along

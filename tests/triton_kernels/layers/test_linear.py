@@ -37,9 +37,7 @@ def test_the_shift_is_equation_3():
 
 @pytest.mark.parametrize("dtype", SHIFTED, ids=str)
 @pytest.mark.parametrize(
-    "shape",
-    [(1, 1, 16), (1, 5, 64), (3, 4, 40), (9, 7, 33), (45, 3, 136)],
-    ids=str,
+    "shape", [(1, 1, 16), (1, 5, 64), (3, 4, 40), (9, 7, 33), (45, 3, 136)], ids=str
 )
 def test_shift_matches_reference(kernels, shape, dtype):
     hidden, weight = shift_inputs(*shape, dtype, kernels.device)

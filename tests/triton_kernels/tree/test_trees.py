@@ -61,10 +61,7 @@ def assert_same(kernels, tree: DraftTree, chain=None, paused=None, given=None) -
         return store_trees(slots, tree, states.trees, *rest)
 
     found = []
-    for store, device, of in (
-        (by_torch, "cpu", tree),
-        (by_kernel, kernels.device, given or tree),
-    ):
+    for store, device, of in ((by_torch, "cpu", tree), (by_kernel, kernels.device, given or tree)):
         states = TreeStates(count + 3, nodes, 5, device)
         for field in states.trees:  # slots hold garbage
             field.fill_(7)
@@ -76,8 +73,7 @@ def assert_same(kernels, tree: DraftTree, chain=None, paused=None, given=None) -
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "num_nodes"),
-    [(0, 70), (1, 12), (5, 1), (9, 7), (3, 63), (3, 64), (2, 256)],
+    ("num_requests", "num_nodes"), [(0, 70), (1, 12), (5, 1), (9, 7), (3, 63), (3, 64), (2, 256)]
 )
 @pytest.mark.parametrize("who", ["all", "some", "none"])
 def test_stores_as_torch(kernels, num_requests, num_nodes, who):

@@ -37,8 +37,7 @@ def handed_out(reallocate, confidence, req_idx, counts, budget: int):
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "num_nodes"),
-    [(1, 1), (3, 7), (33, 64), (65, 63), (130, 120)],
+    ("num_requests", "num_nodes"), [(1, 1), (3, 7), (33, 64), (65, 63), (130, 120)]
 )
 @pytest.mark.parametrize("even", [False, True], ids=["continuous", "ties"])
 def test_as_torch(kernels, num_requests, num_nodes, even):

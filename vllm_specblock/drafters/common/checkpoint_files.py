@@ -28,17 +28,19 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 class Stored(NamedTuple):
-    """The shape of a tensor in a file, and its reader."""
+    """The shape of a tensor in a file, its reader, and its name there."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    name: str
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Stored:
-        return cls(tuple(tensor.shape), tensor.detach)
+    def of(cls, tensor: Tensor, name: str) -> Stored:
+        return cls(tuple(tensor.shape), tensor.detach, name)
 
     def rows(self, first: int, count: int) -> Stored:
-        return Stored((count, *self.shape[1:]), lambda: self.read()[first : first + count])
+        part = slice(first, first + count)
+        return self._replace(shape=(count, *self.shape[1:]), read=lambda: self.read()[part])
 
 
 Tensors = dict[str, Stored]
@@ -57,6 +59,8 @@ class CheckpointReader(Generic[Shape, Network]):
     # (tensors by the network's names, config) -> what the network loads
     rewritten: Callable[[dict[str, Tensor], Shape], dict[str, Tensor]] = lambda tensors, _: tensors
     weights: str = "*.safetensors"  # where no index names them
+    # (a name of the network, names in the files) -> the name that a missing tensor has there
+    filed: Callable[[str, Collection[str]], str] = lambda name, _: name
 
     def read_config(self, directory: PathLike) -> Shape:
         """Parse the config.json; raises CheckpointError for an absent or an unsupported one."""
@@ -69,17 +73,18 @@ class CheckpointReader(Generic[Shape, Network]):
         of another shape than in `config`, or the vocabulary mapping is not one.
         """
         directory = Path(directory)
-        stored = self.named(stored_in(directory, self.weights), config, directory)
+        found = stored_in(directory, self.weights)
+        stored = self.named(found, config, directory)
         wanted = wanted_shapes(partial(self.make, config, stored.keys()))
-        if missing := listed(wanted.keys() - stored.keys()):
+        if missing := listed([self.filed(name, found) for name in wanted.keys() - stored.keys()]):
             raise CheckpointError(f"{directory} lacks {missing}, which its {CONFIG} requires.")
-        if extra := listed(stored.keys() - wanted.keys()):
+        if extra := listed([stored[name].name for name in stored.keys() - wanted.keys()]):
             raise CheckpointError(f"{directory} holds {extra}, which its {CONFIG} does not use.")
         for name, shape in wanted.items():
             if stored[name].shape != shape:
                 raise CheckpointError(
-                    f"{directory}: {name} has shape {list(stored[name].shape)}, but its {CONFIG} "
-                    f"asks for {list(shape)}."
+                    f"{directory}: {stored[name].name} has shape {list(stored[name].shape)}, but "
+                    f"its {CONFIG} asks for {list(shape)}."
                 )
         return stored
 
@@ -113,7 +118,7 @@ def stored_in(directory: Path, weights: str = "*.safetensors") -> Tensors:
     """Return a checkpoint's tensors by their names there; CheckpointError: a file is unreadable."""
     if files := _safetensors_files(directory, weights):
         return {
-            name: Stored(tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name))
+            name: Stored((*file.get_slice(name).get_shape(),), partial(file.get_tensor, name), name)
             for file in map(opened, files)
             for name in file.keys()  # noqa: SIM118
         }
@@ -125,7 +130,7 @@ def stored_in(directory: Path, weights: str = "*.safetensors") -> Tensors:
         )
     # Mapped: bytes are read from the disk when a tensor is.
     found = [unpickled(path, mmap=True) for path in pickles]
-    return {name: Stored.of(tensor) for part in found for name, tensor in part.items()}
+    return {name: Stored.of(tensor, name) for part in found for name, tensor in part.items()}
 
 
 def _safetensors_files(directory: Path, weights: str) -> list[Path]:
@@ -193,7 +198,7 @@ def with_mapping(
     shapes = {name: tuple(tensor.shape) for name, tensor in mapping.items()}
     if shapes == {"d2t": (draft_vocab_size,), "t2d": (vocab_size,)}:
         check_mapping(mapping["d2t"], vocab_size, directory, mapping["t2d"])
-    return tensors | {name: Stored.of(mapping[name]) for name in MAPPING_NAMES if name in mapping}
+    return tensors | {n: Stored.of(mapping[n], n) for n in MAPPING_NAMES if n in mapping}
 
 
 def own_tables(config: Any, names: Collection[str]) -> tuple[bool, bool]:
@@ -210,10 +215,10 @@ def with_d2t(stored: Tensors, found: Tensors, config: Any, directory: Path) -> T
     count = config.draft_vocab_size
     marks = next((entry for name, entry in found.items() if name.endswith("t2d")), None)
     if "d2t" not in stored and count == config.vocab_size:
-        stored["d2t"] = Stored.of(torch.zeros(count, dtype=torch.int64))
+        stored["d2t"] = Stored.of(torch.zeros(count, dtype=torch.int64), "d2t")
     elif "d2t" not in stored and marks is not None:
         targets = marks.read().nonzero()[:, 0]
-        stored["d2t"] = Stored.of(targets - torch.arange(len(targets)))
+        stored["d2t"] = Stored.of(targets - torch.arange(len(targets)), "t2d")
     if "d2t" in stored and stored["d2t"].shape == (count,):
         check_mapping(stored["d2t"].read(), config.vocab_size, directory)
     return stored

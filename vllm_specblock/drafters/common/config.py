@@ -32,6 +32,11 @@ _CONTAINERS: dict[str, tuple[type, str]] = {
 }
 """Keys of any config.json that are read before it is validated."""
 
+MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+_ROPE_KEYS = ("rope_scaling", "rope_parameters")
+_WINDOW_KEYS = ("swa_window_size", "sliding_window")
+"""Keys of one meaning: the first one that a config has counts."""
+
 
 class CheckpointError(ValueError):
     """A drafter or target directory that cannot be used; the message is one sentence."""
@@ -40,9 +45,7 @@ class CheckpointError(ValueError):
 def _ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
     # The target's states come in layer order: another one would swap columns of what reads them.
     if list(ids) != sorted({*ids}) or ids[0] < 0:
-        raise ValueError(
-            f"the drafter reads target layers {list(ids)}, but they must be distinct and ascending"
-        )
+        raise ValueError("distinct and ascending")
     return ids
 
 
@@ -69,14 +72,14 @@ class NetworkShape(BaseModel):
     qk_norm: bool = False  # queries and keys are RMS-normed per head, as in Qwen3
 
     @property
-    def biases(self) -> tuple[bool, bool, bool]:
+    def biases(self) -> tuple[bool, ...]:
         """Whether q, k and v, the attention's output, and the MLP have a bias."""
-        return False, False, False
+        return tuple(getattr(self, f"{part}_bias", False) for part in ("qkv", "output", "mlp"))
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """Entries that a causal row of each layer sees, itself included; None: all."""
-        return (None,) * self.num_hidden_layers
+        return getattr(self, "windows", None) or (None,) * self.num_hidden_layers
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
@@ -105,7 +108,7 @@ class DecoderShape(NetworkShape):
     logit_scale: Annotated[float, Field(gt=0)] = 1.0
     mask_token_id: Annotated[int, Field(ge=0)] | None = None  # of drafters with masks
     # Dimensions of a head that RoPE turns, its first ones; None: all of them.
-    rotary_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
+    rotary_dim: int | None = None
     # Hidden states of the target that are fused: i is the residual stream after i layers. None:
     # `default_layer_ids`.
     layer_ids: Annotated[tuple[int, ...], Field(min_length=1), Ascending] | None = None
@@ -114,23 +117,16 @@ class DecoderShape(NetworkShape):
     output_bias: bool = False
     mlp_bias: bool = False
 
-    @property
-    def biases(self) -> tuple[bool, bool, bool]:
-        return self.qkv_bias, self.output_bias, self.mlp_bias
-
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        return super().layer_windows if self.windows is None else self.windows
-
     def target_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the states that it reads of a target with so many layers."""
         return self.layer_ids or default_layer_ids(num_layers)
 
     @model_validator(mode="after")
     def _check_decoder(self) -> Self:
-        if self.rotary_dim is not None and self.rotary_dim > self.head_dim:
+        if self.rotary_dim is not None and self.rotary_dim not in range(2, self.head_dim + 1, 2):
             raise ValueError(
-                f"RoPE turns {self.rotary_dim} dimensions of a head, which has {self.head_dim}"
+                f"partial_rotary_factor turns {self.rotary_dim} of a head's {self.head_dim} "
+                "dimensions, but must turn an even number"
             )
         if len(self.layer_windows) != self.num_hidden_layers:
             raise ValueError(
@@ -163,7 +159,7 @@ def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 def rope_type(scaling: dict[str, Any]) -> str | None:
     """Return the kind of a `rope_scaling` entry; older configs call the key "type"."""
-    return scaling.get("rope_type", scaling.get("type"))
+    return scaling.get("rope_type", scaling.get("type", "default"))
 
 
 def check_rope_scaling(scaling: dict[str, Any] | None, yarn: bool = False) -> None:
@@ -178,10 +174,7 @@ def check_rope_scaling(scaling: dict[str, Any] | None, yarn: bool = False) -> No
     for key in (*known[kind], *optional):
         value = scaling.get(key)
         if not isinstance(value, (int, float)) or value <= 0:
-            raise ValueError(
-                f"rope_scaling of type {kind!r} has {key} = {value!r}, but it must be a number "
-                "above 0"
-            )
+            raise ValueError(f"rope_scaling has {key} = {value!r}, but it must be above 0")
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], str]:
@@ -215,50 +208,77 @@ def check_containers(raw: dict[str, Any], where: str) -> None:
             raise CheckpointError(f"{where} has {key} = {value!r}, but it must be {expected}.")
 
 
-def layers_of(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return heads and RoPE of a Llama-like config.json, with what missing keys mean."""
+def layers_of(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return heads and RoPE of a Llama-like config.json, with what missing keys mean.
+
+    Raises CheckpointError as `rope_of`.
+    """
     hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
     head_dim = raw.get("head_dim")
     if head_dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         head_dim = hidden // heads
-    # transformers 5 moves `rope_theta` into `rope_parameters` on saving.
-    parameters = raw.get("rope_parameters") or {}
-    scaling = dict(raw.get("rope_scaling") or parameters)
-    inside = scaling.pop("rope_theta", None)  # it wins, as in transformers
+    rope = rope_of(raw, where)
+    beside = {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor")}
     return {
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": head_dim,
-        "rope_theta": inside or raw.get("rope_theta") or parameters.get("rope_theta") or 10000.0,
-        "rope_scaling": scaling if scaling and rope_type(scaling) != "default" else None,
+        "rope_theta": beside["rope_theta"],
+        "rope_scaling": None if rope_type(rope) == "default" else rope,
     }
 
 
-def flattened(raw: dict[str, Any], where: str, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the decoder layer of the speculators layout, with the `keys` that stand beside it."""
+def rope_of(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return RoPE's keys, which transformers takes from `rope_scaling`, else `rope_parameters`.
+
+    Raises CheckpointError: the types of the drafter's layers have different ones.
+    """
+    key, types = key_of(raw, *_ROPE_KEYS), {*_layer_types(raw)}
+    said = raw.get(key) or {}
+    by_type = {name: rope for name, rope in said.items() if isinstance(rope, dict)}
+    beside = {"rope_theta": raw.get("rope_theta") or 10000.0}
+    beside["partial_rotary_factor"] = raw.get("partial_rotary_factor") or 1
+    each = [by_type.get(name) or {"rope_type": None} for name in types] if by_type else [said]
+    ropes = [beside | rope | {"rope_type": rope_type(rope)} for rope in each]
+    if ropes.count(ropes[0]) < len(ropes):
+        raise CheckpointError(
+            f"{where} has {key} that differ between {' and '.join(sorted(types))}, but they must "
+            "be the same for all layers of a drafter."
+        )
+    return ropes[0]
+
+
+def flattened(
+    raw: dict[str, Any], where: str, keys: Iterable[str], beside_only: Iterable[str]
+) -> dict[str, Any]:
+    """Return the decoder layer of the speculators layout, with the keys that stand beside it.
+
+    As in vLLM, they override the layer's; those of `beside_only` if they are absent, too.
+    """
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise CheckpointError(
             f"{where} has transformer_layer_config = {layer!r}, but it must be an object."
         )
     check_containers(layer, where)
-    beside = ("speculators_model_type", "quantization_config", *keys)
-    return layer | {key: raw[key] for key in beside if raw.get(key) is not None}
+    beside = ("speculators_model_type", "quantization_config", "use_aux_hidden_state", *keys)
+    layer = layer | {key: raw[key] for key in beside if raw.get(key) is not None}
+    return layer | {key: raw.get(key) for key in beside_only}
 
 
-def shape_of(raw: dict[str, Any], own: dict[str, Any], where: str, kind: type[Shape]) -> Shape:
+def shape_of(
+    raw: dict[str, Any], own: dict[str, Any], where: str, kind: type[Shape], **keys_of: str
+) -> Shape:
     """Return a shape of `kind`: `raw`'s fields of the same name, heads, RoPE, and then `own`.
 
-    Missing keys of RoPE mean what transformers and vLLM take for them. Raises as `checked`.
+    Missing keys of RoPE mean what transformers and vLLM take for them. keys_of: as of `checked`.
     """
-    layers = layers_of(raw)
+    layers, partial = layers_of(raw, where), rope_of(raw, where)["partial_rotary_factor"]
     scaling, head_dim = layers["rope_scaling"], layers["head_dim"]
     if scaling is not None and rope_type(scaling) in ("llama3", "yarn"):
         longest = scaling.get(_ORIGINAL, raw.get("max_position_embeddings"))
         layers["rope_scaling"] = scaling | {_ORIGINAL: raw.get(_ORIGINAL) or longest}
-    said = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    partial = said.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
-    if partial != 1 and isinstance(partial, (int, float)) and isinstance(head_dim, int):
-        layers["rotary_dim"] = int(head_dim * partial)
+    if partial != 1 and isinstance(head_dim, int):
+        layers["rotary_dim"] = int(head_dim * partial) if isinstance(partial, (int, float)) else 0
     bias = bool(raw.get("attention_bias"))
     layers |= {
         "target_hidden_size": raw.get("target_hidden_size") or raw.get("hidden_size"),
@@ -269,57 +289,68 @@ def shape_of(raw: dict[str, Any], own: dict[str, Any], where: str, kind: type[Sh
     }
     keys = {key: raw.get(key) for key in kind.model_fields} | layers | own
     # Absent ones are left out: then either a default holds, or the key is missed by its name.
-    return checked(where, {key: v for key, v in keys.items() if v is not None}, kind)
+    return checked(where, {k: v for k, v in keys.items() if v is not None}, kind, raw, **keys_of)
+
+
+def key_of(raw: dict[str, Any], *keys: str) -> str:
+    """Return the first of `keys` that says something in a config, else the first."""
+    return next((key for key in keys if raw.get(key) not in (None, {}, [])), keys[0])
+
+
+def _layer_types(raw: dict[str, Any]) -> list[str]:
+    types, layers = raw.get("layer_types") or ["full_attention"], raw.get("num_hidden_layers")
+    # Some name those of the target's layers, too; a wrong number is refused with the shape.
+    count = max(1, layers) if isinstance(layers, int) else 1
+    swa = raw.get("use_swa") and "sliding_attention" not in types[:count]
+    return ["sliding_attention"] * count if swa else types[:count]
 
 
 def _windows(raw: dict[str, Any], where: str) -> list[Any] | None:
-    types, layers = raw.get("layer_types") or [], raw.get("num_hidden_layers")
-    # Some name those of the target's layers, too; a wrong number is refused with the shape.
-    count = layers if isinstance(layers, int) else 1
-    sliding = [each == "sliding_attention" for each in types[:count]]
-    if raw.get("use_swa") and not any(sliding):
-        sliding = [True] * count
-    window = raw.get("swa_window_size") or raw.get("sliding_window")
-    if any(sliding) and window is None:
+    window, types = raw.get(key_of(raw, *_WINDOW_KEYS)), _layer_types(raw)
+    if "sliding_attention" not in types:
+        return None
+    if window is None:
         raise CheckpointError(f"{where} lacks the key 'sliding_window', which its layers need.")
-    return [window if each else None for each in sliding] if any(sliding) else None
+    return [window if each == "sliding_attention" else None for each in types]
 
 
 def refuse(
-    raw: dict[str, Any],
-    own: dict[str, Any],
-    where: str,
-    supported: str,
-    variants: Iterable[tuple[Any, str]],
+    raw: dict[str, Any], where: str, supported: str, variants: Iterable[tuple[Any, str]]
 ) -> None:
-    """Raise CheckpointError for the first variant of the layers, or of `variants`, in a config.
-
-    own: the object in `raw` that only such drafters have; variants: (is it there, its name).
-    """
+    """Raise CheckpointError for the first variant that a config has; variants: (has it, name)."""
     of_layers = (
         (raw.get("quantization_config"), "quantised weights"),
         (raw.get("hidden_act", "silu") != "silu", f"hidden_act = {raw.get('hidden_act')!r}"),
-        (own.get("use_aux_hidden_state", True) is False, "use_aux_hidden_state = false"),
+        (raw.get("use_aux_hidden_state") is False, "use_aux_hidden_state = false"),
     )
     for there, what in (*variants, *of_layers):
         if there:
             raise CheckpointError(f"{where} has {what}, but only {supported} can be drafted with.")
 
 
-def checked(where: str, keys: dict[str, Any], kind: type[Config]) -> Config:
-    """Make a config of `kind`; raises CheckpointError, in which `where` names the file."""
+def checked(
+    where: str, fields: dict[str, Any], kind: type[Config], raw: Any = None, **keys_of: str
+) -> Config:
+    """Make a config of `kind`; raises CheckpointError, in which `where` names the file.
+
+    keys_of: by field, its key in `raw`, which the file holds; default: the field's name.
+    """
+    raw = raw or {}
+    keys_of |= {"rope_scaling": key_of(raw, *_ROPE_KEYS), "windows": key_of(raw, *_WINDOW_KEYS)}
     try:
-        return kind(**keys)
+        return kind(**fields)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        loc = ".".join(str(part) for part in first["loc"])
+        key = next((key for at, key in keys_of.items() if f"{loc}.".startswith(f"{at}.")), loc)
+        expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        reason = f"has {key!r} = {raw.get(key, first['input'])!r}, but it must be {expected}"
         if first["type"] == "missing":
             reason = f"lacks the key {key!r}"
         elif first["type"] == "extra_forbidden":
             reason = f"has the key {key!r}, which is not one of a SpecBlock drafter's"
-        elif first["type"] == "value_error":
-            reason = f"does not fit together: {first['ctx']['error']}"
-        else:
-            expected = first["msg"].removeprefix("Input should be ")
-            reason = f"has {key!r} = {first['input']!r}, but it must be {expected}"
+        elif not loc:
+            reason = f"does not fit together: {expected}"
+            for field, name in keys_of.items():
+                reason = reason.replace(field, name)
         raise CheckpointError(f"{where} {reason}.") from None

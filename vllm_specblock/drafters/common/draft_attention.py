@@ -52,13 +52,8 @@ class PagedAttention:
         cache = self.caches[layer]
         key, value = key.flatten(0, -3), value.flatten(0, -3)
         store_kv(cache, self.kv_index, key, value, packing=self.packing)
-        out = self.queries[layer].attend(
-            query.flatten(0, -3),
-            cache,
-            query.shape[-1] ** -0.5,
-            window=self.windows[layer],
-            packing=self.packing,
-        )
+        rows, scale, window = query.flatten(0, -3), query.shape[-1] ** -0.5, self.windows[layer]
+        out = self.queries[layer].attend(rows, cache, scale, window=window, packing=self.packing)
         return out.view_as(query)
 
 
@@ -132,29 +127,13 @@ class DraftAttentionBuilder:
     def next(self, block: int, starts: NextStarts) -> tuple[PagedAttention, LaterBlockMetadata]:
         """Return the attention of block `block` ≥ 2 from S starts per request, and its rows."""
         K, S, table = self.K, self.S, self.committed.block_table
-        metadata = later_block_metadata(
-            starts,
-            self.committed,
-            self.drafted,
-            block,
-            self.token_block,
-            self.max_position,
-            self.by_level,
-        )
+        given = block, self.token_block, self.max_position, self.by_level
+        of = later_block_metadata(starts, self.committed, self.drafted, *given)
         each = [S * K * r for r in range(len(table) + 1)]
         limit = min(self.newest_bound + 1 + (block - 1) * S, self.max_position) * K
-        queries = TreeAttentionBatch(
-            table,
-            metadata.query_start,
-            each,
-            metadata.seq_len,
-            limit,
-            metadata.prefix_len,
-            metadata.mask_words,
-            metadata.tree_start,
-        )
-        of_layers = [queries] * len(self.caches)
-        return PagedAttention(self.caches, metadata.kv_index, of_layers, self.windows), metadata
+        seen = of.seq_len, limit, of.prefix_len, of.mask_words, of.tree_start
+        queries = [TreeAttentionBatch(table, of.query_start, each, *seen)] * len(self.caches)
+        return PagedAttention(self.caches, of.kv_index, queries, self.windows), of
 
 
 class BlockRows:

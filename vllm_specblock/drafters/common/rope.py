@@ -39,10 +39,7 @@ class Rotary(nn.Module):
         frequency, _ = inverse_frequencies(self.config, self.rotary_dim)
         # A pair without a frequency stays as it is: cos 0 = 1, sin 0 = 0.
         frequency = F.pad(frequency, (0, self.config.head_dim // 2 - len(frequency)))
-        return {
-            "turn": torch.cat([-frequency, frequency]),
-            "offset": torch.arange(self.block_size),
-        }
+        return {"turn": torch.cat([-frequency, frequency]), "offset": torch.arange(self.block_size)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `drafter.to(bfloat16)` would round the frequencies, and a meta device lose them.

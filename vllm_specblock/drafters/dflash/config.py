@@ -10,12 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from vllm_specblock.drafters.common.config import (
+    MASK_KEYS,
     Ascending,
     CheckpointError,
     Count,
     DecoderShape,
     check_containers,
     flattened,
+    key_of,
     refuse,
     shape_of,
 )
@@ -24,28 +26,17 @@ ARCHITECTURE = "DFlashDraftModel"
 _ARCHITECTURES = {"dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
 _LAYOUTS = ("dflash", *_ARCHITECTURES)  # of the speculators library
 
-_OWN = {
-    "dspark": {"markov_rank": "pair_rank"},
-    "dflash2": {
-        "selector_rank": "pair_rank",
-        "selector_top_k": "pair_width",
-        "conv_kernel_size": "conv_taps",
-        "conv_group_size": "conv_group",
-    },
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "dspark": ("markov_rank",),
+    "dflash2": ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"),
 }
-"""Keys that a kind needs, and our fields."""
+"""Keys of a kind, which need values."""
 
-_SCALES = {
-    "input_embedding_scale": "embedding_scale",
-    "output_multiplier": "logit_scale",
-    "final_logit_softcapping": "soft_cap",
-}
-"""Keys that DFlash2 may have."""
-
-_BESIDE = (
-    *("draft_vocab_size", "target_hidden_size", "block_size", "mask_token_id"),
-    *("sample_from_anchor", "markov_head_type", *_OWN["dspark"], *_OWN["dflash2"]),
-)
+_HEADS = ("markov_head_type", *_NEEDED["dspark"], *_NEEDED["dflash2"])
+_SCALES = ("input_embedding_scale", "final_logit_softcapping")
+_LAYERS = "aux_hidden_state_layer_ids"
+_BESIDE = (_LAYERS, "target_hidden_size", "block_size", "mask_token_id", *_HEADS)
+_ONLY = ("draft_vocab_size", "sample_from_anchor")
 """Keys of the speculators layout beside the object that describes the layers."""
 
 
@@ -57,24 +48,25 @@ class DFlashShape(DecoderShape):
     masks: Count  # of a block in training
     mask_token_id: Annotated[int, Field(ge=0)]
     # The authors' config.json names the last of the layers that were run, from 0 on.
-    layer_ids: Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
+    layer_ids: Annotated[tuple[int, ...], Field(min_length=1), Ascending]
     causal: bool = False  # no row of a block sees a later one, as in JetSpec drafters
     causal_windows: bool = False  # the same in layers with a window alone
     from_root: bool = False  # the root's row drafts the first token, else the first mask's
-    # Of the pair head, which corrects a token's logit by the token before it; None: no such head.
-    pair_rank: Count | None = None
-    pair_width: Count = 64  # tokens of a position that it corrects, the likeliest ones
+    # Of heads that correct a token's logit by the token before it: DSpark's, DFlash2's; None: none.
+    markov_rank: Count | None = None
+    selector_rank: Count | None = None
+    selector_top_k: Count = 64  # tokens of a position that either corrects, the likeliest ones
     # DFlash2 alone.
-    conv_taps: Count | None = None  # rows that a convolution reads, up to its own
-    conv_group: Count | None = None  # channels with the same change of its weights
-    embedding_scale: Annotated[float, Field(gt=0)] = 1.0
-    soft_cap: Annotated[float, Field(ge=0)] = 0.0  # of the logits; 0: none
+    conv_kernel_size: Count = 1  # rows that a convolution reads, up to its own
+    conv_group_size: Count = 1  # channels with the same change of its weights
+    input_embedding_scale: Annotated[float, Field(gt=0)] = 1.0
+    final_logit_softcapping: Annotated[float, Field(ge=0)] = 0.0  # 0: none
 
     @property
     def kind(self) -> str:
         """The kind of drafter, by which it is registered."""
-        if self.pair_rank is not None:
-            return "dspark" if self.conv_taps is None else "dflash2"
+        if self.markov_rank or self.selector_rank:
+            return "dflash2" if self.selector_rank else "dspark"
         return "jetspec" if self.causal else "dflash"
 
     @property
@@ -85,9 +77,9 @@ class DFlashShape(DecoderShape):
 
     @model_validator(mode="after")
     def _check_groups(self) -> DFlashShape:
-        if self.conv_group is not None and self.hidden_size % self.conv_group:
+        if self.hidden_size % self.conv_group_size:
             raise ValueError(
-                f"conv_group_size is {self.conv_group}, but must divide hidden_size, "
+                f"conv_group_size is {self.conv_group_size}, but must divide hidden_size, "
                 f"{self.hidden_size}"
             )
         return self
@@ -105,16 +97,16 @@ def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
     """Parse `raw`, a config.json; raises CheckpointError, in which `where` names it."""
     layout, kind = raw.get("speculators_model_type"), kind_in(raw) or ""
     architecture = _ARCHITECTURES.get(kind, ARCHITECTURE)
+    block, layers, needed = raw.get("dflash_config"), _LAYERS, _NEEDED.get(kind, ())
+    block = block if isinstance(block, dict) and layout is None else {}
     if layout in _LAYOUTS:
         causal_windows = not raw.get("sliding_window_non_causal", kind != "dspark")
-        layers = raw.get("aux_hidden_state_layer_ids")
-        raw = flattened(raw, where, _BESIDE) | {"target_layer_ids": layers}
-        raw["architectures"] = [architecture]
+        raw = flattened(raw, where, _BESIDE, _ONLY) | {"architectures": [architecture]}
     else:
-        block = raw.get("dflash_config")
-        raw = raw | (block if isinstance(block, dict) else {})
+        raw = raw | block
         check_containers(raw, where)
-        layers = _moved(raw.get("target_layer_ids"), 1)
+        of_dspark = raw.get("dspark_target_layer_ids") and not block.get("target_layer_ids")
+        layers = "dspark_target_layer_ids" if of_dspark else "target_layer_ids"
         # Windows that are named by layer are causal if nothing is said.
         sliding = "sliding_attention" in (raw.get("layer_types") or [])
         causal_windows = sliding and not _causal_keys(raw)
@@ -129,25 +121,30 @@ def from_json(raw: dict[str, Any], where: str) -> DFlashShape:
         (raw.get("markov_head_type", "vanilla") != "vanilla", "a gated or recurrent Markov head"),
     )
     supported = "DFlash, JetSpec, DFlash2 and DSpark drafters with Qwen3 layers"
-    refuse(raw, raw, where, supported, variants)
-    for key in ("block_size", "target_layer_ids", *_OWN.get(kind, {})):
+    refuse(raw, where, supported, variants)
+    mask, size = key_of(raw, *MASK_KEYS), key_of(raw, "block_size", "dspark_block_size")
+    for key in (size, layers, *needed):
         if raw.get(key) is None:
             raise CheckpointError(f"{where} lacks the key {key!r}, which such a drafter needs.")
-    keys = {
-        "masks": _moved([raw["block_size"]], -1)[0],
-        "mask_token_id": raw.get("mask_token_id"),
-        "layer_ids": layers,
+    dflash2 = kind == "dflash2"
+    scales, scale = (block, "output_multiplier") if dflash2 else (raw, "logit_scale")
+    own = {
+        "masks": _moved([raw[size]], -1)[0],
+        "mask_token_id": raw.get(mask),
+        "layer_ids": raw[layers] if layout else _moved(raw[layers], 1),
         "causal": any(causal.values()),
         "causal_windows": causal_windows,
         # vLLM's default for DSpark, outside of the speculators layout.
         "from_root": bool(raw.get("sample_from_anchor", kind == "dspark" and layout is None)),
-        **{field: raw[key] for key, field in _OWN.get(kind, {}).items()},
+        **{key: raw[key] if key in needed else None for key in _HEADS},
+        # vLLM reads them in `dflash_config` alone, and no other scale of DFlash2's logits.
+        "logit_scale": scales.get(scale),
+        **{key: scales.get(key) if dflash2 else None for key in _SCALES},
     }
-    if kind == "dflash2":
-        keys |= {field: raw.get(key) for key, field in _SCALES.items()}
     # In the flat layout transformers fills in its 10000.
     raw = raw if layout is None else {"rope_theta": 1e6} | raw
-    return shape_of(raw, keys, where, DFlashShape)
+    keys_of = {"mask_token_id": mask, "layer_ids": layers, "logit_scale": scale}
+    return shape_of(raw, own, where, DFlashShape, masks=f"{size} - 1", **keys_of)
 
 
 def _moved(numbers: Any, by: int) -> Any:

@@ -35,9 +35,9 @@ class DFlashDrafter(NetworkDrafter):
     def set_shape(self, options: DFlashConfig, lookahead: int) -> None:
         num_nodes, config, device = self.num_nodes, self.model.config, self.device
         self.kind, self.embed = config.kind, self.model.embedding(self.embed)
-        drafted, in_pairs = config.masks + config.from_root, config.pair_rank is not None
-        self.max_depth = min(options.depth or drafted, num_nodes, lookahead)
-        width = min(config.pair_width if in_pairs else num_nodes, config.draft_vocab_size)
+        in_pairs = bool(config.markov_rank or config.selector_rank)
+        self.max_depth = min(options.depth or config.masks + config.from_root, num_nodes, lookahead)
+        width = min(config.selector_top_k if in_pairs else num_nodes, config.draft_vocab_size)
         self.trees = PathTrees(self.max_depth, width, num_nodes, device, in_pairs)
         masks = self.max_depth - config.from_root
         self.masks = torch.full((1, masks), config.mask_token_id, device=device)

@@ -1,7 +1,7 @@
 """The DFlash network: Qwen3 layers over blocks of masks (arXiv 2602.06036).
 
 The target's states enter only as keys and values of every layer, by the block's own projections.
-Parameter names are those of the authors' checkpoints, but for `pairs`.
+Parameter names are those of the authors' checkpoints.
 """
 
 from __future__ import annotations
@@ -21,18 +21,14 @@ from vllm_specblock.drafters.common.checkpoint_files import (
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.drafters.common.layers import Attend, DecoderLayer, DraftLM, RMSNorm
 from vllm_specblock.drafters.common.rope import Rotary, rewritten
-from vllm_specblock.drafters.dflash.block_layers import ConvLayer, PairHead
+from vllm_specblock.drafters.dflash.block_layers import (
+    CandidateSelector,
+    ConvLayer,
+    MarkovHead,
+    pair_logprobs,
+)
 from vllm_specblock.drafters.dflash.config import DFlashShape, from_json
 from vllm_specblock.triton_kernels.layers.topk_tokens import topk_tokens
-
-_PAIRS = {
-    "markov_head.markov_w1.weight": "pairs.before.weight",
-    "markov_head.markov_w2.weight": "pairs.after.weight",
-    "candidate_selector.predecessor_codebook": "pairs.before.weight",
-    "candidate_selector.successor_codebook": "pairs.after.weight",
-    "candidate_selector.hidden_projection.weight": "pairs.of_state.weight",
-}
-"""Names of the head's tensors in DSpark's and in DFlash2's checkpoints."""
 
 _UNUSED = ("t2d", "confidence_head.")
 """The mapping's other direction, and a head that predicts acceptance, which we measure."""
@@ -55,11 +51,12 @@ class DFlashModel(DraftLM):
         self.make_tables(shape, own_embedding, own_head)
         self.fc = nn.Linear(len(shape.layer_ids) * shape.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
-        kind = DecoderLayer if shape.conv_taps is None else ConvLayer
+        kind = ConvLayer if shape.selector_rank else DecoderLayer
         self.layers = nn.ModuleList(kind(shape) for _ in range(shape.num_hidden_layers))
+        self.markov_head = MarkovHead(shape) if shape.markov_rank else None
+        self.candidate_selector = CandidateSelector(shape) if shape.selector_rank else None
         self.norm = RMSNorm(size, eps)
         self.rotary = Rotary(shape, shape.rotary_dim)
-        self.pairs = None if shape.pair_rank is None else PairHead(shape, shape.pair_rank)
 
     def context(self, features: Tensor, position: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each layer's keys, with their RoPE, and values of committed tokens.
@@ -80,13 +77,13 @@ class DFlashModel(DraftLM):
             [n, H], after the last layer.
         """
         rope, state = self.rotary(position.flatten(), self.dtype), embedding.to(self.dtype)
-        if self.config.embedding_scale != 1:
-            state = state * self.config.embedding_scale
+        if self.config.input_embedding_scale != 1:
+            state = state * self.config.input_embedding_scale
+        if self.config.selector_rank:
+            state = state.unflatten(0, (-1, position.shape[-1]))
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, ConvLayer):
-                layer.size = position.shape[-1]
             state = layer(index, state, rope, attend)
-        return state
+        return state.flatten(0, -2)
 
     def choices(
         self, state: Tensor, root: Tensor, width: int, beta: Tensor | None = None
@@ -97,15 +94,17 @@ class DFlashModel(DraftLM):
         -> log-probabilities over the draft vocabulary [R, K, width] float32, best first, or with a
         head for pairs [R, K, width, width]; and target ids [R, K, width] int64.
         """
-        if self.pairs is None:
+        head = self.markov_head or self.candidate_selector
+        if head is None:
             return self.best(state, width, beta)
-        normed, cap, scale = self.norm(state), self.config.soft_cap, self.logit_scale
+        normed, cap, scale = self.norm(state), self.config.final_logit_softcapping, self.logit_scale
         logits = self.lm_head(normed)
         if cap:  # as vLLM, which scales first here
             logits, scale = cap * torch.tanh(logits * scale / cap), 1.0
-        logprob, draft = topk_tokens(logits, torch.zeros_like(self.d2t), width, scale, beta)
+        logprob, draft = topk_tokens(logits, None, width, scale, beta)
         token = draft + self.d2t[draft]
-        return self.pairs(logprob, draft, token, normed, root, beta), token
+        before = torch.cat([root[:, None, None].expand(-1, 1, width), token[:, :-1]], 1)
+        return pair_logprobs(logprob, head(before, draft, normed), beta), token
 
 
 def _named(found: Tensors, config: DFlashShape, directory: Path) -> Tensors:
@@ -114,8 +113,7 @@ def _named(found: Tensors, config: DFlashShape, directory: Path) -> Tensors:
             f"{directory} holds {_MASK}, which is not supported: use another one."
         )
     names = {name: name.removeprefix("model.") for name in found}
-    kept = {name: new for name, new in names.items() if not new.startswith(_UNUSED)}
-    stored = {_PAIRS.get(new, new): found[name] for name, new in kept.items()}
+    stored = {new: found[name] for name, new in names.items() if not new.startswith(_UNUSED)}
     return with_d2t(stored, found, config, directory)
 
 

@@ -33,10 +33,8 @@ class Eagle3Drafter(NetworkDrafter):
     model: Eagle3Model
 
     def set_shape(self, options: Eagle3Config, lookahead: int) -> None:
-        self.embed = self.model.embedding(self.embed)
-        self.shape = level_shape(
-            options, self.num_nodes, lookahead, self.model.config.draft_vocab_size
-        )
+        self.embed, vocab = self.model.embedding(self.embed), self.model.config.draft_vocab_size
+        self.shape = level_shape(options, self.num_nodes, lookahead, vocab)
         self.max_depth = self.shape.num_blocks
 
     def bind(self, caches: list[torch.Tensor]) -> None:
@@ -46,13 +44,8 @@ class Eagle3Drafter(NetworkDrafter):
 
     def _forward(self, rows: CommittedTokens) -> torch.Tensor:
         attend, _ = self.attention_builder.first(rows)
-        return self.model.run(
-            self.embed(rows.token),
-            self.model.fuse(rows.features(self.layers)),
-            rows.position,
-            attend,
-            rows.last,
-        )
+        embedded, feature = self.embed(rows.token), self.model.fuse(rows.features(self.layers))
+        return self.model.run(embedded, feature, rows.position, attend, rows.last)
 
     def draft(self) -> DraftTree:
         model, top_k = self.model, self.shape.width

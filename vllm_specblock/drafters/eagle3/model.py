@@ -115,12 +115,8 @@ def _model(config: Eagle3Shape, names: Collection[str]) -> Eagle3Model:
     return Eagle3Model(config, *own_tables(config, names), fc_bias="fc.bias" in names)
 
 
-def _named(found: Tensors, config: Eagle3Shape, directory: Path) -> Tensors:
-    return with_d2t(_unfused(found, config), found, config, directory)
-
-
-def _unfused(stored: Tensors, config: Eagle3Shape) -> Tensors:
-    """Return the used tensors by the network's names, fused ones taken apart."""
+def _named(stored: Tensors, config: Eagle3Shape, directory: Path) -> Tensors:
+    """Return the used tensors by the network's names, fused ones taken apart, and d2t."""
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
     inner = config.intermediate_size
@@ -135,7 +131,7 @@ def _unfused(stored: Tensors, config: Eagle3Shape) -> Tensors:
             continue
         name = name.removeprefix("model.")
         if name == "mask_hidden":  # stored as [1, 1, n·Ht]
-            entry = Stored.of(entry.read().flatten())
+            entry = Stored.of(entry.read().flatten(), entry.name)
         if name.startswith("layers.0."):
             name = "midlayer." + name.removeprefix("layers.0.")
         if name.startswith("layers.") and ".hidden_norm." in name:
@@ -148,8 +144,15 @@ def _unfused(stored: Tensors, config: Eagle3Shape) -> Tensors:
         for part, rows in fused[whole].items():
             out[name.replace(whole, part)] = entry.rows(first, rows)
             first += rows
-    return out
+    return with_d2t(out, stored, config, directory)
 
 
-FILES = CheckpointReader(from_json, _model, _named, rewritten)
+def _filed(name: str, found: Collection[str]) -> str:
+    first = "midlayer." if any("midlayer." in each for each in found) else "layers.0."
+    prefixed = any(each.startswith("model.") for each in found)
+    prefix = "model." if prefixed and not name.startswith(("lm_head.", "d2t")) else ""
+    return prefix + name.replace("midlayer.", first)
+
+
+FILES = CheckpointReader(from_json, _model, _named, rewritten, filed=_filed)
 """Reads checkpoints, whose tensors have several names and may be fused or absent."""

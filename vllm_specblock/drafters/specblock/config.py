@@ -115,7 +115,7 @@ def from_json(raw: dict[str, Any], where: str) -> DrafterConfig:
         "draft_vocab_size": raw.get("draft_vocab_size", 32000),
         "block_size": raw.get(PUBLISHED_K, 4),
         # A `head_dim` key is ignored, as the authors' code does.
-        **layers_of(raw | {"head_dim": None}),
+        **layers_of(raw | {"head_dim": None}, where),
         "target_hidden_size": size,
         "target": {
             "hidden_size": size,
@@ -123,7 +123,9 @@ def from_json(raw: dict[str, Any], where: str) -> DrafterConfig:
             "layer_ids": layer_ids,
         },
     }
-    config = checked(where, {k: v for k, v in keys.items() if v is not None}, DrafterConfig)
+    layers = {"target.layer_ids": "eagle_config.eagle_aux_hidden_state_layer_ids"}
+    keys = {key: value for key, value in keys.items() if value is not None}
+    config = checked(where, keys, DrafterConfig, raw, block_size=PUBLISHED_K, **layers)
     if config.hidden_size % config.num_attention_heads:
         raise CheckpointError(
             f"{where}: hidden_size is {config.hidden_size} and num_attention_heads "

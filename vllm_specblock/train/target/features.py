@@ -44,7 +44,7 @@ class TargetOutputs(NamedTuple):
 
 
 class Teacher(ABC):
-    """Source of `TargetOutputs`. embed: target ids [...] -> the target's embeddings [..., Ht]."""
+    """Source of `TargetOutputs`. embed: target ids [...] -> rows of the target's table."""
 
     embed: Callable[[Tensor], Tensor]
 
@@ -61,7 +61,7 @@ class OnlineTeacher(Teacher):
         self, target: PreTrainedModel, layer_ids: tuple[int, ...], draft_ids: Tensor
     ) -> None:
         self.decoder, self.layer_ids = target.get_decoder(), layer_ids
-        self.embed = target.get_input_embeddings()
+        self.embed = partial(embedding, weight=target.get_input_embeddings().weight)
         # Only rows of the draft vocabulary, to avoid logits over the whole vocabulary.
         self.head = target.get_output_embeddings().weight[draft_ids]
 

@@ -185,7 +185,8 @@ def merge_chunks(a: Arguments, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
         beta = beta.flatten().repeat_interleave(a.chunks.rows_each)
     logprob = top_logprobs(logits, values[:, : a.WIDTH], beta)
     a.logprob_ptr.view(logprob.shape).copy_(logprob)
-    a.token_ptr.view(index.shape).copy_(index + a.offset_ptr[index])
+    offset = 0 if a.offset_ptr is None else a.offset_ptr[index]
+    a.token_ptr.view(index.shape).copy_(index + offset)
     return logits, values
 
 
