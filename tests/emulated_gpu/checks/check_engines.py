@@ -35,6 +35,7 @@ from support.engines import (
     record_preemptions,
 )
 from support.learned import LEARNERS, write_learned, write_peagle
+from support.matrix import no_pause
 from transformers import AutoTokenizer
 from vllm import SamplingParams, __version__
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -344,9 +345,7 @@ def test_other_layers_give_the_tokens_of_plain_vllm(other, mode, monkeypatch):
     engine = make_engine(drafts | adaptive, **(arguments | MODES[mode] | crowded))
     preempted = record_preemptions(engine)
     if adaptive:  # what steps take is chance
-        manager = engine.runner.adaptive_verification
-        manager.all_paused = False
-        monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
+        no_pause(engine, monkeypatch)
     graphs = engine.speculator.vllm_config.compilation_config.cudagraph_mode.name
     # No full graph may contain recurrent layers.
     captured = "FULL_AND_PIECEWISE" if kind == LATENT else "PIECEWISE"

@@ -13,6 +13,7 @@ from support.matrix import (
     crowded_engine,
     every_case,
     half_sampled,
+    no_pause,
     params,
     to_the_limit,
 )
@@ -54,12 +55,6 @@ def charge(engine, monkeypatch, of_rows, drafting=0.0):
         monkeypatch.setattr(controller.cost, name, lambda *_: None)
 
 
-def never_pause(engine, monkeypatch):
-    manager = engine.runner.adaptive_verification
-    manager.all_paused = False
-    monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
-
-
 def vary(engine, monkeypatch):
     """Steps verify all nodes, none, half and a quarter in turn, and draft one block or both."""
     shares, brief = itertools.cycle([1, 0, 1 / 2, 1 / 4]), itertools.cycle([True, False, False])
@@ -76,7 +71,7 @@ def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, m
 
     In the shapes of a GPU, where nothing is verified the paths of the step before are still there.
     """
-    never_pause(engine, monkeypatch)
+    no_pause(engine, monkeypatch)
     monkeypatch.setattr(engine.speculator, "pad_rows", pad)
     if current_platform.is_cpu():
         vary(engine, monkeypatch)
@@ -90,7 +85,7 @@ def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, m
 @on_the_host
 def test_one_block_or_both(engine, monkeypatch):
     """A proposal of one block is as deep as that, and the host knows which nodes are later."""
-    never_pause(engine, monkeypatch)
+    no_pause(engine, monkeypatch)
     vary(engine, monkeypatch)
     policy, manager = engine.speculator.draft_policy, engine.runner.adaptive_verification
     depths: dict[bool, list[int]] = {False: [], True: []}
@@ -110,7 +105,7 @@ def test_one_block_or_both(engine, monkeypatch):
 @on_the_host
 def test_experiments_leave_room_for_the_logits(engine, monkeypatch, verified):
     """vLLM samples in one piece what the device has shared out."""
-    never_pause(engine, monkeypatch)
+    no_pause(engine, monkeypatch)
     vary(engine, monkeypatch)
     manager = engine.runner.adaptive_verification
     monkeypatch.setattr(manager, "_max_total_logits", 20)
@@ -193,7 +188,7 @@ def test_vllms_own_schedule_by_batch_size(scheduled, reference, monkeypatch):
 @on_the_host
 def test_steps_are_observed_as_they_were(engine, reference, monkeypatch, verified):
     """What the controller learns from, with pauses of three steps in nine."""
-    never_pause(engine, monkeypatch)
+    no_pause(engine, monkeypatch)
     controller, seen, prompts = engine.runner.adaptive_verification.controller, [], []
     turn = itertools.count()
     monkeypatch.setattr(controller, "drafts", lambda *_: next(turn) % 9 < 6)
