@@ -58,7 +58,7 @@ def merge_by(
 ) -> tuple[DraftTree, torch.Tensor]:
     """As `merge`, by `merge_trees_triton` or a function like it."""
     made, origin, agreed = launch(first, second, how == "trie", *sizes)
-    return DraftTree(*made[:-1], origin=origin), agreed
+    return replace(DraftTree(*made[:-1]), origin=origin), agreed
 
 
 @op(partial(merge_by, merge_trees_triton))
