@@ -77,8 +77,7 @@ def main(
     speed = steps / (time.perf_counter() - began)
     print(f"\n{failed} of {len(results)} miss a bar; {steps} steps, {speed:.0f} a second")
     settings = {"only": only, "seeds": seeds, "length": length, "bars": BARS}
-    content = {"settings": settings, "provenance": provenance(), "results": results}
-    write_results(out, content)
+    write_results(out, {"settings": settings, "provenance": provenance(), "results": results})
 
 
 if __name__ == "__main__":

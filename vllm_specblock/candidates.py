@@ -7,6 +7,7 @@ host reads no value. Candidates are ranked by one int64 key (`triton_kernels/tre
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.op import op
@@ -22,26 +23,19 @@ NEVER = float("-inf")
 """Score of an unused candidate."""
 
 
-def tree_of(made: tuple[torch.Tensor, ...]) -> DraftTree:
-    """Return the trees of `TreeTensors`."""
-    return DraftTree(*made[:-1])
-
-
-def tree_and_nodes(made: TreeTensors) -> tuple[DraftTree, torch.Tensor]:
+def tree_and_nodes(made: TreeTensors) -> tuple[DraftTree, Tensor]:
     """Return the trees, and the node of each candidate."""
-    return tree_of(made), made.node
+    return DraftTree(*made[:-1]), made.node
 
 
-def _select_triton(
-    given: Candidates, budget: int, max_depth: int
-) -> tuple[DraftTree, torch.Tensor]:
+def _select_triton(given: Candidates, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
     if given.key.shape[1] > MOST_CANDIDATES:
         return select.reference(given, budget, max_depth)
     return tree_and_nodes(select_triton(given, budget, max_depth))
 
 
 @op(_select_triton)
-def select(given: Candidates, budget: int, max_depth: int) -> tuple[DraftTree, torch.Tensor]:
+def select(given: Candidates, budget: int, max_depth: int) -> tuple[DraftTree, Tensor]:
     """Join candidates of equal text, keep the best, sort them.
 
     The best of equal texts is kept, and takes the children of the others. Parents stay first: a
@@ -67,24 +61,14 @@ def select(given: Candidates, budget: int, max_depth: int) -> tuple[DraftTree, t
 
 
 def select_nodes(
-    token: torch.Tensor,
-    parent: torch.Tensor,
-    score: torch.Tensor,
-    depth: torch.Tensor,
-    path_hash: torch.Tensor | None,
-    budget: int,
-    max_depth: int,
+    token: Tensor, parent: Tensor, score: Tensor, depth: Tensor, budget: int, max_depth: int
 ) -> DraftTree:
-    """Return the trees of candidates without the root; as `with_root` and `select`."""
-    return select(with_root(token, parent, score, depth, path_hash), budget, max_depth)[0]
+    """Return the trees of candidates without the root, no two of equal text; see `with_root`."""
+    return select(with_root(token, parent, score, depth, None), budget, max_depth)[0]
 
 
 def with_root(
-    token: torch.Tensor,
-    parent: torch.Tensor,
-    score: torch.Tensor,
-    depth: torch.Tensor,
-    path_hash: torch.Tensor | None,
+    token: Tensor, parent: Tensor, score: Tensor, depth: Tensor, path_hash: Tensor | None
 ) -> Candidates:
     """Prepend the root to candidates.
 
@@ -92,7 +76,7 @@ def with_root(
     root; broadcasts.
     """
 
-    def rooted(values: torch.Tensor, root: int) -> torch.Tensor:
+    def rooted(values: Tensor, root: int) -> Tensor:
         return torch.nn.functional.pad(values, (1, 0), value=root)
 
     index = torch.arange(1, token.shape[1] + 1, device=token.device)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from vllm_specblock.candidates import NEVER, select, tree_of, with_root
+from vllm_specblock.candidates import NEVER, select, with_root
 from vllm_specblock.tree import DraftTree
 from vllm_specblock.triton_kernels.op import op
 from vllm_specblock.triton_kernels.tree.candidate_keys import PATH_FACTOR
@@ -58,7 +58,7 @@ def merge_by(
 ) -> tuple[DraftTree, torch.Tensor]:
     """As `merge`, by `merge_trees_triton` or a function like it."""
     made, origin, agreed = launch(first, second, how == "trie", *sizes)
-    return replace(tree_of(made), origin=origin), agreed
+    return replace(DraftTree(*made[:-1]), origin=origin), agreed
 
 
 @op(partial(merge_by, merge_trees_triton))

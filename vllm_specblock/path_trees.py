@@ -65,4 +65,4 @@ class PathTrees:
             tokens.append(token[:, level].gather(1, choice))
             parents.append(parent if level else torch.zeros_like(parent))
         token, parent, score = (torch.cat(each, 1) for each in (tokens, parents, scores))
-        return select_nodes(token, parent, score, self.depth, None, N, self.max_depth)
+        return select_nodes(token, parent, score, self.depth, N, self.max_depth)

@@ -70,13 +70,8 @@ class DraftTree:
     @classmethod
     def empty(cls, num_requests: int, num_nodes: int, device: torch.device | str) -> DraftTree:
         """No node in use."""
-        shape = (num_requests, num_nodes)
-        return cls.from_nodes(
-            torch.zeros(shape, dtype=torch.int64, device=device),
-            torch.full(shape, -1, dtype=torch.int32, device=device),
-            torch.full(shape, float("-inf"), device=device),
-            torch.zeros(num_requests, dtype=torch.int32, device=device),
-        )
+        token = torch.zeros(num_requests, num_nodes, dtype=torch.int64, device=device)
+        return cls.chain(token, token.float(), token.new_zeros(num_requests, dtype=torch.int32))
 
     def origins(self) -> torch.Tensor:
         """Return `origin`, also if it is None."""

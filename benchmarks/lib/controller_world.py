@@ -29,6 +29,7 @@ class Machine(NamedTuple):
     brief: tuple[float, float] | None = None  # of the first block, if it can be drafted alone
     nodes: int = 12
     costly: bool = True  # the drafter has weights
+    on_host: bool = True  # it knows a step's drafts at its end
     tile: int = 1  # steps of more than 16 rows are filled up to a multiple of it
 
     def padded(self, rows: Any) -> Any:
@@ -50,7 +51,7 @@ _AMX_LINE = (1, 16, 17, 32, 33, 48, 49, 64, 520), (8, 8.4, 9.3, 9.6, 10.8, 11.2,
 _AMX = Machine(*_AMX_LINE, 0, 0.1, 0.4, tile=16)
 # One H200, Llama-3.1-8B's shapes (`results/h200_end_to_end.json`).
 _GPU_LINE = (1, 25, 61, 104, 204, 416, 488, 1024), (4.87, 5.2, 5.4, 5.6, 6.9, 12.0, 12.7, 26.0)
-_GPU = Machine(*_GPU_LINE, 0.01, 0.035, 0.3, nodes=24)
+_GPU = Machine(*_GPU_LINE, 0.01, 0.035, 0.3, nodes=24, on_host=False)
 MACHINES = {
     "CPU, n-gram": _CPU._replace(costly=False),
     "CPU, SpecBlock": _CPU._replace(draft=(3.0, 0.2), brief=(1.5, 0.07)),
@@ -269,17 +270,18 @@ def simulate(world: World, controller: Controller) -> Run:
         chosen = np.zeros(0, dtype=int)
         if trees:
             survival, estimate = world.survival[at, :requests], world.estimate[at, :requests]
-            if brief:
-                estimate = np.where(world.later, 0, estimate)
-            limit = int((estimate > 0).sum())
+            estimate = np.where(brief & world.later, 0, estimate)
             if not world.trace.recorded:  # drafters are sure of themselves at first
                 estimate = estimate ** (1 - 0.4 * np.exp(-calibrated / 15)) * wobble[at, :requests]
             estimate = np.minimum(world.trace.bias * estimate, 0.99)
             there = estimate > 0
             estimate = np.minimum.accumulate(np.where(there, estimate, 1), axis=1) * there
+            given = estimate, requests, sampling, machine.padded
+            trees = not machine.on_host or controller.pays(*given)
+        if trees:
             later = np.broadcast_to(world.later, estimate.shape) if world.later.any() else None
             given = estimate, requests, requests, None, sampling, machine.padded, later
-            nodes = min(int(controller.budget(*given)), limit)
+            nodes = min(int(controller.budget(*given)), int(there.sum()))
             chosen = np.argsort(-estimate, axis=None, kind="stable")[:nodes]
             likely = survival.ravel()[chosen]
             run.tokens[at] = likely.sum()

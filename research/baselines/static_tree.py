@@ -119,4 +119,4 @@ class TreePlan:
             total[:, level + 1] = total[:, self.parent[level]] + logprob[:, level]
         parent = self.parent.expand_as(token)
         scores, depth = total[:, 1:], self.depth
-        return select_nodes(token, parent, scores, depth, None, budget, self.max_depth)
+        return select_nodes(token, parent, scores, depth, budget, self.max_depth)

@@ -118,7 +118,7 @@ def test_engines_take_turns_and_every_step_is_heard(start):
     assert (plain.steps, ours.steps) == ([1] * 10, [3, 3, 3, 1])
     assert tinted(plain) == [] and tinted(ours) == ["ab", "de", "gh"]
     assert (plain.tau, ours.tau) == (1.0, 7 / 3)
-    # Time counts while an engine runs: ten steps of 50 ms, and four.
+    # Time counts while an engine runs: ten steps of 52 ms, and four.
     assert plain.seconds > 0.45 > 0.2 < ours.seconds < plain.seconds
 
 

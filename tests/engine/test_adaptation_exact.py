@@ -13,24 +13,21 @@ import pytest
 import torch
 from lib.weight_swaps import Swaps, Versions, make_versions
 from support.engines import DRAFTER, ROOT, Engine, make_engine, note_calls, record_preemptions
-from support.matrix import CASES, PROMPTS, Checker, crowded_engine, params, to_the_limit
+from support.matrix import CASES, PROMPTS, Checker, crowded_engine, no_pause, params, to_the_limit
 from support.recorded_graph import capture
 from vllm import SamplingParams
-from vllm.platforms import current_platform
 
 from vllm_specblock.adapt.book import Record
 from vllm_specblock.adapt.learning.train_batches import PROMPT_ROWS
 from vllm_specblock.adapt.policy.interface import FinishedRequest
 from vllm_specblock.adapt.serving import recorder as recording
 from vllm_specblock.adapt.serving.slabs import SLABS
-from vllm_specblock.drafters.specblock.refresh import refresh
+from vllm_specblock.drafters.common.linear import PackedLinear
+from vllm_specblock.drafters.specblock.refresh import prepare, refresh
 
 WATCH = {"adapt": {"policy": "watch"}}
 TABLES = ROOT / "examples/two_heads/tables"
 NAMES = ["greedy", "sampled log-probabilities", "presence penalty, sampled"]
-on_a_cpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a recording knows no compiled kernels"
-)
 check = Checker()
 
 
@@ -79,11 +76,8 @@ def small_cache() -> Engine:
 
 @pytest.fixture
 def crowded(small_cache, monkeypatch) -> Engine:
-    if current_platform.is_cpu():
-        # Drafts by other weights are soon not worth their time.
-        manager = small_cache.runner.adaptive_verification
-        manager.all_paused = False
-        monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
+    # Drafts by other weights are soon not worth their time.
+    no_pause(small_cache, monkeypatch)
     flush(small_cache)
     return small_cache
 
@@ -294,17 +288,22 @@ def test_marked_requests_only():
     assert found == [False, False, *[True] * 4, *[False] * 5]
 
 
-@on_a_cpu
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a recording knows no compiled kernels")
 def test_a_graph_drafts_and_records_by_the_new_weights(watching, versions, reference, monkeypatch):
     """A graph reads addresses: it does what eager steps do under the same swaps."""
     speculator, requests = watching.speculator, params(3, max_tokens=40)
+    model = speculator.draft_policy.drafters[0].model
     monkeypatch.setattr(speculator, "pad_rows", True)
+    monkeypatch.setattr(PackedLinear, "takes", lambda linear: False)  # packed ones are replaced
+    for name, module in prepare(model, versions["trained"]).named_modules():
+        if isinstance(module, torch.nn.Linear):
+            model.set_submodule(name, module)
     expected = reference("three for a graph", requests, PROMPTS[:3])
 
     def start_again() -> None:
         watching.llm.reset_prefix_cache()
         speculator.forget_warm_up()
-        refresh(speculator.draft_policy.drafters[0].model, versions["trained"])
+        refresh(model, versions["trained"])
 
     def served() -> tuple[list[list], list]:
         start_again()

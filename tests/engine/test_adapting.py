@@ -113,12 +113,6 @@ def test_a_trainer_elsewhere(tmp_path, reference):
     end(engine)
 
 
-ONLY_OF_TWO = "agreed both_drafted second_skipped shared_nodes shared_accepted_nodes"
-"""Metrics of engines with two drafters."""
-LIMIT = 240.0
-"""Seconds: the trainer is started beside everything else that a machine does."""
-
-
 @pytest.fixture
 def learning():
     adapt = {"policy": "always", "every": 2, "lr": 1e-3, "actions": "all"}
@@ -134,7 +128,7 @@ def test_it_takes_what_its_trainer_offers(learning, reference):
     trainer, before = learning.speculator.recorder.swaps.trainer, served(learning)
 
     def serve_until(what) -> None:
-        until = time.monotonic() + LIMIT
+        until = time.monotonic() + 240  # the trainer is started beside all else that a machine does
         while not what():
             assert time.monotonic() < until, counts(learning)
             check(learning, requests, expected, texts)
@@ -147,7 +141,8 @@ def test_it_takes_what_its_trainer_offers(learning, reference):
     assert any(not name.startswith(HEADS) for name in changed)
     assert set(counts(learning)) == exporter.LEARNING.keys()
     # The dashboard's, as far as one drafter has them.
-    assert unanswered() == {f"{exporter.PREFIX}{name}_total" for name in ONLY_OF_TWO.split()}
+    of_two = "agreed both_drafted second_skipped shared_nodes shared_accepted_nodes"
+    assert unanswered() == {f"{exporter.PREFIX}{name}_total" for name in of_two.split()}
     os.kill(trainer.pid, signal.SIGKILL)
     serve_until(lambda: counts(learning)["adapt_trainer_restarts"] == 1)
     swaps = counts(learning)["adapt_swaps"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from support.engines import DRAFTER, TARGET
+from support.engines import DRAFTER, EMULATED, TARGET
 
 from vllm_specblock.bench.config import BenchConfig
 from vllm_specblock.bench.results import figures_of, write_results
@@ -28,7 +28,7 @@ def test_the_example_pair_beside_plain_vllm(tmp_path):
         ignore_eos=True,
         rounds=1,
         dtype="float32",
-        engine={"enforce_eager": True},
+        engine={"enforce_eager": True, **EMULATED},
         out=tmp_path / "out",
     )
     bench = prepare(config)

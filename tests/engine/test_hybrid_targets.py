@@ -30,9 +30,7 @@ def target(request, tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(family.config))
     with pytest.MonkeyPatch.context() as patch:
         # Layers add little to the embedding.
-        patch.setattr(
-            DummyModelLoader, "load_weights", lambda _, model, __: draw_weights(model, 0.02)
-        )
+        patch.setattr(DummyModelLoader, "load_weights", lambda _, x, __: draw_weights(x, 0.02))
         yield {
             "model": str(folder),
             "load_format": "dummy",

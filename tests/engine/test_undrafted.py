@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.drafters import install
 from support.engines import Engine, asynchronous_engine, note_calls, record_drafts, shared_engine
-from support.matrix import PROMPTS, Checker, half_sampled, params
+from support.matrix import PROMPTS, Checker, half_sampled, no_pause, params
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
@@ -25,10 +25,8 @@ def asynchronous() -> Engine:
 @pytest.fixture(params=["tree", "budgeted"])
 def engine(request, monkeypatch) -> Engine:
     engine = request.getfixturevalue(request.param)
-    manager = engine.runner.adaptive_verification
-    if manager is not None:  # a busy machine would pause drafting
-        manager.all_paused = False
-        monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
+    if engine.runner.adaptive_verification is not None:  # a busy machine would pause drafting
+        no_pause(engine, monkeypatch)
     return engine
 
 

@@ -80,6 +80,17 @@ def test_a_drafter_is_asked_where_it_gains_more_than_it_costs():
     assert controller.asks(0.21, 1, 64) and not controller.asks(0.19, 1, 64)  # + 0.02
 
 
+def test_trees_that_do_not_pay_leave_the_next_step_plain():
+    controller = Controller()
+    controller.cost.measured({1: 1.0, 2: 1.2, 4: 1.6}, {1: 0.1})
+    given = 1, False, lambda rows: rows
+    assert controller.pays(np.array([[0.1]]), *given)  # no yield is known
+    for _ in range(16):
+        controller.budget(np.array([[0.1]]), 1, 1)
+    assert controller.pays(np.array([[0.21]]), *given)
+    assert not controller.pays(np.array([[0.19]]), *given)
+
+
 def test_steps_have_to_win_back_the_prompts_that_drafters_read():
     """Time of 25.6 plain steps is a charge of 0.4 on each step to come, and a third of it after 64
     steps, drafted or not."""

@@ -44,10 +44,10 @@ def lm_and_rank_head_numba(
 
 
 @njit(fastmath=_FAST)
-def _load(rows, row, start, count, scores):
-    """fp32; bfloat16 comes as int16."""
-    part = rows[row, start : start + count]  # a sum may be negative: a slow gather
-    if rows.itemsize == 2:
+def load_scores(logits, start, count, scores):
+    """Write logits as fp32 to `scores`; bfloat16 is passed as int16."""
+    part = logits[start : start + count]  # a sum may be negative, so it would compile to a gather
+    if logits.itemsize == 2:
         bits = scores.view(np.int32)
         for i in range(count):
             bits[i] = np.int32(part[i]) << np.int32(16)
@@ -105,7 +105,7 @@ def _read(
         best[:], index[:] = -np.inf, 0
         for start in range(0, size, _CHUNK):
             count = min(_CHUNK, size - start)
-            _load(rows, row, start, count, scores)
+            load_scores(rows[row], start, count, scores)
             above, floor = np.int32(0), best[reach - 1]
             for i in range(count):
                 above += np.int32(scores[i] > floor)
@@ -123,7 +123,7 @@ def _read(
         total, weighed, sharp = 0.0, 0.0, 0.0
         for start in range(0, size, _CHUNK):
             count = min(_CHUNK, size - start)
-            _load(rows, row, start, count, scores)
+            load_scores(rows[row], start, count, scores)
             if scope == 0 or factor == 1:
                 _exponentials(scores, count, _F(1), top, power)
                 part, heavy = _sums(scores, power, count, top)

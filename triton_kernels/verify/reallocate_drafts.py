@@ -25,7 +25,7 @@ _DIGIT_BITS, _DIGITS = 5, 6  # enough for keys of 30 bits, and 1.0 is 0x3f800000
 class DraftStarts(NamedTuple):
     """Drafts of R requests in S request slots, and the rows to be written; contiguous."""
 
-    # [S, N] fp32, how likely a draft is accepted if the one before was; at most 1.
+    # [S, N] fp32, how likely a draft is accepted if the one before was; read as 0 to 1, NaN as 0.
     confidence: torch.Tensor
     counts: torch.Tensor  # [2, R] int32: every request's drafts (at most N), and its other tokens
     logit_start: torch.Tensor  # [≥ R + 1] int32, first logit of each request, then the end
@@ -56,7 +56,8 @@ def reallocate_drafts(drafts: DraftStarts, req_idx: torch.Tensor, budget: int) -
     req_idx: [R] integers. budget: number of admitted drafts, at most all.
     """
     confidence, (scheduled, others), logit_start, row_start = drafts
-    survival = confidence[req_idx].double().cumprod(1).float().clamp(min=0)
+    likely = confidence[req_idx].nan_to_num(0.0).clamp(0, 1)
+    survival = likely.double().cumprod(1).float()
     known = torch.arange(survival.shape[1], device=req_idx.device) < scheduled[:, None]
     order = survival.masked_fill(~known, -1.0).flatten().argsort(descending=True, stable=True)
     rank = order.argsort()
@@ -103,7 +104,6 @@ def _reallocate_drafts_kernel(
     NODES: tl.constexpr = next_power_of_2(NUM_NODES)
     # Survivals as whole numbers of the same order, and -1 where there is no draft.
     node, some = tl.arange(0, NODES)[None, :], tl.arange(0, TILE // NODES)
-    most: tl.constexpr = (1 << (DIGIT_BITS * DIGITS)) - 1
     for first in range(0, num_requests, TILE // NODES):
         request = first + some
         there = request < num_requests
@@ -111,9 +111,9 @@ def _reallocate_drafts_kernel(
         at = at.to(tl.int64)[:, None] * NUM_NODES + node
         inside = there[:, None] & (node < NUM_NODES)
         survival = tl.load(drafts.confidence + at, mask=inside, other=1.0)
+        survival = tl.where(survival > 0, tl.minimum(survival, 1.0), 0.0)  # 0 for NaN
         survival = tl.cumprod(survival.to(tl.float64), 1).to(tl.float32)
-        # The bounds are for values that are not probabilities, which also get budget.
-        own = tl.minimum(tl.maximum(survival.to(tl.int32, bitcast=True), 0), most)
+        own = survival.to(tl.int32, bitcast=True)
         known = node < tl.load(drafts.counts + request, mask=there, other=0)[:, None]
         to = key_ptr + request.to(tl.int64)[:, None] * NUM_NODES + node
         tl.store(to, tl.where(known, own, -1), mask=inside)

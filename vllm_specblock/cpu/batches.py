@@ -5,17 +5,20 @@ A step runs a dozen of these on a few numbers each; torch calls would cost more.
 
 from __future__ import annotations
 
+from ctypes import memset
+from itertools import product
+
 from vllm_specblock.cpu.kernels import replaces_kernel
 
 
-@replaces_kernel("spec_decode.rejection_sampler._flatten_sampled_kernel")
+@replaces_kernel("gpu.spec_decode.rejection_sampler._flatten_sampled_kernel")
 def flatten_sampled(flat_sampled, sampled, num_sampled, cu_num_logits):
     counts = zip(cu_num_logits.tolist(), num_sampled.tolist())
     for request, (start, count) in enumerate(counts):
         flat_sampled[start : start + count] = sampled[request, :count]
 
 
-@replaces_kernel("spec_decode.rejection_sampler._gather_draft_sampled_kernel", compiled=True)
+@replaces_kernel("gpu.spec_decode.rejection_sampler._gather_draft_sampled_kernel", compiled=True)
 def gather_drafts(
     draft_sampled, pos, input_ids, positions, logits_indices, expanded_idx_mapping,
     expanded_local_pos, prefill_len,
@@ -27,7 +30,7 @@ def gather_drafts(
         draft_sampled[i] = -1 if placeholder else input_ids[row]
 
 
-@replaces_kernel("input_batch._prepare_prefill_inputs_kernel", compiled=True)
+@replaces_kernel("gpu.input_batch._prepare_prefill_inputs_kernel", compiled=True)
 def prefill_inputs(
     input_ids, next_prefill_tokens, num_lookahead, idx_mapping, query_start_loc, all_token_ids,
     prefill_lens, num_computed_tokens,
@@ -45,7 +48,7 @@ def prefill_inputs(
             next_prefill_tokens[ahead, at] = all_token_ids[at, after + ahead] if inside else 0
 
 
-@replaces_kernel("input_batch._prepare_pos_seq_lens_kernel", compiled=True)
+@replaces_kernel("gpu.input_batch._prepare_pos_seq_lens_kernel", compiled=True)
 def positions_and_lengths(
     pos, seq_lens, idx_mapping, query_start_loc, num_computed_tokens, max_num_reqs
 ):
@@ -60,7 +63,7 @@ def positions_and_lengths(
             pos[start + i] = first + i
 
 
-@replaces_kernel("input_batch._combine_sampled_and_draft_tokens_kernel", compiled=True)
+@replaces_kernel("gpu.input_batch._combine_sampled_and_draft_tokens_kernel", compiled=True)
 def combine_drafts(
     input_ids, idx_mapping, last_sampled_tokens, query_start_loc, seq_lens, prefill_len,
     draft_tokens, cu_num_logits, logits_indices, NUM_NEW_SAMPLED_TOKENS,
@@ -79,7 +82,7 @@ def combine_drafts(
         input_ids[end - num_drafts : end] = draft_tokens[at, :num_drafts]
 
 
-@replaces_kernel("input_batch._get_num_sampled_and_rejected_kernel", compiled=True)
+@replaces_kernel("gpu.input_batch._get_num_sampled_and_rejected_kernel", compiled=True)
 def sampled_and_rejected(
     num_sampled, num_rejected, seq_lens, cu_num_logits, idx_mapping, prefill_len
 ):
@@ -91,7 +94,7 @@ def sampled_and_rejected(
             num_rejected[request] = rows - num_sampled[request]
 
 
-@replaces_kernel("input_batch._post_update_kernel", compiled=True)
+@replaces_kernel("gpu.input_batch._post_update_kernel", compiled=True)
 def post_update(
     idx_mapping, num_computed_tokens, last_sampled_tokens, output_bin_counts, sampled_tokens,
     num_sampled, num_rejected, query_start_loc, all_token_ids, total_len,
@@ -116,7 +119,7 @@ def post_update(
         num_computed_tokens[at] -= num_rejected[request]
 
 
-@replaces_kernel("input_batch._expand_idx_mapping_kernel", compiled=True)
+@replaces_kernel("gpu.input_batch._expand_idx_mapping_kernel", compiled=True)
 def expand_slots(idx_mapping, expanded_idx_mapping, expanded_local_pos, cu_num_logits):
     for request in range(len(idx_mapping)):
         first = cu_num_logits[request]
@@ -125,7 +128,7 @@ def expand_slots(idx_mapping, expanded_idx_mapping, expanded_local_pos, cu_num_l
             expanded_local_pos[first + i] = i
 
 
-@replaces_kernel("buffer_utils._apply_write_kernel")
+@replaces_kernel("gpu.buffer_utils._apply_write_kernel")
 def apply_write(output, write_indices, write_starts, write_contents, write_cu_lens, MULTI_GROUP):
     if MULTI_GROUP:
         raise NotImplementedError("Writes of several groups go tensor by tensor on a CPU.")
@@ -134,3 +137,10 @@ def apply_write(output, write_indices, write_starts, write_contents, write_cu_le
     for row, start, end in writes:
         flat[row, start : start + end - begin] = write_contents[begin:end]
         begin = end
+
+
+@replaces_kernel("utils._zero_kv_blocks_kernel")
+def zero_blocks(seg_addrs, seg_block_strides, seg_page_sizes, block_ids):
+    segments = zip(seg_addrs.tolist(), seg_block_strides.tolist(), seg_page_sizes.tolist())
+    for (address, stride, size), block in product(segments, block_ids.tolist()):
+        memset(address + 4 * stride * block, 0, 4 * size)

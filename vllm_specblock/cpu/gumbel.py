@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vllm_specblock.cpu.kernels import replaces_kernel
+from vllm_specblock.triton_kernels.layers.lm_and_rank_head_numba import load_scores
 from vllm_specblock.triton_kernels.optional_numba import njit
 
 Array = npt.NDArray[Any]
@@ -94,7 +95,7 @@ def _drawn_children(
     return rows[:count]
 
 
-@replaces_kernel("sample.gumbel._gumbel_sample_kernel")
+@replaces_kernel("gpu.sample.gumbel._gumbel_sample_kernel")
 def gumbel_sample(
     local_argmax: Tensor, local_max: Tensor, logits_cache: Tensor | None, logits: Tensor,
     expanded_idx_mapping: Tensor, seeds: Tensor, pos: Tensor, temp: Tensor, vocab_size: int,
@@ -162,19 +163,6 @@ def state_of(seed: int, position: int) -> np.uint32:
     return _mix(state, _U(position))
 
 
-@njit(fastmath=_FAST)
-def _load(flat: Array, start: int, count: int, scores: Array) -> None:
-    """Return fp32 scores; bfloat16 is passed as int16."""
-    part = flat[start : start + count]  # a sum may be negative, so it would compile to a gather
-    if flat.itemsize == 2:
-        bits = scores.view(np.int32)
-        for i in range(count):
-            bits[i] = np.int32(part[i]) << np.int32(16)
-    else:
-        for i in range(count):
-            scores[i] = part[i]
-
-
 @njit
 def _any_above(scores: Array, count: int, floor: np.float32) -> np.bool:
     """Return whether any score exceeds `floor`; counting vectorises."""
@@ -238,7 +226,7 @@ def _draw(
             best, chosen = _F(-np.inf), 0
             for start in range(0, vocab_size, _CHUNK):
                 count = min(_CHUNK, vocab_size - start)
-                _load(flat, row * stride + start, count, scores)
+                load_scores(flat, row * stride + start, count, scores)
                 if row_temperature == 0:
                     if _any_above(scores, count, best):
                         for i in range(count):

@@ -99,6 +99,12 @@ class HostBudgetManager(TreeBudgetManager):
         self._confidence_probs[input_batch.idx_mapping] = confidence_probs[: input_batch.num_reqs]
         # Host memory.
         self._stale_confidences[self._stale_idx].np[:] = self._confidence_probs.numpy()
+        self.barren, slots = False, input_batch.idx_mapping_np
+        if self._begun is not None and not self.all_paused:
+            drafts = np.where(self.undrafted[slots], 0, self.num_speculative_steps)
+            sampling = bool(2 * self.samples[slots].sum() > len(slots))  # a host array
+            survival = self._survival(slots, drafts)[1]
+            self.barren = not self.controller.pays(survival, len(slots), sampling, self._padded)
 
 
 def install() -> None:

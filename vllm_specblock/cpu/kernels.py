@@ -27,13 +27,13 @@ def replaces_kernel(path: str, compiled: bool = False) -> Callable[[Function], F
     """Decorate the replacement of a kernel.
 
     Args:
-        path: the kernel, in `vllm.v1.worker.gpu`.
+        path: the kernel, in `vllm.v1.worker`.
         compiled: compile the function with Numba; it takes numpy arrays.
     """
 
     def decorate(function: Function) -> Function:
         function = njit(function) if compiled else function
-        REPLACED[f"vllm.v1.worker.gpu.{path}"] = function, compiled
+        REPLACED[f"vllm.v1.worker.{path}"] = function, compiled
         return function
 
     return decorate

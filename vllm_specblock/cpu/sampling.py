@@ -9,20 +9,20 @@ import torch
 from vllm_specblock.cpu.kernels import replaces_kernel
 
 
-@replaces_kernel("sample.gumbel._temperature_kernel")
+@replaces_kernel("gpu.sample.gumbel._temperature_kernel")
 def temperature(logits, expanded_idx_mapping, temperature):
     row_temperature = temperature[expanded_idx_mapping]
     logits /= torch.where(row_temperature == 0, 1.0, row_temperature)[:, None]
 
 
-@replaces_kernel("sample.min_p._min_p_kernel")
+@replaces_kernel("gpu.sample.min_p._min_p_kernel")
 def min_p(logits, expanded_idx_mapping, min_p):
     # log(0) = −inf keeps everything, as a request without min_p wants.
     floor = logits.max(dim=1).values + min_p[expanded_idx_mapping].log()
     logits.masked_fill_(logits < floor[:, None], float("-inf"))
 
 
-@replaces_kernel("sample.penalties._penalties_kernel")
+@replaces_kernel("gpu.sample.penalties._penalties_kernel")
 def penalties(
     logits, expanded_idx_mapping, token_ids, expanded_local_pos, repetition_penalty,
     frequency_penalty, presence_penalty, prompt_bin_mask, output_bin_counts, vocab_size,
@@ -46,7 +46,7 @@ def penalties(
         scores -= presence * used
 
 
-@replaces_kernel("sample.logit_bias._bias_kernel")
+@replaces_kernel("gpu.sample.logit_bias._bias_kernel")
 def logit_bias(
     logits, vocab_size, expanded_idx_mapping, num_allowed_token_ids, allowed_token_ids,
     num_logit_bias, bias_token_ids, bias, pos, min_lens, num_stop_token_ids,
@@ -68,7 +68,7 @@ def logit_bias(
                 scores[ends] = torch.where(before.isfinite(), before, scores[ends])
 
 
-@replaces_kernel("sample.bad_words._bad_words_kernel")
+@replaces_kernel("gpu.sample.bad_words._bad_words_kernel")
 def bad_words(
     logits, expanded_idx_mapping, bad_word_token_ids, bad_word_offsets, num_bad_words,
     all_token_ids, prompt_len, total_len, input_ids, expanded_local_pos,
@@ -85,7 +85,7 @@ def bad_words(
                 logits[row, last] = float("-inf")
 
 
-@replaces_kernel("sample.thinking_budget._update_committed_marker_cache_kernel")
+@replaces_kernel("gpu.sample.thinking_budget._update_committed_marker_cache_kernel")
 def find_markers(
     req_ids, thinking_token_budget, all_token_ids, total_len, cached_last_start, cached_last_end,
     cached_scan_pos, reasoning_start_token_ids, natural_reasoning_end_token_ids, MAX_LEN,
@@ -106,7 +106,7 @@ def find_markers(
         cached_scan_pos[at] = max(0, length - (MAX_LEN - 1))
 
 
-@replaces_kernel("sample.thinking_budget._thinking_budget_kernel")
+@replaces_kernel("gpu.sample.thinking_budget._thinking_budget_kernel")
 def thinking_budget(
     logits, expanded_idx_mapping, thinking_token_budget, all_token_ids, total_len, input_ids,
     expanded_local_pos, cached_last_start, cached_last_end, reasoning_start_token_ids,
@@ -136,7 +136,7 @@ def thinking_budget(
         logits[row, forced[said]] = 1e9
 
 
-@replaces_kernel("structured_outputs._apply_grammar_bitmask_kernel")
+@replaces_kernel("gpu.structured_outputs._apply_grammar_bitmask_kernel")
 def grammar_bitmask(logits, logits_indices, cu_num_logits, bitmask, vocab_size, MASK_STRIDE):
     bits, bounds = torch.arange(32, dtype=torch.int32), cu_num_logits.tolist()
     for allowed, where in zip(bitmask, logits_indices.tolist()):
@@ -146,13 +146,13 @@ def grammar_bitmask(logits, logits_indices, cu_num_logits, bitmask, vocab_size, 
             logits[bounds[request] + place, :vocab_size].masked_fill_(refused, float("-inf"))
 
 
-@replaces_kernel("sample.logprob._topk_log_softmax_kernel")
+@replaces_kernel("gpu.sample.logprob._topk_log_softmax_kernel")
 def token_logprobs(output, logits, topk_ids):
     scores = logits.float()
     output.copy_(scores.gather(1, topk_ids) - scores.logsumexp(dim=1, keepdim=True))
 
 
-@replaces_kernel("sample.logprob._ranks_kernel")
+@replaces_kernel("gpu.sample.logprob._ranks_kernel")
 def ranks(output, logits, token_ids):
     output.copy_((logits >= logits.gather(1, token_ids.view(-1, 1))).sum(dim=1))
 

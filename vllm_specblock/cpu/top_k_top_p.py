@@ -31,8 +31,7 @@ def apply_top_k_top_p(
     """
     if k is None and p is None:
         return logits
-    scores = logits if logits.dtype == torch.float32 else logits.float()
-    scores = scores.contiguous()
+    scores = logits.float().contiguous()
     rows, vocab_size = scores.shape
     k = torch.full((rows,), vocab_size) if k is None else k.long().contiguous()
     p = torch.ones(rows) if p is None else p.float().contiguous()

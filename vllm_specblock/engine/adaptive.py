@@ -8,7 +8,7 @@ confidences. Here that product is the probability of reaching a node
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +48,13 @@ class TreeBudgetManager(AdaptiveVerificationManager):
 
     Attributes (S request slots):
         all_paused: drafting is paused at the end of this step.
+        barren: no new tree is worth verifying, so the next step is plain; on a CPU.
         undrafted: [S] bool, requests that decline drafts; samples: those at T > 0.
         clock: times the steps; marks: begin and end of the last proposal.
         brief: drafters draft their first block only; lengths: possible values of `brief`.
     """
 
-    all_paused = brief = False
+    all_paused = barren = brief = False
     _batch_budget: Any  # vLLM's: drafts and other tokens of each request, and the step's budget
     # Drafts and other tokens of each request, as last copied to the device, and that copy.
     _counts: tuple[Any, Any] = None, None
@@ -98,11 +99,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self._observe(*begun[1:], now, sampling)
         trees = bool(draft_tokens) and not self.all_paused
         if trees:
-            confidence = self._stale_confidences[self._stale_idx].np[slots]
-            survival = confidence.cumprod(axis=1, dtype=np.float64)
-            # The confidences of a new request are 1 until it has drafts.
-            survival[survival[:, -1] == 1] = self._unknown
-            survival[np.arange(survival.shape[1]) >= np.array([*drafts.values()])[:, None]] = 0
+            confidence, survival = self._survival(slots, np.array([*drafts.values()]))
             most = max(0, min(sum(drafts.values()), self._max_total_logits - count))
             limits = rows, most, sampling, self._padded
             nodes = self.controller.budget(survival, count, *limits, marked(confidence))
@@ -115,6 +112,20 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             step = Step(count, rows + nodes, trees, not self.all_paused, read=behind)
             self._begun = requests, step, now
         return rows + nodes
+
+    def _survival(
+        self, slots: Sequence[int] | np.ndarray, drafts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the confidences of trees and their survival, [R, N] each; drafts: [R], how many.
+
+        Survival is 0 beyond them.
+        """
+        confidence = self._stale_confidences[self._stale_idx].np[slots]
+        survival = confidence.cumprod(axis=1, dtype=np.float64)
+        # The confidences of a new request are 1 until it has drafts.
+        survival[survival[:, -1] == 1] = self._unknown
+        survival[np.arange(survival.shape[1]) >= drafts[:, None]] = 0
+        return confidence, survival
 
     def _observe(self, step: Step, start: Any, now: Any, sampling: bool) -> None:
         """Learn from the steps that ended; a step is timed to the beginning of the next one."""
@@ -135,9 +146,10 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         return np.maximum(rows, self._sizes.take(np.searchsorted(self._sizes, rows), mode="clip"))
 
     def decide(self, batch: InputBatch) -> None:
-        """Decide whether a pause ends: vLLM asks for a budget only if drafts are scheduled."""
+        """Observe a plain step, too: vLLM asks for a budget only if drafts are scheduled."""
         is_dummy = batch.req_ids[0] not in self.req_states.req_id_to_index
-        if self.all_paused and not is_dummy and not batch.is_prefilling_np.all():  # a host array
+        plain = self.all_paused or self.barren
+        if plain and not is_dummy and not batch.is_prefilling_np.all():  # a host array
             tokens = batch.num_scheduled_tokens[: batch.num_reqs].tolist()  # a host array
             self.get_num_tokens(dict(zip(batch.req_ids, tokens)), {})
 
@@ -226,6 +238,7 @@ def install(kind: type[TreeBudgetManager] = TreeBudgetManager) -> None:
         output = original(self, *args)
         if isinstance(manager, TreeBudgetManager) and output is not None:
             batch, result = step.input_batch, getattr(output, "model_runner_output", output)
-            without = manager.undrafted[batch.idx_mapping_np] | manager.all_paused
+            plain = manager.all_paused or manager.barren
+            without = manager.undrafted[batch.idx_mapping_np] | plain
             setattr(result, UNDRAFTED, frozenset(compress(batch.req_ids, without)))
         return output

@@ -109,6 +109,7 @@ trial cost more than its share |
         self._later: dict[tuple[int, int], tuple[float, int]] = {}
         # The proposal to come; whole ones in a row; all since a trial, and how many until the next.
         self._by, self._whole, self._proposals, self._wait = WHOLE, 0, 0, 2 * TRIAL
+        self.selective = False  # steps whose trees do not pay are plain (`pays`)
         self._lost, self._paid = 0.0, 0.0  # lost by drafting, in plain steps; saved for trials
         self._since, self._trial = 0, 0  # steps since a trial; steps left of the current one
 
@@ -136,6 +137,8 @@ trial cost more than its share |
         draft = share * self.cost.draft(requests, self._by)
         draft += (1 - share) * self.cost.draft(requests, LOOKUP)
         cost = self.cost.verify(requests * (1 + nodes)) + draft + self._prompts
+        spared = self.selective * np.maximum(1 - requests * nodes, 0)  # share of plain steps
+        cost -= spared * (self.cost.verify(requests) - self.cost.plain(requests))
         drafting = float((requests * (1 + tokens) / cost).max())
         plain = requests / self.cost.plain(requests)
         self._rate = max(drafting, plain)
@@ -160,12 +163,8 @@ trial cost more than its share |
             padded: [n] rows → [n] padded rows.
             later: [R, N] bool, nodes of drafters' later blocks; None: there are none.
         """
-        known = self._yields[sampling]
-        known.trees.extend(survival[survival[:, 0] < 1])  # 1: unknown
-        self._steps += 1
-        now_and_then, kind = self._steps % (2 * TRIAL) == 0, _kind(requests, sampling)
-        if now_and_then or len(known.trees) < 16 or kind != self._kind or not self._rate:
-            self._gain, self._kind = self.gain(requests, sampling), kind
+        known, kind = self._yields[sampling], _kind(requests, sampling)
+        now_and_then = self._see(survival, requests, sampling)
         best = np.sort(survival[survival > 0])[::-1][:most]
         tokens = np.concatenate(([0.0], np.cumsum(best)))
         sizes = padded(rows + np.arange(len(tokens)))
@@ -186,6 +185,39 @@ trial cost more than its share |
             trees = min(trees + requests, TREES // 4)
             self._later[kind] = mean + (gained - requests * mean) / trees, trees
         return nodes
+
+    def pays(
+        self,
+        survival: np.ndarray,
+        requests: int,
+        sampling: bool,
+        padded: Callable[[np.ndarray], np.ndarray],
+    ) -> bool:
+        """Return whether any node of new trees is worth verifying; arguments as in `budget`.
+
+        If not, the next step is to be plain, and `budget` is not asked.
+        """
+        looks = (self._steps + 1) % (2 * TRIAL) == 0
+        if not self._rate or (looks and self.cost.doubt(requests + 2, requests) > NOISE):
+            return True
+        tokens = np.sort(survival[survival > 0])[::-1].cumsum()
+        sizes = padded(requests + 1 + np.arange(len(tokens)))
+        extra = self.cost.verify(sizes) - self.cost.plain(requests)
+        if (self._yields[sampling].correction * tokens > self._rate * extra).any():  # a host array
+            return True
+        self.selective = True
+        self._see(survival, requests, sampling)
+        return False
+
+    def _see(self, survival: np.ndarray, requests: int, sampling: bool) -> bool:
+        """Learn from new trees; return whether this is one in 2 TRIAL steps."""
+        known, kind = self._yields[sampling], _kind(requests, sampling)
+        known.trees.extend(survival[survival[:, 0] < 1])  # 1: unknown
+        self._steps += 1
+        now_and_then = self._steps % (2 * TRIAL) == 0
+        if now_and_then or len(known.trees) < 16 or kind != self._kind or not self._rate:
+            self._gain, self._kind = self.gain(requests, sampling), kind
+        return now_and_then
 
     def brief(self, requests: int, sampling: bool = False) -> bool:
         """Decide whether the next proposal is of the drafters' first block only."""

@@ -35,6 +35,7 @@ from support.engines import (
     record_preemptions,
 )
 from support.learned import LEARNERS, write_learned, write_peagle
+from support.matrix import no_pause
 from transformers import AutoTokenizer
 from vllm import SamplingParams, __version__
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -317,9 +318,7 @@ def other(request, tmp_path_factory):
     params[1].extra_args = {"specblock_draft": False}
     with pytest.MonkeyPatch.context() as patch:
         # Layers add little to the embedding, so that answers repeat themselves.
-        patch.setattr(
-            DummyModelLoader, "load_weights", lambda _, model, __: draw_weights(model, 0.02)
-        )
+        patch.setattr(DummyModelLoader, "load_weights", lambda _, x, __: draw_weights(x, 0.02))
         answers = make_engine(None, **arguments).generate(texts, params)
         yield request.param, arguments, (texts, params), [each for (each,) in answers]
 
@@ -341,9 +340,7 @@ def test_other_layers_give_the_tokens_of_plain_vllm(other, mode, monkeypatch):
     engine = make_engine(drafts | adaptive, **(arguments | MODES[mode] | crowded))
     preempted = record_preemptions(engine)
     if adaptive:  # what steps take is chance
-        manager = engine.runner.adaptive_verification
-        manager.all_paused = False
-        monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
+        no_pause(engine, monkeypatch)
     graphs = engine.speculator.vllm_config.compilation_config.cudagraph_mode.name
     # No full graph may contain recurrent layers.
     captured = "FULL_AND_PIECEWISE" if kind == LATENT else "PIECEWISE"

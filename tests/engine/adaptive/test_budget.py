@@ -133,9 +133,7 @@ class LateClock(Device):
 def test_a_step_is_learned_from_once_the_device_has_run_it(budgeted, monkeypatch, lag):
     manager, clock, seen = budgeted.runner.adaptive_verification, LateClock(lag), []
     monkeypatch.setattr(manager, "clock", clock)
-    monkeypatch.setattr(
-        manager.controller, "observe", lambda *step: seen.append((*step, clock.made))
-    )
+    monkeypatch.setattr(manager.controller, "observe", lambda *x: seen.append((*x, clock.made)))
     monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
     monkeypatch.setattr(manager, "_timed", deque())
     manager.all_paused = False

@@ -13,6 +13,7 @@ from support.matrix import (
     crowded_engine,
     every_case,
     half_sampled,
+    no_pause,
     params,
     to_the_limit,
 )
@@ -54,19 +55,11 @@ def charge(engine, monkeypatch, of_rows, drafting=0.0):
         monkeypatch.setattr(controller.cost, name, lambda *_: None)
 
 
-def never_pause(engine, monkeypatch):
-    manager = engine.runner.adaptive_verification
-    manager.all_paused = False
-    monkeypatch.setattr(manager.controller, "drafts", lambda *_: True)
-
-
 def vary(engine, monkeypatch):
     """Steps verify all nodes, none, half and a quarter in turn, and draft one block or both."""
     shares, brief = itertools.cycle([1, 0, 1 / 2, 1 / 4]), itertools.cycle([True, False, False])
     controller = engine.runner.adaptive_verification.controller
-    monkeypatch.setattr(
-        controller, "budget", lambda _, __, ___, most, *____: int(most * next(shares))
-    )
+    monkeypatch.setattr(controller, "budget", lambda _, __, ___, n, *____: int(n * next(shares)))
     monkeypatch.setattr(controller, "brief", lambda *_: next(brief))
 
 
@@ -76,7 +69,7 @@ def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, m
 
     In the shapes of a GPU, where nothing is verified the paths of the step before are still there.
     """
-    never_pause(engine, monkeypatch)
+    no_pause(engine, monkeypatch)
     monkeypatch.setattr(engine.speculator, "pad_rows", pad)
     if current_platform.is_cpu():
         vary(engine, monkeypatch)
@@ -88,9 +81,19 @@ def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, m
 
 
 @on_the_host
+def test_trees_that_do_not_pay_leave_plain_steps(engine, reference, monkeypatch, verified):
+    no_pause(engine, monkeypatch)
+    manager = engine.runner.adaptive_verification
+    monkeypatch.setattr(manager.controller, "pays", lambda *_: False)
+    Checker()(engine, half_sampled(), reference("half sampled", half_sampled()))
+    # While prompts come, steps are not weighed.
+    assert len(verified) > 20 and sum(drafts > 0 for drafts, _ in verified) < len(verified) / 4
+
+
+@on_the_host
 def test_one_block_or_both(engine, monkeypatch):
     """A proposal of one block is as deep as that, and the host knows which nodes are later."""
-    never_pause(engine, monkeypatch)
+    no_pause(engine, monkeypatch)
     vary(engine, monkeypatch)
     policy, manager = engine.speculator.draft_policy, engine.runner.adaptive_verification
     depths: dict[bool, list[int]] = {False: [], True: []}
@@ -99,9 +102,7 @@ def test_one_block_or_both(engine, monkeypatch):
         depths[policy.drafters[0].brief].append(int(tree.depth.max()))
 
     note_calls(monkeypatch, speculator, "store_trees", note)
-    later = note_calls(
-        monkeypatch, manager.controller, "budget", lambda *given: bool(given[-1].any())
-    )
+    later = note_calls(monkeypatch, manager.controller, "budget", lambda *x: bool(x[-1].any()))
     engine.generate(PROMPTS[:2], params(2, temperature=0.0, max_tokens=30))
     assert max(depths[True]) == 4 < max(depths[False])
     assert len(set(later)) == 2
@@ -110,7 +111,7 @@ def test_one_block_or_both(engine, monkeypatch):
 @on_the_host
 def test_experiments_leave_room_for_the_logits(engine, monkeypatch, verified):
     """vLLM samples in one piece what the device has shared out."""
-    never_pause(engine, monkeypatch)
+    no_pause(engine, monkeypatch)
     vary(engine, monkeypatch)
     manager = engine.runner.adaptive_verification
     monkeypatch.setattr(manager, "_max_total_logits", 20)
@@ -193,7 +194,7 @@ def test_vllms_own_schedule_by_batch_size(scheduled, reference, monkeypatch):
 @on_the_host
 def test_steps_are_observed_as_they_were(engine, reference, monkeypatch, verified):
     """What the controller learns from, with pauses of three steps in nine."""
-    never_pause(engine, monkeypatch)
+    no_pause(engine, monkeypatch)
     controller, seen, prompts = engine.runner.adaptive_verification.controller, [], []
     turn = itertools.count()
     monkeypatch.setattr(controller, "drafts", lambda *_: next(turn) % 9 < 6)

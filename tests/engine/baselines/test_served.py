@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.engines import DRAFTER, assert_identical, make_engine
+from support.engines import DRAFTER, EMULATED, assert_identical, make_engine
 from support.learned import write_learned, write_peagle
 from support.matrix import PROMPTS, half_sampled, params
 
@@ -24,12 +24,14 @@ SECOND = {"model": str(DRAFTER)}
 def test_tokens_are_vllms_own_and_drafts_are_accepted(
     kind, beside, tmp_path, reference, monkeypatch
 ):
+    if kind == "falcon" and EMULATED:
+        pytest.skip("the emulated GPU has no cuDNN, which runs an LSTM")
     greedy = reference("baselines", params(len(ASKED), max_tokens=NEW_TOKENS), ASKED)
     write_learned(tmp_path, kind, ASKED, [one.tokens for (one,) in greedy])
     if kind == "dspark":
         beside["second_drafter"]["model"] = str(write_peagle(tmp_path / "second"))
     engine = make_engine({"model": str(tmp_path), "num_speculative_tokens": 12, **beside})
-    for pad in (False, True):  # as on a GPU
+    for pad in sorted({engine.speculator.pad_rows, True}):  # on a CPU, also as on a GPU
         monkeypatch.setattr(engine.speculator, "pad_rows", pad)
         requests = half_sampled(len(ASKED), max_tokens=NEW_TOKENS)
         found = engine.generate(ASKED, requests)

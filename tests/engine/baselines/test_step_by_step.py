@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from support import dflash
 from support.committed import served_trees
-from support.eagle3 import SIZES, speculators_json
+from support.eagle3 import SIZES, small_eagle3, speculators_json
 from support.engines import TARGET, make_engine, note_calls, record_drafts
 from support.matrix import PROMPTS, params
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import CandidateSampler
@@ -23,7 +23,6 @@ from vllm_specblock.drafters.dflash.model import FILES as DFLASH
 from vllm_specblock.drafters.eagle3.config import from_json
 from vllm_specblock.drafters.eagle3.drafter import Eagle3Drafter
 from vllm_specblock.drafters.eagle3.model import FILES as EAGLE3
-from vllm_specblock.drafters.eagle3.model import Eagle3Model
 from vllm_specblock.drafters.options import DFlashConfig, Eagle3Config
 from vllm_specblock.engine.runner.speculator import TreeSpeculator
 from vllm_specblock.train.learner import EvalSequence
@@ -87,15 +86,11 @@ def speculators() -> dict:
 
 def write(directory: Path, raw: dict, whole: bool) -> None:
     """whole: with embedding, LM head and mapping; else those of the target serve."""
-    torch.manual_seed(0)
-    drafter = Eagle3Model(from_json(raw, "config.json"), own_embedding=whole)
+    drafter = small_eagle3(whole, **from_json(raw, "config.json").model_dump())
     with torch.no_grad():
         for weight in drafter.parameters():
             # Large enough for every part of the layer to tell.
             weight.uniform_(0.5, 1.5) if weight.dim() == 1 else weight.normal_(std=0.2)
-    shape = drafter.config
-    named = torch.randperm(shape.vocab_size)[: shape.draft_vocab_size].sort().values
-    drafter.d2t.copy_(named - torch.arange(len(named)))
     tensors = {n.replace("midlayer", "layers.0"): t for n, t in drafter.state_dict().items()}
     if not whole:
         del tensors["d2t"], tensors["lm_head.weight"]

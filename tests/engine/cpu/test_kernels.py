@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.triton_utils.dispatcher import KernelOverride, _registry
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.worker import utils as worker_utils
 from vllm.v1.worker.gpu.sample import gumbel
+from vllm.v1.worker.utils import KVBlockZeroer
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="what runs on a CPU only")
 
@@ -68,6 +72,23 @@ def test_top_k_and_top_p_keep_what_a_sort_keeps(scale):
         wanted = torch.empty_like(scores).scatter_(1, order.indices, kept.float())
         ours = topk_topp_sampler.apply_top_k_top_p(scores.clone(), top_k, top_p)
         assert torch.equal(ours, wanted)
+
+
+def test_new_blocks_are_zeroed_as_by_the_kernel(monkeypatch):
+    """In layers with strides of their own; what lies between two blocks stays."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    group = SimpleNamespace(kv_cache_spec=spec, kv_cache_group_id=0, kernel_block_stride=0)
+    group.layer_names, name, found = ["whole", "part"], "_zero_kv_blocks_kernel", []
+    for kernel in (getattr(worker_utils, name), _registry[f"{worker_utils.__name__}.{name}"][0]):
+        monkeypatch.setattr(worker_utils, name, kernel)
+        torch.manual_seed(0)
+        whole, memory = torch.randn(5, 2, 16, 16), torch.randn(5, 2, 16, 48)
+        caches = whole, memory.transpose(1, 2)[:, :15, :, 16:40]
+        layers = {x: SimpleNamespace(kv_cache=y) for x, y in zip(group.layer_names, caches)}
+        KVBlockZeroer(torch.device("cpu"), [group], [16], layers, 5).zero_block_ids([3, 1])
+        found.append(torch.cat([whole, memory], 3))
+    assert torch.equal(*found)
+    assert not whole[[1, 3]].any() and memory[[1, 3]].any() and whole[[0, 2, 4]].all()
 
 
 OF_LOGITS = "temperature min_p penalties bad_words bias thinking_budget topk_log_softmax ranks"

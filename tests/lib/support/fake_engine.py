@@ -43,7 +43,8 @@ def main() -> None:
             for prompt in job["prompts"]
         ]
         for first in range(0, count if "step" in how else 0, how.get("step", 1)):
-            until = time.process_time() + 0.05  # a sleep would go on while it is stopped
+            # A sleep would go on while it is stopped. CPU time may run faster than the clock.
+            until = time.process_time() + 0.052
             while time.process_time() < until:
                 pass
             said = [0, ids[0][first : first + how["step"]]]

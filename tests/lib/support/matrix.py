@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from support.engines import Engine, Output, assert_identical, make_engine, prompts
 from vllm import SamplingParams
 
@@ -63,6 +64,13 @@ def crowded_engine(speculative: dict) -> Engine:
     return make_engine(
         speculative, max_num_batched_tokens=96, num_gpu_blocks_override=24, max_model_len=256
     )
+
+
+def no_pause(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """Draft in each step, whatever it costs."""
+    manager = engine.runner.adaptive_verification
+    manager.all_paused = False
+    patch.setattr(manager.controller, "drafts", lambda *_: True)
 
 
 def to_the_limit() -> list[SamplingParams]:

@@ -10,10 +10,11 @@ from vllm_specblock.drafters.specblock.model import SpecBlockModel
 from vllm_specblock.drafters.specblock.refresh import held
 
 
+@torch.inference_mode()
 def values(drafter: SpecBlockModel) -> dict[str, Tensor]:
     """Copies of all tensors, as bytes."""
     return {
-        name: tensor.detach().contiguous().view(-1).view(torch.uint8).clone()
+        name: tensor.clone().contiguous().view(-1).view(torch.uint8)
         for name, tensor in held(drafter)
     }
 

@@ -56,13 +56,13 @@ def test_as_torch(kernels, num_requests, num_nodes, even):
 
 
 def admitted(kernels, confidence: list[list[float]], drafts: list[int], budget: int) -> list[int]:
-    on, count = kernels.device, len(drafts)
+    """Drafts of each request that a launch admits, as torch does."""
     launch = kernels.load("reallocate_drafts").reallocate_drafts_triton
-    counts = torch.tensor([drafts, [1] * count], dtype=torch.int32, device=on)
-    given = torch.tensor(confidence, device=on), torch.arange(count, device=on), counts
-    logits, rows = handed_out(launch, *given, budget)
-    assert torch.equal(logits[: count + 1], rows[: count + 1])
-    return (logits[: count + 1].diff() - 1).tolist()
+    counts = torch.tensor([drafts, [1] * len(drafts)], dtype=torch.int32)
+    given = torch.tensor(confidence), torch.arange(len(drafts)), counts
+    found = handed_out(launch, *(x.to(kernels.device) for x in given), budget)
+    assert_equal(found, handed_out(reallocate_drafts.reference, *given, budget))
+    return (found[0][: len(drafts) + 1].diff() - 1).tolist()
 
 
 def test_of_equals_the_earlier_requests_and_nodes_are_first(kernels):
@@ -84,6 +84,3 @@ def test_the_budget_is_kept_at_any_confidence(kernels, value):
     for budget in (0, 1, 50, 150, 299, 300):
         kept = admitted(kernels, confidence[:5].tolist(), [60] * 5, budget)
         assert sum(kept) == budget and min(kept) >= 0 and max(kept) <= 60
-        counts = torch.tensor([[60] * 5, [1] * 5], dtype=torch.int32)
-        given = confidence[:5], torch.arange(5), counts, budget
-        assert handed_out(reallocate_drafts.reference, *given)[0][5] == 5 + budget

@@ -16,7 +16,7 @@ KERNELS = ("shift_proj",)  # read by a kernel without 8 bits
 
 
 class PackedLinear(nn.Module):
-    """`linear` without a gradient in bfloat16, by vLLM's CPU kernel for its size."""
+    """`linear` without a gradient in float32 or bfloat16, by vLLM's CPU kernel for its size."""
 
     cpu_linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -42,7 +42,8 @@ class PackedLinear(nn.Module):
 
         weight = linear.weight
         here = weight.device.type == "cpu" and current_platform.is_cpu()
-        return here and weight.dtype == torch.bfloat16 and cls.packs()
+        short = weight.dtype == torch.bfloat16 and cls.packs()
+        return here and (short or weight.dtype == torch.float32)
 
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         """[..., in] -> [..., out], or the slice `outputs` of it."""

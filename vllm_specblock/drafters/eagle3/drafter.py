@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 
-from vllm_specblock.candidates import tree_of
 from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.drafters.common.draft_attention import BlockRows, DraftAttentionBuilder
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
@@ -63,7 +62,7 @@ class Eagle3Drafter(NetworkDrafter):
             state = model.run(embedded, feature, rows.base, attend)
             best = model.best(state.view(*grown.token.shape, 1, -1), top_k, beta)
             grown = growth.attach(grown._replace(valid=rows.valid), *best)
-        return grown if isinstance(grown, DraftTree) else tree_of(grown)
+        return grown if isinstance(grown, DraftTree) else DraftTree(*grown[:-1])
 
 
 class ParallelDrafter(Eagle3Drafter):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm_specblock.candidates import tree_of
 from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.drafters.interface import Drafter
 from vllm_specblock.drafters.options import NGramConfig
@@ -73,4 +72,4 @@ class NGramDrafter(Drafter):
 
     def draft(self) -> DraftTree:
         follow = follow_triton if self.texts.table.is_cuda else continuations_numba.follow_numba
-        return tree_of(follow(self.texts, self.following))
+        return DraftTree(*follow(self.texts, self.following)[:-1])

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from vllm_specblock.candidates import tree_of
 from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.drafters.common.draft_attention import DraftAttentionBuilder
 from vllm_specblock.drafters.common.network_drafter import NetworkDrafter
@@ -69,4 +68,4 @@ class SpecBlockDrafter(NetworkDrafter):
             grown = growth.attach(grown._replace(valid=rows.valid), *candidates)
             if block < shape.num_blocks:
                 drafted = torch.cat([drafted, hidden], 1)
-        return grown if isinstance(grown, DraftTree) else tree_of(grown)
+        return grown if isinstance(grown, DraftTree) else DraftTree(*grown[:-1])
