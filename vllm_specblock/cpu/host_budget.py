@@ -102,9 +102,8 @@ class HostBudgetManager(TreeBudgetManager):
         self.barren, slots = False, input_batch.idx_mapping_np
         if self._begun is not None and not self.all_paused:
             drafts = np.where(self.undrafted[slots], 0, self.num_speculative_steps)
-            sampling = bool(2 * self.samples[slots].sum() > len(slots))  # a host array
-            survival = self._survival(slots, drafts)[1]
-            self.barren = not self.controller.pays(survival, len(slots), sampling, self._padded)
+            given = self._survival(slots, drafts)[1], len(slots), self._sampling(slots)
+            self.barren = not self.controller.pays(*given, self._padded)
 
 
 def install() -> None:

@@ -93,7 +93,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         others = {request: num_tokens_per_req[request] - drafts[request] for request in requests}
         count, rows, nodes = len(requests), sum(others.values()), 0
         decodes = rows == count  # the last token of a prompt costs as much
-        sampling = bool(2 * self.samples[slots].sum() > count)  # a host array
+        sampling = self._sampling(slots)
         now, begun, self._begun = self.clock.mark() if decodes else None, self._begun, None
         if decodes and begun is not None and begun[0] == requests:
             self._observe(*begun[1:], now, sampling)
@@ -112,6 +112,10 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             step = Step(count, rows + nodes, trees, not self.all_paused, read=behind)
             self._begun = requests, step, now
         return rows + nodes
+
+    def _sampling(self, slots: Sequence[int] | np.ndarray) -> bool:
+        """Return whether most requests sample."""
+        return bool(2 * self.samples[slots].sum() > len(slots))  # a host array
 
     def _survival(
         self, slots: Sequence[int] | np.ndarray, drafts: np.ndarray

@@ -67,7 +67,7 @@ def crowded_engine(speculative: dict) -> Engine:
 
 
 def no_pause(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    """Draft in each step, whatever it costs."""
+    """Draft in each step at any cost."""
     manager = engine.runner.adaptive_verification
     manager.all_paused = False
     patch.setattr(manager.controller, "drafts", lambda *_: True)
