@@ -143,13 +143,8 @@ class PackedMetadataBuilder(TreeAttentionMetadataBuilder):
 class PackedAttentionBackend(TreeAttentionBackend):
     """Tree attention on a CPU, registered as vLLM's CUSTOM backend there."""
 
-    @staticmethod
-    def get_impl_cls() -> type[PackedAttentionImpl]:
-        return PackedAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[PackedMetadataBuilder]:
-        return PackedMetadataBuilder
+    get_impl_cls = staticmethod(lambda: PackedAttentionImpl)
+    get_builder_cls = staticmethod(lambda: PackedMetadataBuilder)
 
 
 class PackedAttentionImpl(TreeAttentionImpl):
