@@ -25,6 +25,8 @@ from vllm_specblock.path_trees import PathTrees
 from vllm_specblock.tree import DraftTree
 
 BRANCHINGS = [(2, 4, 10, 0), (2, 4, 6, 4), (1, 1, 1, 1), (3, 0, 0, 0)]
+SHAPES = st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.sampled_from(BRANCHINGS)
+"""Sizes of a block, blocks, starts, and branchings."""
 
 
 class NaiveExpansion:
@@ -136,15 +138,7 @@ def assert_valid(tree: DraftTree, vocab: int, max_depth: int) -> None:
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
-@given(
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.integers(1, 9),
-    st.sampled_from(BRANCHINGS),
-    st.sampled_from([11, 60]),
-    st.integers(1, 120),
-    st.integers(0, 10**6),
-)
+@given(*SHAPES, st.sampled_from([11, 60]), st.integers(1, 120), st.integers(0, 10**6))
 @pytest.mark.parametrize("make", [random_block, coarse_block], ids=["floats", "ties"])
 def test_equal_to_plain_python(make, block_size, blocks, starts, branching, vocab, budget, seed):
     """Node by node: higher score, then lower depth, then the earlier candidate."""
@@ -306,15 +300,7 @@ def grow(kind, shape: TreeShape, vocab: int, seed: int, share: float) -> DraftTr
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.integers(1, 9),
-    st.sampled_from(BRANCHINGS),
-    st.integers(1, 120),
-    st.integers(0, 10**6),
-    st.sampled_from([0.02, 0.2, 0.6, 1.0]),
-)
+@given(*SHAPES, st.integers(1, 120), st.integers(0, 10**6), st.sampled_from([0.02, 0.2, 0.6, 1.0]))
 @example(4, 3, 5, (2, 4, 6, 4), 60, 0, 1.0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_growth(kind, block_size, blocks, starts, branching, budget, seed, share):

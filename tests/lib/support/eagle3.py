@@ -28,6 +28,14 @@ SIZES = {
     "max_position_embeddings": 2048,
 }
 """Of a decoder layer's config.json."""
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""Its `rope_scaling`."""
 
 
 def small_eagle3(own_embedding: bool = False, **changes: Any) -> Eagle3Model:
