@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from typing import Any
 
-import pytest
-
-# Read by vLLM when it is imported.
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
 import _emulated_gpu
+import pytest
 from support.engines import EAGLE3, FULL_GRAPHS, Engine, make_engine, prompts
 from vllm import SamplingParams
 

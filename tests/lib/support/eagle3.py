@@ -35,7 +35,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-"""Its `rope_scaling`."""
 
 
 def small_eagle3(own_embedding: bool = False, **changes: Any) -> Eagle3Model:
