@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from typing import Any
 
-import _emulated_gpu
 import pytest
 from support.engines import EAGLE3, FULL_GRAPHS, Engine, make_engine, prompts
 from vllm import SamplingParams
@@ -37,6 +36,8 @@ def make(method: str) -> Engine:
 
 def count(engine: Engine, requests: int) -> dict[str, float]:
     """Return per step: graphs launched, their nodes, and what is launched or copied outside."""
+    import _emulated_gpu  # wants torch's libraries to be loaded
+
     llm = engine.llm.llm_engine
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     for i, text in enumerate(prompts(count=requests, shared=4)):

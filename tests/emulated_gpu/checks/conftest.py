@@ -1,7 +1,5 @@
 """What vLLM and Triton read when they are imported."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
