@@ -65,7 +65,7 @@ def test_training(prompts, data, tmp_path, monkeypatch):
         "batch": 2, "steps": 2, "rank_from": 1, "hold_out": 1, "eval_every": 1, "device": "cuda",
         "precision": "fp32",
     }  # fmt: skip
-    for name, more in (("first", {}), ("drafter", {"features": str(stored)})):
+    for name, more in (("first", {"device": "auto"}), ("drafter", {"features": str(stored)})):
         path = tmp_path / f"{name}.json"  # YAML as well
         path.write_text(json.dumps(config | more | {"out": str(tmp_path / name)}))
         specblock("train", path)
