@@ -24,14 +24,15 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.engine.compat import reallocated
+from vllm_specblock.engine.draft_allocation import reallocate_drafts
 from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.engine.scheduler import UNDRAFTED
-from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator, marked
+from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
 from vllm_specblock.feedback.controller import Step
 from vllm_specblock.feedback.step_cost import BRIEF, LOOKUP, WHOLE
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
-from vllm_specblock.triton_kernels.feedback.write_survival import Later
-from vllm_specblock.triton_kernels.verify.reallocate_drafts import DraftStarts, reallocate_drafts
+from vllm_specblock.triton_kernels.feedback.write_survival import Later, marked
+from vllm_specblock.triton_kernels.verify.reallocate_drafts import DraftStarts
 
 if TYPE_CHECKING:
     from vllm_specblock.engine.runner.speculator import TreeSpeculator
