@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from lib.controller_world import MACHINES, World, figures, simulate, traces
 
-from vllm_specblock.feedback.controller import Controller, Step
+from vllm_specblock.feedback.controller import PLAIN, Controller, Step
 from vllm_specblock.feedback.step_cost import BRIEF, LOOKUP, WHOLE, StepCost
 
 SLOW = "CPU, SpecBlock"
@@ -83,12 +83,11 @@ def test_a_drafter_is_asked_where_it_gains_more_than_it_costs():
 def test_trees_that_do_not_pay_leave_the_next_step_plain():
     controller = Controller()
     controller.cost.measured({1: 1.0, 2: 1.2, 4: 1.6}, {1: 0.1})
-    given = 1, False, lambda rows: rows
-    assert controller.pays(np.array([[0.1]]), *given)  # no yield is known
-    for _ in range(16):
+    controller.selective = True
+    for _ in range(17):
         controller.budget(np.array([[0.1]]), 1, 1)
-    assert controller.pays(np.array([[0.21]]), *given)
-    assert not controller.pays(np.array([[0.19]]), *given)
+    assert controller.budget(np.array([[0.21]]), 1, 1) == 1
+    assert controller.budget(np.array([[0.19]]), 1, 1) == PLAIN
 
 
 def test_steps_have_to_win_back_the_prompts_that_drafters_read():

@@ -100,10 +100,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self._observe(*begun[1:], now, sampling)
         trees = bool(draft_tokens) and not self.all_paused
         if trees:
-            confidence, survival = self._survival(slots, np.array([*drafts.values()]))
-            most = max(0, min(sum(drafts.values()), self._max_total_logits - count))
-            limits = rows, most, sampling, self._padded
-            nodes = self.controller.budget(survival, count, *limits, marked(confidence))
+            nodes = max(0, self._nodes(slots, np.array([*drafts.values()]), rows))
         self._batch_budget = drafts, others, nodes
         if decodes:
             behind = self.skipped.behind(slots)
@@ -118,19 +115,16 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         """Return whether most requests sample."""
         return bool(2 * self.samples[slots].sum() > len(slots))  # a host array
 
-    def _survival(
-        self, slots: Sequence[int] | np.ndarray, drafts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the confidences of trees and their survival, [R, N] each; drafts: [R], how many.
-
-        Survival is 0 beyond them.
-        """
+    def _nodes(self, slots: list[int], drafts: np.ndarray, rows: int) -> int:
+        """Return the budget of a step of `rows` without nodes; drafts: [R], how many there are."""
         confidence = self._stale_confidences[self._stale_idx].np[slots]
         survival = confidence.cumprod(axis=1, dtype=np.float64)
         # The confidences of a new request are 1 until it has drafts.
         survival[survival[:, -1] == 1] = self._unknown
         survival[np.arange(survival.shape[1]) >= drafts[:, None]] = 0
-        return confidence, survival
+        most = max(0, min(int(drafts.sum()), self._max_total_logits - len(slots)))  # a host array
+        limits = len(slots), rows, most, self._sampling(slots), self._padded
+        return self.controller.budget(survival, *limits, marked(confidence))
 
     def _observe(self, step: Step, start: Any, now: Any, sampling: bool) -> None:
         """Learn from the steps that ended; a step is timed to the beginning of the next one."""
