@@ -90,6 +90,17 @@ def test_trees_that_do_not_pay_leave_the_next_step_plain():
     assert controller.budget(np.array([[0.19]]), 1, 1) == PLAIN
 
 
+def test_prompts_wait_for_drafters_where_a_batch_has_no_gain():
+    """A node of 0.5 pays beside one request, at 1.4 of a plain step, and not beside four."""
+    controller = Controller()
+    controller.cost.measured({1: 1.0, 2: 1.2, 4: 1.4, 8: 4.0}, {1: 0.1, 4: 0.2})
+    for _ in range(15):
+        controller.budget(np.array([[0.5]]), 1, 1)
+    assert not controller.stops(4, False)  # too little is known
+    controller.budget(np.array([[0.5]]), 1, 1)
+    assert not controller.stops(1, False) and controller.stops(4, False) and controller.paused
+
+
 def test_steps_have_to_win_back_the_prompts_that_drafters_read():
     """Time of 25.6 plain steps is a charge of 0.4 on each step to come, and a third of it after 64
     steps, drafted or not."""

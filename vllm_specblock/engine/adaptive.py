@@ -75,6 +75,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         # [requests, N] fp32, in batch order.
         self.confidence, self.skipped = speculator.draft_token_confidence_probs, speculator.skipped
         self.resumes = self.on_host or not self.skipped.has_caches
+        self.waits = self.on_host and not speculator.adapts  # adaptation learns from prompts, too
         self.acceptance = AcceptanceEstimator(speculator.device)
         self.undrafted, self.samples = speculator.undrafted, speculator.samples
         # The controller decides whether drafters draft all of their blocks.
@@ -166,9 +167,16 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     # ---- within a step: what the speculator reports ----
 
     def is_paused(self, batch: InputBatch) -> bool:
-        """Return `all_paused`; a batch of prompts that drafters cannot read later ends a pause."""
-        if not self.resumes and batch.is_prefilling_np[: batch.num_reqs].all():  # a host array
+        """Return `all_paused`; a batch of prompts that drafters cannot read later ends a pause.
+
+        On a CPU drafters do not read prompts where the batch will have no gain.
+        """
+        prompts = batch.is_prefilling_np[: batch.num_reqs]
+        if not self.resumes and prompts.all():  # a host array
             self.all_paused = self.controller.paused = False
+        elif self.waits and not self.all_paused and prompts.any():  # a host array
+            sampling = self._sampling(batch.idx_mapping_np)
+            self.all_paused = self.controller.stops(batch.num_reqs, sampling)
         return self.all_paused
 
     def learn(self, verified: VerifiedTrees) -> None:

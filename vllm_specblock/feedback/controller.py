@@ -87,7 +87,7 @@ class Controller:
     | drafting | two plain steps | every LONGEST steps, or 2 TRIAL while the gain is uncertain |
     | all blocks, one block | the other | later blocks gain less, or more, than they cost; for \
 TRIAL steps after 2 TRIAL … LONGEST |
-    | drafting | paused | it lost LOSS steps in total against plain steps |
+    | drafting | paused | it lost LOSS steps in total, or prompts come to a batch without gain |
     | paused | drafting | another batch size or kind of sampling has a gain |
     | paused | trying | this kind of sampling is new |
     | paused | trying | the pause has paid for TRIAL steps, or after LONGEST; later if the last \
@@ -262,6 +262,13 @@ trial cost more than its share |
             elif doubt and self._since >= wait:
                 self._trial = 2  # the first still drafts at its end; the second is timed
         return self.paused == (self._trial > 0)
+
+    def stops(self, requests: int, sampling: bool) -> bool:
+        """Pause before drafters read prompts, if the batch is known to have no gain."""
+        known = len(self._yields[sampling].trees) >= 16 and not (self.paused or self._trial)
+        if known and self.gain(requests, sampling) < 1:
+            self.paused, self._lost, self._paid, self._since = True, 0.0, 0.0, 0
+        return self.paused and not self._trial
 
     def _extra(self, requests: int) -> float:
         """Return the additional cost of a step that drafts."""

@@ -213,6 +213,16 @@ def test_steps_are_observed_as_they_were(engine, reference, monkeypatch, verifie
 
 
 @on_the_host
+def test_prompts_are_not_read_where_a_batch_has_no_gain(engine, reference, monkeypatch):
+    no_pause(engine, monkeypatch)
+    controller, prompts = engine.runner.adaptive_verification.controller, []
+    monkeypatch.setattr(controller, "stops", lambda *_: True)
+    monkeypatch.setattr(controller, "observe_prompts", lambda *given: prompts.append(given))
+    Checker()(engine, half_sampled(), reference("half sampled", half_sampled()))
+    assert not prompts
+
+
+@on_the_host
 def test_rest_ends_when_drafting_pays_again(engine, monkeypatch, verified):
     charge(engine, monkeypatch, lambda rows: 1 + 1e-6 * rows, drafting=100.0)
     engine.generate(PROMPTS[:2], params(2, temperature=0.0))
