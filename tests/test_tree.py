@@ -68,21 +68,6 @@ def test_a_known_depth_changes_nothing(plain):
 
 
 @quick
-@given(nodes(), nodes())
-def test_disjoint_subtrees_do_not_see_each_other(first, second):
-    """Merged-tree paper, §4.2: φ(i) = n₁ + i gives a mask of two blocks below the root."""
-    n1, n2 = len(first), len(second)
-    moved = [(up + n1 if up else 0, token) for up, token in second]
-    mask = to_tree([first + moved], max(1, n1 + n2)).ancestor_mask()[0]
-    for own, block in ((first, slice(1, n1 + 1)), (second, slice(n1 + 1, n1 + n2 + 1))):
-        alone = to_tree([own], max(1, len(own))).ancestor_mask()[0, 1:, 1:]
-        assert torch.equal(mask[block, block], alone[: len(own), : len(own)])
-    assert mask[:, 0].all()
-    assert not mask[1 : n1 + 1, n1 + 1 : n1 + n2 + 1].any()
-    assert not mask[n1 + 1 : n1 + n2 + 1, 1 : n1 + 1].any()
-
-
-@quick
 @given(st.lists(st.booleans(), min_size=1, max_size=200))
 def test_bits_pack_and_unpack(flags):
     flags = torch.tensor([flags])

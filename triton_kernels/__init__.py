@@ -1,1 +1,1 @@
-"""Triton kernels and their torch references."""
+"""Triton kernels and their references."""

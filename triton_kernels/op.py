@@ -1,8 +1,8 @@
-"""Ops: a torch reference and a Triton kernel launcher with one signature."""
+"""Ops: a reference in torch or numpy, and a Triton kernel launcher, with one signature."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -16,19 +16,19 @@ R = TypeVar("R")
 
 
 class Op(Generic[P, R]):
-    """A torch function that has a kernel.
+    """A function that has a kernel or a compiled loop.
 
-    The first tensor argument decides: on CUDA the kernel runs, elsewhere torch. torch also runs if
-    a gradient is needed.
+    The first tensor argument decides: on CUDA the kernel runs, elsewhere the loop or the reference.
+    The reference also runs if a gradient is needed, and where there is no kernel.
 
     Attributes:
-        reference: the torch function, on any device, or a loop in its place.
+        reference: in torch, for any device, or for host memory in numpy or as a loop.
         loop: compiled loop for CPUs, registered in `cpu/loops.py`; None: the reference runs.
     """
 
-    def __init__(self, reference: Callable[P, R], kernel: Callable[P, R]) -> None:
+    def __init__(self, reference: Callable[P, R], kernel: Callable[P, R] | None = None) -> None:
         update_wrapper(self, reference)
-        self.reference, self.kernel = reference, kernel
+        self.reference, self.kernel = reference, kernel or reference
         self.loop: Callable[P, R] | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -44,8 +44,17 @@ class Op(Generic[P, R]):
 
 
 def op(kernel: Callable[P, R]) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Decorate the torch reference of a kernel's launcher."""
+    """Decorate the reference of a kernel's launcher."""
     return lambda reference: Op(reference, kernel)
+
+
+def views(given: Iterable[Any]) -> Any:
+    """Return numpy views of the tensors in `given`, as a list or in the same NamedTuple.
+
+    References run in every step of a CPU, where a numpy call takes a third of a torch call's time.
+    """
+    make = getattr(given, "_make", list)
+    return make([x.numpy() if isinstance(x, torch.Tensor) else x for x in given])  # a host tensor
 
 
 def _needs_gradient(x: object) -> bool:

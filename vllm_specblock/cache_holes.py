@@ -12,10 +12,10 @@ from vllm_specblock.triton_kernels.kv_cache.mask_holes import RowsToWrite, mask_
 
 
 class CacheHoles:
-    """Cache blocks that drafters have not written in full, and block tables without them.
+    """Incomplete cache blocks, which later requests may reuse.
 
-    A later request may reuse such a block. Keys carry their RoPE positions, so a table without the
-    block masks it exactly. The host reads `any` alone.
+    Keys carry their RoPE positions, so a table without the block masks it exactly. The host reads
+    `any` alone.
 
     Args:
         num_blocks: cache blocks of the engine.
@@ -44,15 +44,12 @@ class CacheHoles:
         self.skips += 1
 
     def mask(self, table: Tensor, first: Tensor, last: Tensor, req_idx: Tensor) -> bool:
-        """Remove incomplete blocks from the tables of requests whose next rows will be written.
+        """Apply `mask_holes` to the tables of requests; write `masks`, and `blind`.
 
-        Writes `masks` of each request: the tokens in removed blocks, and the first position to
-        store, behind incomplete blocks; and whether it is `blind`, which means that it cannot
-        draft: all its rows lie in an incomplete block, which stays in the table.
+        A blind request cannot draft: all its rows lie in an incomplete block, which stays.
 
         Args:
-            table: [R, blocks] int32, changed in place.
-            first, last: [R] int64, positions of the first and the last row that will be written.
+            table, first, last: as in `RowsToWrite`.
             req_idx: [R] int64.
 
         Returns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vllm_specblock.triton_kernels.kv_cache.commit import (
@@ -18,7 +19,7 @@ from vllm_specblock.triton_kernels.kv_cache.committed_tokens import (
     StepRows,
     committed_tokens_triton,
 )
-from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.op import op, views
 
 if TYPE_CHECKING:  # it needs numba
     from vllm_specblock.triton_kernels.attention.cpu_packing import Packing
@@ -30,24 +31,25 @@ LARGEST = torch.finfo(FP8).max
 @op(committed_tokens_triton)
 def committed_tokens(step: StepRows, num_rows: int) -> CommittedRows:
     """Return a step's committed rows for the drafters; `num_rows`: rows of the batch."""
-    request, base, local = step.request, step.base, step.local
-    start = step.query_start[request]
-    beyond = local - base[request] + 1  # position on the path, ≤ 0 up to the root
-    on_path = step.path[request, beyond.clamp(min=0)]
-    source = start + torch.where(beyond > 0, base[request] - 1 + on_path, local)
+    of = views(step)
+    request, begin = of.request, of.query_start[of.request]
+    root = of.base[request] - 1
+    beyond = of.local - root  # position on the path, ≤ 0 up to the root
+    on_path = of.path[request, np.maximum(beyond, 0)]
+    source = begin + np.where(beyond > 0, root + on_path, of.local)
     # Entries beyond the accepted path, and without a verified node, are stale.
-    source = source.clamp(max=num_rows - 1)
-    real = beyond <= step.accepted[request]
-    place = (start + local).clamp(max=num_rows - 1)
-    position = step.positions[step.query_start][request] + local
-    ahead = (position + 1).clamp(max=step.text.shape[1] - 1)
-    token = torch.where(real, step.text[step.req_idx[request], ahead].long(), 0)
-    stored = real & (position >= step.first[request])
-    kv_slot = torch.where(stored, step.slot_mapping[place], -1)
-    index = position - step.hidden[request]
-    last = step.row_start[:-1] + base - 1 + step.accepted
-    temperature = step.temperature[step.req_idx]
-    return CommittedRows(source, token, position, index, kv_slot, last, temperature)
+    source = np.minimum(source, num_rows - 1)
+    real = beyond <= of.accepted[request]
+    position = of.positions[of.query_start][request] + of.local
+    ahead = np.minimum(position + 1, of.text.shape[1] - 1)
+    token = np.where(real, of.text[of.req_idx[request], ahead], 0).astype(np.int64)
+    stored = real & (position >= of.first[request])
+    place = np.minimum(begin + of.local, num_rows - 1)
+    kv_slot = np.where(stored, of.slot_mapping[place], -1)
+    last = of.row_start[:-1] + of.base - 1 + of.accepted
+    made = source, token, position, position - of.hidden[request], kv_slot, last
+    heat = step.temperature[step.req_idx]
+    return CommittedRows._make([*map(torch.from_numpy, made), heat])
 
 
 @op(move_path_triton)
@@ -64,12 +66,13 @@ def move_path(
         slot_mapping: [≥ num_rows] int64, slot of each batch row; negative: none.
         num_rows: rows of the batch; a path's unused positions are clamped to the last one.
     """
-    position = torch.arange(1, rows.path.shape[1], device=rows.path.device)
-    root = (rows.query_start + rows.base - 1)[:, None]
-    source, target = root + rows.path[:, 1:], root + position
-    moves = (position <= rows.accepted[:, None]) & (source != target)
-    source, target = (slot_mapping[row.clamp(max=num_rows - 1)] for row in (source, target))
-    move_kv(kv_caches, source, target, moves)
+    (start, base, path, accepted), (slots,) = views(rows), views([slot_mapping])
+    position, root = np.arange(1, path.shape[1]), (start + base - 1)[:, None]
+    source, target = root + path[:, 1:], root + position
+    moves = (position <= accepted[:, None]) & (source != target)
+    if moves.any():
+        moved = (slots[np.minimum(x, num_rows - 1)] for x in (source, target))
+        move_kv(kv_caches, *map(torch.from_numpy, (*moved, moves)))
 
 
 def store_kv_vllm(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_specblock.feedback.controller import Controller, Step
+from vllm_specblock.feedback.controller import PLAIN, Controller, Step
 from vllm_specblock.feedback.step_cost import BRIEF, WHOLE
 
 RECORDED = Path(__file__).parents[1] / "results/controller_traces.npz"
@@ -262,6 +262,7 @@ def simulate(world: World, controller: Controller) -> Run:
     wobble = np.random.default_rng(world.seed + 2).lognormal(0, 0.1, world.survival.shape)
     trees, brief, calibrated, text = False, False, 0, ""
     controller.cost.measured(*world.startup())
+    controller.selective = machine.on_host
     for at in range(total):
         requests, accepted = int(world.requests[at]), 0
         sampling = phases[world.phase[at]].text == "sampled"
@@ -276,12 +277,10 @@ def simulate(world: World, controller: Controller) -> Run:
             estimate = np.minimum(world.trace.bias * estimate, 0.99)
             there = estimate > 0
             estimate = np.minimum.accumulate(np.where(there, estimate, 1), axis=1) * there
-            given = estimate, requests, sampling, machine.padded
-            trees = not machine.on_host or controller.pays(*given)
-        if trees:
             later = np.broadcast_to(world.later, estimate.shape) if world.later.any() else None
             given = estimate, requests, requests, None, sampling, machine.padded, later
-            nodes = min(int(controller.budget(*given)), int(there.sum()))
+            budget = controller.budget(*given)
+            trees, nodes = budget != PLAIN, min(max(budget, 0), int(there.sum()))
             chosen = np.argsort(-estimate, axis=None, kind="stable")[:nodes]
             likely = survival.ravel()[chosen]
             run.tokens[at] = likely.sum()

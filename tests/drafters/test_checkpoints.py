@@ -13,6 +13,7 @@ from support import dflash as made
 from support.dflash import JETSPEC, PUBLISHED, make_model
 from support.dflash import write as write_dflash
 from support.eagle3 import SIZES, small_eagle3, speculators_json
+from support.targets import LLAMA3
 from support.tensors import assert_equal
 from typer.testing import CliRunner
 
@@ -233,13 +234,6 @@ def test_the_factor_of_yarn_is_in_the_norms(tmp_path):
         assert torch.allclose(found[name], factor * its), name
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 NEWER = {key: value for key, value in PUBLISHED.items() if key != "rope_theta"}
 NEWER["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
 SCALES = {"logit_scale": 0.8, "final_logit_softcapping": 20.0}

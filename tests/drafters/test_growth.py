@@ -24,7 +24,14 @@ from vllm_specblock.drafters.specblock.growth import Expansion, expansion
 from vllm_specblock.path_trees import PathTrees
 from vllm_specblock.tree import DraftTree
 
-BRANCHINGS = [(2, 4, 10, 0), (2, 4, 6, 4), (1, 1, 1, 1), (3, 0, 0, 0)]
+SHAPES = st.builds(
+    TreeShape,
+    block_size=st.integers(1, 5),
+    num_blocks=st.integers(1, 4),
+    num_starts=st.integers(1, 9),
+    branching=st.sampled_from([(2, 4, 10, 0), (2, 4, 6, 4), (1, 1, 1, 1), (3, 0, 0, 0)]),
+    budget=st.integers(1, 120),
+)
 
 
 class NaiveExpansion:
@@ -136,28 +143,19 @@ def assert_valid(tree: DraftTree, vocab: int, max_depth: int) -> None:
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
-@given(
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.integers(1, 9),
-    st.sampled_from(BRANCHINGS),
-    st.sampled_from([11, 60]),
-    st.integers(1, 120),
-    st.integers(0, 10**6),
-)
+@given(SHAPES, st.sampled_from([11, 60]), st.integers(0, 10**6))
 @pytest.mark.parametrize("make", [random_block, coarse_block], ids=["floats", "ties"])
-def test_equal_to_plain_python(make, block_size, blocks, starts, branching, vocab, budget, seed):
+def test_equal_to_plain_python(make, shape, vocab, seed):
     """Node by node: higher score, then lower depth, then the earlier candidate."""
-    shape = TreeShape(block_size, blocks, starts, branching, budget)
     tree, block, naive = expand_both(shape, vocab, seed, make=make)
     for request, plain in enumerate(naive):
         found, expected = texts(tree, request), plain.finish()
         if make is coarse_block:
             assert list(found.items()) == list(expected.items())
             # A node is of the block whose candidate was kept.
-            rows = [plain.nodes[index][2] for index in plain._joined()[:budget]]
-            wanted = [1 + -(-row // starts) for row in rows]
-            assert block[request].tolist() == wanted + [0] * (budget - len(wanted))
+            rows = [plain.nodes[index][2] for index in plain._joined()[: shape.budget]]
+            wanted = [1 + -(-row // shape.num_starts) for row in rows]
+            assert block[request].tolist() == wanted + [0] * (shape.budget - len(wanted))
         assert found == pytest.approx(expected, abs=1e-4)
     assert_valid(tree, vocab, shape.max_depth)
 
@@ -306,19 +304,10 @@ def grow(kind, shape: TreeShape, vocab: int, seed: int, share: float) -> DraftTr
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.integers(1, 9),
-    st.sampled_from(BRANCHINGS),
-    st.integers(1, 120),
-    st.integers(0, 10**6),
-    st.sampled_from([0.02, 0.2, 0.6, 1.0]),
-)
-@example(4, 3, 5, (2, 4, 6, 4), 60, 0, 1.0)
+@given(SHAPES, st.integers(0, 10**6), st.sampled_from([0.02, 0.2, 0.6, 1.0]))
+@example(TreeShape(4, 3, 5, (2, 4, 6, 4), 60), 0, 1.0)
 @pytest.mark.parametrize("kind", KINDS)
-def test_growth(kind, block_size, blocks, starts, branching, budget, seed, share):
-    shape = TreeShape(block_size, blocks, starts, branching, budget)
+def test_growth(kind, shape, seed, share):
     assert_valid(grow(kind, shape, 30, seed, share), 30, shape.max_depth)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB
-from family_engine import draw_weights
+from families import FAMILIES
+from family_engine import draw_weights, repetitive_prompts
 from support.engines import configure, make_engine
 from support.matrix import Checker
 from vllm import SamplingParams
@@ -57,13 +56,7 @@ def ours(target):
 
 @pytest.fixture(scope="module")
 def prompts():
-    """Texts in which n-grams come again, with different tokens after them."""
-    draw = random.Random(1)
-    made = []
-    for length, words in ((40, 7), (150, 11), (21, 5), (97, 4)):
-        book = [[draw.randrange(5, VOCAB) for _ in range(3)] for _ in range(words)]
-        made.append([token for _ in range(length) for token in draw.choice(book)][:length])
-    return made
+    return repetitive_prompts(1, (40, 7), (150, 11), (21, 5), (97, 4))
 
 
 def requests_for(prompts, temperature=0.0, max_tokens=100):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from lib.controller_world import MACHINES, World, figures, simulate, traces
 
-from vllm_specblock.feedback.controller import Controller, Step
+from vllm_specblock.feedback.controller import PLAIN, Controller, Step
 from vllm_specblock.feedback.step_cost import BRIEF, LOOKUP, WHOLE, StepCost
 
 SLOW = "CPU, SpecBlock"
@@ -83,12 +83,22 @@ def test_a_drafter_is_asked_where_it_gains_more_than_it_costs():
 def test_trees_that_do_not_pay_leave_the_next_step_plain():
     controller = Controller()
     controller.cost.measured({1: 1.0, 2: 1.2, 4: 1.6}, {1: 0.1})
-    given = 1, False, lambda rows: rows
-    assert controller.pays(np.array([[0.1]]), *given)  # no yield is known
-    for _ in range(16):
+    controller.selective = True
+    for _ in range(17):
         controller.budget(np.array([[0.1]]), 1, 1)
-    assert controller.pays(np.array([[0.21]]), *given)
-    assert not controller.pays(np.array([[0.19]]), *given)
+    assert controller.budget(np.array([[0.21]]), 1, 1) == 1
+    assert controller.budget(np.array([[0.19]]), 1, 1) == PLAIN
+
+
+def test_prompts_wait_for_drafters_where_a_batch_has_no_gain():
+    """A node of 0.5 pays beside one request, at 1.4 of a plain step, and not beside four."""
+    controller = Controller()
+    controller.cost.measured({1: 1.0, 2: 1.2, 4: 1.4, 8: 4.0}, {1: 0.1, 4: 0.2})
+    for _ in range(15):
+        controller.budget(np.array([[0.5]]), 1, 1)
+    assert not controller.stops(4, False)  # too little is known
+    controller.budget(np.array([[0.5]]), 1, 1)
+    assert not controller.stops(1, False) and controller.stops(4, False) and controller.paused
 
 
 def test_steps_have_to_win_back_the_prompts_that_drafters_read():

@@ -7,19 +7,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tensors import assert_equal
 from support.verification import falling_rates, some_requests, verified_of
 from vllm_specblock.triton_kernels.feedback.write_survival import Later
+from vllm_specblock.triton_kernels.feedback.write_survival_numba import learn_scores_numba
 
 from vllm_specblock.feedback.acceptance_estimator import (
     BINS_PER_NAT,
     NUM_BINS,
     AcceptanceEstimator,
+    learn_scores,
     write_survival,
 )
 from vllm_specblock.feedback.calibration import GREEDY, RATES, SAMPLING, DraftCalibration
 from vllm_specblock.feedback.skip_gate import DrafterGate, first_token
+from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.tree import DraftTree
 
 
@@ -68,9 +73,23 @@ def test_before_anything_is_seen_scores_are_believed():
 
 
 def learn(table, logprob, reached, judged):
-    temperature = torch.zeros(len(logprob))
-    verdicts = {"logprob": logprob, "reached": reached, "judged": judged}
-    table.learn_from(SimpleNamespace(temperature=temperature, **verdicts))
+    """Judged nodes are the drafters' own; any nodes may be reached."""
+    count, nodes = logprob.shape
+    accepted, run = reached.sum(1), torch.full((count,), nodes)
+    path = (~reached).int().argsort(stable=True) + 1
+    path = F.pad(path * (torch.arange(nodes) < accepted[:, None]), (1, 0))
+    of_tree = logprob.contiguous(), judged.byte(), torch.zeros(count)
+    table.learn_from(VerifiedTrees(torch.arange(count), run, accepted.int(), path, *of_tree))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 4), st.randoms(use_true_random=False))
+def test_scores_are_learned_by_a_loop_as_by_torch(count, draw):
+    seen = torch.full((2, 2, 2, NUM_BINS), 7.0)
+    verified = verified_of(some_requests(count, draw))
+    learn_scores.reference(seen[0], verified, 0.75)
+    learn_scores_numba(seen[1], verified, 0.75)
+    assert_equal(seen[1], seen[0])
 
 
 def test_nodes_are_worth_what_such_nodes_were():

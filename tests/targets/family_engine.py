@@ -71,7 +71,7 @@ def _serve(family: Family, folder: Path, mode: str) -> dict[str, Any]:
         **caching,
         **family.engine,
     )
-    prompts = _prompts()
+    prompts = repetitive_prompts(11, (40, 7), (75, 11), (21, 5))
     common = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
     params = [SamplingParams(temperature=0.0, **common) for _ in prompts]
     params += [SamplingParams(temperature=0.8, seed=i, **common) for i, _ in enumerate(prompts)]
@@ -96,11 +96,10 @@ def _serve(family: Family, folder: Path, mode: str) -> dict[str, Any]:
     return result
 
 
-def _prompts() -> list[list[int]]:
-    """Prompts in which n-grams return with different tokens after them."""
-    draw = random.Random(11)
-    made = []
-    for length, words in ((40, 7), (75, 11), (21, 5)):
+def repetitive_prompts(seed: int, *sizes: tuple[int, int]) -> list[list[int]]:
+    """Prompts of (length, words), in which n-grams return with different tokens after them."""
+    draw, made = random.Random(seed), []
+    for length, words in sizes:
         book = [[draw.randrange(5, VOCAB) for _ in range(3)] for _ in range(words)]
         made.append([token for _ in range(length) for token in draw.choice(book)][:length])
     return made

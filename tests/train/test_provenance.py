@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.targets import edit_config, write_target
+from support.targets import LLAMA3, edit_config, write_target
 
 from vllm_specblock.drafters.common.config import CheckpointError
 from vllm_specblock.train import provenance
@@ -25,17 +25,10 @@ def target(tmp_path) -> Path:
 
 
 def test_init_follows_the_target(target):
-    llama3 = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    write_target(target, rope_parameters={"rope_theta": 5e5, **llama3}, head_dim=32)
+    write_target(target, rope_parameters={"rope_theta": 5e5, **LLAMA3}, head_dim=32)
     edit_config(target, rope_theta=...)
     config = init(target, layer_ids=(1, 2, 8)).config
-    assert (config.rope_theta, config.rope_scaling) == (5e5, llama3)
+    assert (config.rope_theta, config.rope_scaling) == (5e5, LLAMA3)
     assert (config.head_dim, config.num_key_value_heads, config.intermediate_size) == (32, 2, 96)
     assert init(target, intermediate_size=24).layers[0].mlp.gate_proj.weight.shape == (24, 64)
     assert config.target.layer_ids == (1, 2, 8)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ..optional_triton import jit, tl
 from .attention_inner import _read
 from .attention_reduce import _count_splits, _finish, _in_other_form
@@ -19,16 +17,6 @@ def _extremes(a, b, c, d, other_a, other_b, other_c, other_d):
     """Return the largest a, the smallest b, the largest c, the smallest d."""
     a, b = tl.maximum(a, other_a), tl.minimum(b, other_b)
     return a, b, tl.maximum(c, other_c), tl.minimum(d, other_d)
-
-
-class BatchStrides(NamedTuple):
-    """Strides of a batch's inputs, except the cache."""
-
-    query_token: int
-    query_head: int
-    query_dim: int
-    table: int
-    mask_words32: int
 
 
 @jit(do_not_specialize=["num_tokens", "num_requests", "max_seq_len"])
@@ -49,9 +37,11 @@ def _tree_attention_kernel(
     whole_from,  # see `_in_other_form`; None: any batch is this launch's
     scale,
     soft_cap,
-    strides,  # BatchStrides
+    query_strides,  # RowStrides
+    table_stride,
+    mask_words32_stride,
     cache_strides,  # CacheStrides
-    out_strides,  # OutStrides
+    out_strides,  # RowStrides
     TILE: tl.constexpr,  # TileConstants
     READ: tl.constexpr,  # ReadConstants
 ):
@@ -99,9 +89,9 @@ def _tree_attention_kernel(
     token = (first_token + row // TILE.GROUP).to(tl.int64)
     head = kv_head * TILE.GROUP + row % TILE.GROUP
     dim = tl.arange(0, TILE.BLOCK_D)
-    asked = (query_ptr + token * strides.query_token + head * strides.query_head)[:, None]
+    asked = (query_ptr + token * query_strides.token + head * query_strides.head)[:, None]
     q = tl.load(
-        asked + dim[None, :] * strides.query_dim,
+        asked + dim[None, :] * query_strides.dim,
         mask=row_in[:, None] & (dim < TILE.HEAD)[None, :],
         other=0.0,
     )
@@ -111,7 +101,7 @@ def _tree_attention_kernel(
     if TILE.ROPE > 0:
         beyond = tl.arange(0, TILE.BLOCK_ROPE)[None, :]
         rope = tl.load(
-            asked + (TILE.HEAD + beyond) * strides.query_dim,
+            asked + (TILE.HEAD + beyond) * query_strides.dim,
             mask=row_in[:, None] & (beyond < TILE.ROPE),
             other=0.0,
         )
@@ -121,7 +111,7 @@ def _tree_attention_kernel(
     if seen.prefix_from is not None:
         oldest = tl.load(seen.prefix_from + token, mask=row_in, other=0)
     tree_begin = tl.load(seen.tree_start + request)
-    row_mask_words32 = seen.mask_words + token * strides.mask_words32
+    row_mask_words32 = seen.mask_words + token * mask_words32_stride
 
     # No row of the tile sees an entry before `low` or from `end` on; every row sees those from
     # `open` to `shut`, which therefore need no mask.
@@ -165,7 +155,7 @@ def _tree_attention_kernel(
         factor = soft_cap * 1.4426950408889634
         inner = inner / soft_cap
 
-    table = seen.block_table + request.to(tl.int64) * strides.table
+    table = seen.block_table + request.to(tl.int64) * table_stride
     cache = kv_cache_ptr + kv_head.to(tl.int64) * cache_strides.head
     # [BLOCK_M] each: the prefix that a row sees; union: per half, what any row sees.
     rows = oldest, prefix

@@ -23,8 +23,8 @@ class OutPointers(NamedTuple):
     sinks: torch.Tensor | None  # [nh]
 
 
-class OutStrides(NamedTuple):
-    """Strides of `OutPointers.out`."""
+class RowStrides(NamedTuple):
+    """Strides of queries or outputs [T, nh, D]."""
 
     token: int
     head: int
@@ -98,7 +98,7 @@ def _finish(
     head,  # [rows]
     row_in,  # [rows]
     into,  # OutPointers
-    strides,  # OutStrides
+    strides,  # RowStrides
     TILE: tl.constexpr,  # TileConstants
 ):
     """Write the rows of a tile from their state."""
@@ -134,7 +134,7 @@ def _merge_splits_kernel(
     up_to,
     whole_from,
     slots,
-    strides,  # OutStrides
+    strides,  # RowStrides
     TILE: tl.constexpr,  # TileConstants
     REDUCE_ROWS: tl.constexpr = REDUCE_ROWS,
 ):

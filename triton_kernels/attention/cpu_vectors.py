@@ -47,7 +47,7 @@ _HOST = binding.get_host_cpu_features()
 _AMX = _HOST.get("amx-bf16", False)
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_F32 = ir.FloatType()
+_F16, _F32 = ir.HalfType(), ir.FloatType()
 _V = ir.VectorType(_F32, LANES)
 _VI = ir.VectorType(_I32, LANES)
 
@@ -64,9 +64,10 @@ class _BFloat(ir.Type):
     __hash__ = ir.Type.__hash__
 
 
-def _call(builder, name, result, *arguments):
+def _call(builder, name, result, *arguments, fastmath=()):
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, arguments, fastmath=fastmath)
 
 
 def _splat(builder, x):
@@ -78,9 +79,7 @@ def _splat(builder, x):
 
 
 def _const(value):
-    if isinstance(value, int):
-        return ir.Constant(_VI, [value] * LANES)
-    return ir.Constant(_V, [value] * LANES)
+    return ir.Constant(_VI if isinstance(value, int) else _V, [value] * LANES)
 
 
 def _pointer(builder, address, to):
@@ -89,42 +88,35 @@ def _pointer(builder, address, to):
 
 def _read(builder, address, element=FP32):
     """16 elements at `address` (an int64 value) as fp32."""
+    kind = ir.VectorType((_F32, _I16, _F16, _I8)[element], LANES)
+    raw = builder.load(_pointer(builder, address, kind), align=BYTES[element])
     if element == FP32:
-        return builder.load(_pointer(builder, address, _V), align=4)
+        return raw
+    if element == FP16:
+        return builder.fpext(raw, _V)
     if element == BF16:
-        raw = builder.load(_pointer(builder, address, ir.VectorType(_I16, LANES)), align=2)
-        wide = builder.shl(builder.zext(raw, _VI), _const(16))
-        return builder.bitcast(wide, _V)
-    halves = ir.VectorType(ir.HalfType(), LANES)
-    if element == FP8:
-        # In a half's places the exponent, its bias 8 smaller, is 2^-8 of the number. Subnormals
-        # of half stay exact, also if the processor flushes those of fp32.
-        raw = builder.load(_pointer(builder, address, ir.VectorType(_I8, LANES)), align=1)
-        wide = builder.sext(raw, ir.VectorType(_I16, LANES))
-        sign, rest = (ir.Constant(wide.type, [mask] * LANES) for mask in (-(1 << 15), 0x3F80))
-        seven = ir.Constant(wide.type, [7] * LANES)
-        bits = builder.or_(builder.and_(wide, sign), builder.and_(builder.shl(wide, seven), rest))
-        return builder.fmul(builder.fpext(builder.bitcast(bits, halves), _V), _const(256.0))
-    raw = builder.load(_pointer(builder, address, halves), align=2)
-    return builder.fpext(raw, _V)
+        return builder.bitcast(builder.shl(builder.zext(raw, _VI), _const(16)), _V)
+    # In a half's places the exponent, its bias 8 smaller, is 2^-8 of the number. Subnormals of
+    # half stay exact, also if the processor flushes those of fp32.
+    wide = builder.sext(raw, ir.VectorType(_I16, LANES))
+    sign, rest, seven = (ir.Constant(wide.type, [x] * LANES) for x in (-(1 << 15), 0x3F80, 7))
+    bits = builder.or_(builder.and_(wide, sign), builder.and_(builder.shl(wide, seven), rest))
+    halves = builder.bitcast(bits, ir.VectorType(_F16, LANES))
+    return builder.fmul(builder.fpext(halves, _V), _const(256.0))
 
 
 def _write(builder, value, address, element=FP32):
     """16 fp32 lanes to `address` as `element`, rounded to the nearest, ties to even."""
-    if element == FP32:
-        builder.store(value, _pointer(builder, address, _V), align=4)
-    elif element == BF16 and _HOST.get("avx512bf16"):
-        short = builder.fptrunc(value, ir.VectorType(_BFloat(), LANES))
-        builder.store(short, _pointer(builder, address, short.type), align=2)
+    if element == BF16 and _HOST.get("avx512bf16"):
+        value = builder.fptrunc(value, ir.VectorType(_BFloat(), LANES))
     elif element == BF16:
         bits = builder.bitcast(value, _VI)
         odd = builder.and_(builder.lshr(bits, _const(16)), _const(1))
         bits = builder.add(bits, builder.add(odd, _const(0x7FFF)))
-        short = builder.trunc(builder.lshr(bits, _const(16)), ir.VectorType(_I16, LANES))
-        builder.store(short, _pointer(builder, address, short.type), align=2)
-    else:
-        short = builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES))
-        builder.store(short, _pointer(builder, address, short.type), align=2)
+        value = builder.trunc(builder.lshr(bits, _const(16)), ir.VectorType(_I16, LANES))
+    elif element == FP16:
+        value = builder.fptrunc(value, ir.VectorType(_F16, LANES))
+    builder.store(value, _pointer(builder, address, value.type), align=BYTES[element])
 
 
 def _fma(builder, a, b, c):
@@ -371,10 +363,8 @@ def row_exp2(context, element, x, out, count, scale, shift):
             with builder.if_then(builder.icmp_signed("<", done, vectors)):
                 one(done, totals[0], target)
         total = builder.fadd(*(builder.load(total) for total in totals))
-        name = "llvm.vector.reduce.fadd.v16f32"
-        kind = ir.FunctionType(_F32, [_F32, _V])
-        add = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(add, [_F32(-0.0), total], fastmath=("reassoc",))
+        given = "llvm.vector.reduce.fadd.v16f32", _F32, _F32(-0.0), total
+        return _call(builder, *given, fastmath=("reassoc",))
 
     return types.float32(*_ints(4), types.float32, types.float32), generate
 

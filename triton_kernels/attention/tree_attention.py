@@ -19,11 +19,11 @@ from ..kv_cache.commit import CacheStrides
 from ..optional_triton import cdiv, next_power_of_2
 from . import attention_schedule as cut
 from .attention_inner import ReadConstants
-from .attention_kernel import BatchStrides, _tree_attention_kernel
+from .attention_kernel import _tree_attention_kernel
 from .attention_reduce import (
     REDUCE_ROWS,
     OutPointers,
-    OutStrides,
+    RowStrides,
     TileConstants,
     _merge_splits_kernel,
 )
@@ -103,10 +103,7 @@ def tree_attention_triton(
     # The kernel uses 32-bit halves of the words: 64-bit masks need twice the registers.
     mask_words32 = seen.mask_words.view(torch.int32)
     into = OutPointers(out, scores.value_scale, scores.sinks)
-    token, head, dim = query.stride()
-    strides = BatchStrides(token, head, dim, seen.block_table.stride(0), mask_words32.stride(0))
-    cache_strides = CacheStrides(*kv_cache.stride())
-    out_strides = OutStrides(*out.stride())
+    out_strides = RowStrides(*out.stride())
     workspace = None
     for launch in launches:
         last = launch is launches[-1]
@@ -164,8 +161,10 @@ def tree_attention_triton(
             *serves,
             scores.scale,
             scores.soft_cap,
-            strides,
-            cache_strides,
+            RowStrides(*query.stride()),
+            seen.block_table.stride(0),
+            mask_words32.stride(0),
+            CacheStrides(*kv_cache.stride()),
             out_strides,
             tile_constants,
             read_constants,

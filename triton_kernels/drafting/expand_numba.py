@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..op import views
 from ..optional_numba import njit
 from ..tree.candidate_keys import (
     CLOSED,
@@ -59,20 +60,20 @@ class CompiledGrowing(Growing):
             texts = None if shape.by_level else path_hash
             return select_numba(Candidates(own, parent, self.score, key, texts), shape.budget)
         size = requests, shape.num_starts
-        next_starts = [torch.empty(size, dtype=torch.int64) for _ in range(4)]
-        next_starts.append(torch.empty(size, dtype=torch.bool))
+        dtypes = [torch.int64] * 4 + [torch.bool]
+        made = NextStarts._make([torch.empty(size, dtype=dtype) for dtype in dtypes])
         _choose_starts(
             *fields[:3],
             *fields[4:5],
             fields[6],
-            *(x.numpy() for x in next_starts),
+            views(made),
             1 if shape.by_level else block,
             shape.count(block - 1) if shape.by_level else 1,
             shape.count(block),
             shape.block_size,
             shape.width,
         )
-        return NextStarts._make(next_starts)
+        return made
 
 
 @njit
@@ -133,18 +134,14 @@ def _choose_starts(
     key,
     start_key,
     started,  # [R, ≥ M−2, S] int64
-    node,  # [R, S] int64, written as all that follows
-    start_token,
-    row,
-    position,
-    valid,  # [R, S] bool
+    made,  # NextStarts
     block,  # the attached block; 1: no text has started a block, and no two are equal
     first_open,  # candidate, from which on blocks may start
     count,  # candidates so far, the root included
     block_size,
     width,
 ):
-    requests, starts = node.shape
+    requests, starts = made.node.shape
     best, chosen = np.empty(starts, np.int64), np.empty(starts, np.int64)
     for r in range(requests):
         best[:], chosen[:] = CLOSED, first_open
@@ -166,6 +163,6 @@ def _choose_starts(
             best[s], chosen[s] = now, c
         for s in range(starts):
             c = chosen[s]
-            node[r, s], start_token[r, s], valid[r, s] = c, token[r, c], best[s] < CLOSED
-            drafted = (c - 1) // width
-            row[r, s], position[r, s] = drafted // block_size, drafted % block_size
+            made.node[r, s], made.token[r, s], made.valid[r, s] = c, token[r, c], best[s] < CLOSED
+            row = (c - 1) // width
+            made.row[r, s], made.position[r, s] = row // block_size, row % block_size

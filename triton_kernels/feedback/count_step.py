@@ -1,6 +1,6 @@
 """Counts over the trees of a step, added to running totals in one launch.
 
-The torch reference is in `engine/metrics/counters.py`. Programs add atomically: sums of integers
+The reference is in `engine/metrics/counters.py`. Programs add atomically: sums of integers
 do not depend on the order.
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..optional_triton import jit, larger, next_power_of_2, tl
@@ -31,6 +32,11 @@ class SeenNodes(NamedTuple):
     believed: torch.Tensor  # [bins] fp32, the score of each bin; bins are a power of two
     prior: float  # nodes of each bin, reached as often as `believed`
     bins_per_nat: int
+
+
+def marked(steps: np.ndarray) -> np.ndarray:
+    """Return the nodes that are marked as `later`, [R, N] bool, from [R, N] fp32."""
+    return (steps.view(np.int32) & 1).astype(bool)
 
 
 def write_survival_triton(

@@ -1,12 +1,48 @@
-"""Survival probabilities of new trees' nodes, for CPUs; see `write_survival.py`."""
+"""Verdicts on nodes by score, and survival probabilities of new nodes, for CPUs.
+
+See `write_survival.py` and `vllm_specblock.feedback.acceptance_estimator`.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 
+from ..op import views
 from ..optional_numba import njit
 from .write_survival import Later, SeenNodes
+
+BINS_PER_NAT = 4
+"""A bin spans a quarter nat; the last one also holds all lower scores."""
+
+
+def learn_scores_numba(seen: torch.Tensor, verified: Any, decay: float) -> None:
+    """Add the verdicts to `seen`; arguments as in `learn_scores`."""
+    _learn(*views([seen, *verified]), np.float32(decay))
+
+
+@njit
+def _learn(seen, req_idx, num_run, accepted, path, score, origin, temperature, decay):
+    new = np.zeros_like(seen)
+    bins, found = np.empty(score.shape[1] + 1, np.int64), False
+    for request in range(len(req_idx)):
+        at = req_idx[request]
+        kind = 1 if temperature[at] > 0 else 0
+        bins[:] = -1
+        for node in range(min(num_run[request], score.shape[1])):
+            if origin[at, node] > 0 and score[at, node] > -np.inf:
+                place = max(-BINS_PER_NAT * score[at, node], 0.0)
+                bins[node + 1] = int(min(place, seen.shape[2] - 1e-3))
+                new[0, kind, bins[node + 1]] += 1
+                found = True
+        for place in range(1, accepted[request] + 1):
+            if bins[path[request, place]] >= 0:
+                new[1, kind, bins[path[request, place]]] += 1
+    if found:
+        seen *= decay
+        seen += new
 
 
 def write_survival_numba(
@@ -18,8 +54,7 @@ def write_survival_numba(
     later: Later,
 ) -> None:
     """Write `steps`; arguments as in `write_survival_triton`."""
-    given = (x.numpy() for x in (req_idx.long(), score, temperature, steps, *seen[:3], *later[:2]))
-    _steps(*given, *seen[3:], *later[2:])
+    _steps(*views([req_idx.long(), score, temperature, steps]), views(seen), views(later))
 
 
 @njit
@@ -50,23 +85,17 @@ def _steps(
     score,  # [S, N] fp32
     temperature,  # [R] fp32
     steps,  # [≥ R, N] fp32; the first R rows are written
-    judged,  # [2, bins] fp32
-    reached,  # [2, bins] fp32
-    believed,  # [bins] fp32
-    depth,  # [S, N+1] int64
-    origin,  # [S, N] uint8
-    prior,
-    bins_per_nat,
-    first,  # depth of the first block
-    others,  # bits of drafters without blocks
+    seen,
+    later,
 ):
+    believed, bins_per_nat = seen.believed, seen.bins_per_nat
     num_bins, bits = len(believed), steps.view(np.int32)
     rates = np.empty((2, num_bins))
     fitted = np.zeros(2, np.bool_)
     for request in range(len(req_idx)):
         at, kind = req_idx[request], 1 if temperature[request] > 0 else 0
         if not fitted[kind]:
-            _fit(judged[kind], reached[kind], believed, prior, rates[kind])
+            _fit(seen.judged[kind], seen.reached[kind], believed, seen.prior, rates[kind])
             fitted[kind] = True
         lowest, before = 2.0, 1.0
         for node in range(score.shape[1]):
@@ -84,6 +113,6 @@ def _steps(
             steps[request, node] = survival / before if before > 0 else 0.0
             before = survival
             bits[request, node] &= -2
-            deep = depth[at, node + 1] > first and origin[at, node] & others == 0
-            if deep and bits[request, node] > 0:
+            deep = later.depth[at, node + 1] > later.first
+            if deep and later.origin[at, node] & later.others == 0 and bits[request, node] > 0:
                 bits[request, node] -= 1

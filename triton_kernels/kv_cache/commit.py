@@ -1,6 +1,6 @@
 """Commit of an accepted path in the paged KV caches: move entries from slot to slot.
 
-The torch reference is `commit.move_path`. A source may be another row's target, so all rows of
+The reference is `commit.move_path`. A source may be another row's target, so all rows of
 a request are read before any is written.
 """
 

@@ -1,6 +1,6 @@
 """Committed tokens of a step: source rows, positions, KV slots.
 
-The torch reference in `commit.py` is some thirty launches.
+The reference in `commit.py` would be some thirty launches.
 """
 
 from __future__ import annotations

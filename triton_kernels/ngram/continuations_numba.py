@@ -29,26 +29,41 @@ def follow_numba(texts: Texts, how: Following) -> TreeTensors:
     return select_numba(Candidates(token, parent, score, key, None), how.budget)
 
 
+_AT_ONCE = 128  # places
+
+
+@njit
+def _occurs(said, token):
+    """Return whether a token occurs; counting vectorises."""
+    count = np.int32(0)
+    for j in range(len(said)):
+        count += np.int32(said[j] == token)
+    return count > 0
+
+
 @njit
 def _search(said, first, text, places, min_match, max_match, best):
     """Put the places in `said`, which begins at `first`, among the `best` [B], in their order."""
     newest, end, branches = text[-1], len(text) - 1, len(best)
-    for j in range(len(said)):
-        if said[j] != newest:
+    for start in range(0, len(said), _AT_ONCE):
+        if not _occurs(said[start : start + _AT_ONCE], newest):
             continue
-        count, most = 1, min(max_match, j + 1, end + 1)
-        while count < most and said[j - count] == text[end - count]:
-            count += 1
-        if count < min_match:
-            continue
-        now = first + j + count * places
-        b = branches
-        while b > 0 and best[b - 1] < now:
-            b -= 1
-        for later in range(branches - 1, b, -1):
-            best[later] = best[later - 1]
-        if b < branches:
-            best[b] = now
+        for j in range(start, min(start + _AT_ONCE, len(said))):
+            if said[j] != newest:
+                continue
+            count, most = 1, min(max_match, j + 1, end + 1)
+            while count < most and said[j - count] == text[end - count]:
+                count += 1
+            if count < min_match:
+                continue
+            now = first + j + count * places
+            b = branches
+            while b > 0 and best[b - 1] < now:
+                b -= 1
+            for later in range(branches - 1, b, -1):
+                best[later] = best[later - 1]
+            if b < branches:
+                best[b] = now
 
 
 @njit

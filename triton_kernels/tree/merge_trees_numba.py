@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..op import views
 from ..optional_numba import njit
 from .candidate_keys import CLOSED, DEPTH_ONE, PATH_FACTOR, ROOT_HASH
 from .select_tree import Candidates, TreeTensors
@@ -20,17 +21,15 @@ def merge_trees_numba(
     requests, ours = first.token.shape
     count = 1 + ours + second.token.shape[1]
     token, parent, key, path_hash = torch.empty(4, requests, count, dtype=torch.int64)
-    score = torch.empty(requests, count)
+    made = Candidates(token, parent, torch.empty(requests, count), key, path_hash)
     for tree, at in (first, 0), (second, ours):
         fields = tree.token, tree.parent, tree.depth, tree.logprob
-        lay_out = (x.numpy() for x in (token, parent, score, key, path_hash))
-        _lay_side_by_side(*(x.contiguous().numpy() for x in fields), at, *lay_out)
-    texts = path_hash if joins else None
-    made = select_numba(Candidates(token, parent, score, key, texts), budget)
+        _lay_side_by_side(*views([x.contiguous() for x in fields]), at, views(made))
+    tree = select_numba(made if joins else made._replace(path_hash=None), budget)
     origin = torch.zeros(requests, budget, dtype=torch.uint8)
-    _authors(key.numpy(), made.node.numpy(), ours, origin.numpy())
+    _authors(key.numpy(), tree.node.numpy(), ours, origin.numpy())
     said = (first.size > 0) & (second.size > 0)
-    return made, origin, said & (first.token[:, 0] == second.token[:, 0])
+    return tree, origin, said & (first.token[:, 0] == second.token[:, 0])
 
 
 @njit
@@ -40,17 +39,14 @@ def _lay_side_by_side(
     of_depth,  # [R, n] int32
     of_score,  # [R, n] fp32
     before,  # nodes of the trees before this one
-    token,  # [R, C] int64, as all that follow, but for
-    parent,
-    score,  # fp32
-    key,
-    path_hash,
+    made,  # Candidates, written
 ):
     """Write a tree's nodes as candidates, after the root and other trees' nodes.
 
     The paper's indices (§4.1): φ(0) = 0, and φ(i) = n₁ + i in the second tree, n₁ being the first
     one's node slots, in use or not.
     """
+    token, parent, score, key, path_hash = made
     for r in range(of_token.shape[0]):
         if before == 0:
             token[r, 0], parent[r, 0], score[r, 0], key[r, 0] = 0, 0, 0.0, 0

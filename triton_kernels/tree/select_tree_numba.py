@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..op import views
 from ..optional_numba import njit
 from .candidate_keys import CLOSED, INDEX_BITS
 from .select_tree import Candidates, TreeTensors
@@ -17,28 +18,17 @@ def select_numba(given: Candidates, budget: int, max_depth: int | None = None) -
     """Select trees; arguments as in `vllm_specblock.candidates.select`; `max_depth` is unused."""
     key, joins = given.key, given.path_hash is not None
     tree = TreeTensors.empty(len(key), budget, torch.empty_like(key).contiguous())
-    arrays = ((key if x is None else x).contiguous().numpy() for x in given)
-    _select(*arrays, joins, *map(torch.Tensor.numpy, tree))
+    arrays = Candidates._make((key if x is None else x).contiguous() for x in given)
+    _select(views(arrays), joins, views(tree))
     return tree
 
 
 @njit
-def _select(
-    token,  # [R, C] int64, as all until `path_hash`, but for
-    parent,
-    score,  # fp32
-    key,
-    path_hash,
-    joins,  # texts may be equal
-    tree_token,  # [R, N] int64
-    tree_parent,  # [R, N] int32
-    tree_depth,  # [R, N] int32
-    tree_score,  # [R, N] fp32
-    tree_size,  # [R] int32
-    ancestors,  # [R, N+1, W] int64
-    node,  # [R, C] int64
-):
-    count, budget = key.shape[1], tree_token.shape[1]
+def _select(given, joins, tree):
+    """Write `tree`. joins: texts may be equal."""
+    token, parent, score, key, path_hash = given
+    ancestors, node = tree.ancestors, tree.node
+    count, budget = key.shape[1], tree.token.shape[1]
     room = 1
     while room < 2 * count:
         room *= 2
@@ -52,10 +42,10 @@ def _select(
                 ranked[wanted] = key[r, c]
                 wanted += 1
         ranked[:wanted].sort()
-        tree_token[r] = 0
-        tree_parent[r] = -1
-        tree_depth[r] = 1
-        tree_score[r] = -np.inf
+        tree.token[r] = 0
+        tree.parent[r] = -1
+        tree.depth[r] = 1
+        tree.logprob[r] = -np.inf
         ancestors[r] = 0
         for n in range(budget + 1):
             ancestors[r, n, n >> 6] = np.int64(1) << (n & 63)
@@ -76,11 +66,11 @@ def _select(
             node[r, c] = kept
             if 1 <= kept <= budget:
                 n, above = kept - 1, node[r, parent[r, c]]
-                tree_token[r, n], tree_score[r, n] = token[r, c], score[r, c]
-                tree_parent[r, n] = above
+                tree.token[r, n], tree.logprob[r, n] = token[r, c], score[r, c]
+                tree.parent[r, n] = above
                 if above:
-                    tree_depth[r, n] = tree_depth[r, above - 1] + 1
+                    tree.depth[r, n] = tree.depth[r, above - 1] + 1
                 for word in range(ancestors.shape[2]):
                     ancestors[r, kept, word] |= ancestors[r, above, word]
             kept += 1
-        tree_size[r] = min(kept - 1, budget)
+        tree.size[r] = min(kept - 1, budget)

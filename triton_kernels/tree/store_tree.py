@@ -1,6 +1,6 @@
 """Storage of new trees by request slot: whole, as their best path, or empty.
 
-The torch reference is `engine/runner/tree_states.py:store_trees`; ties up to
+The reference is `engine/runner/tree_states.py:store_trees`; ties up to
 rounding may differ. Each request has a flag, so that a captured step serves any requests.
 """
 

@@ -1,6 +1,6 @@
 """Tree attention mask and positions of a batch.
 
-The torch reference is `vllm_specblock.verify.tree_mask.build_tree_mask`. The device determines
+The reference is `vllm_specblock.verify.tree_mask.build_tree_mask`. The device determines
 which rows are nodes, since it may have allocated the drafts.
 """
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..op import op
 from ..optional_triton import jit, next_power_of_2, tl
 
 _TILE = 2048  # drafts of several requests that the program looks at together
@@ -33,7 +32,7 @@ class DraftStarts(NamedTuple):
 
 
 def reallocate_drafts_triton(drafts: DraftStarts, req_idx: torch.Tensor, budget: int) -> None:
-    """Launch the kernel; see `reallocate_drafts`."""
+    """Launch the kernel; see `engine.draft_allocation`."""
     count, num_nodes = len(req_idx), drafts.confidence.shape[1]
     key = torch.empty(count, num_nodes, dtype=torch.int32, device=req_idx.device)
     _reallocate_drafts_kernel[(1,)](
@@ -47,26 +46,6 @@ def reallocate_drafts_triton(drafts: DraftStarts, req_idx: torch.Tensor, budget:
         NUM_NODES=num_nodes,
         num_warps=8,
     )
-
-
-@op(reallocate_drafts_triton)
-def reallocate_drafts(drafts: DraftStarts, req_idx: torch.Tensor, budget: int) -> None:
-    """Write `logit_start` and `row_start`.
-
-    req_idx: [R] integers. budget: number of admitted drafts, at most all.
-    """
-    confidence, (scheduled, others), logit_start, row_start = drafts
-    likely = confidence[req_idx].nan_to_num(0.0).clamp(0, 1)
-    survival = likely.double().cumprod(1).float()
-    known = torch.arange(survival.shape[1], device=req_idx.device) < scheduled[:, None]
-    order = survival.masked_fill(~known, -1.0).flatten().argsort(descending=True, stable=True)
-    rank = order.argsort()
-    admitted = (known & (rank.view_as(known) < budget)).sum(1)
-    count = len(req_idx)
-    logit_start[0] = row_start[0] = 0
-    logit_start[1 : count + 1] = (admitted + 1).cumsum(0)
-    row_start[1 : count + 1] = (admitted + others).cumsum(0)
-    row_start[count + 1 :] = row_start[count]
 
 
 @jit

@@ -108,8 +108,10 @@ class PackedMetadataBuilder(TreeAttentionMetadataBuilder):
             return None
         with set_current_vllm_config(config):
             for layer, cache in zip(layers, caches):
-                layer.impl.plain = layer.impl.as_in(cpu_attn.CPUAttentionBackendImpl)
-                layer.isa = cache.isa
+                impl, layer.isa = layer.impl, cache.isa
+                sizes = impl.num_heads, impl.head_size, impl.scale, impl.num_kv_heads
+                given = *sizes, None, impl.window, impl.cache_dtype, impl.soft_cap
+                impl.plain = cpu_attn.CPUAttentionBackendImpl(*given, sinks=impl.sinks)
             builder = cpu_attn.CPUAttentionMetadataBuilder(
                 self.kv_cache_spec, self.layer_names, config, self.device
             )
@@ -143,13 +145,8 @@ class PackedMetadataBuilder(TreeAttentionMetadataBuilder):
 class PackedAttentionBackend(TreeAttentionBackend):
     """Tree attention on a CPU, registered as vLLM's CUSTOM backend there."""
 
-    @staticmethod
-    def get_impl_cls() -> type[PackedAttentionImpl]:
-        return PackedAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[PackedMetadataBuilder]:
-        return PackedMetadataBuilder
+    get_impl_cls = staticmethod(lambda: PackedAttentionImpl)
+    get_builder_cls = staticmethod(lambda: PackedMetadataBuilder)
 
 
 class PackedAttentionImpl(TreeAttentionImpl):
@@ -158,20 +155,6 @@ class PackedAttentionImpl(TreeAttentionImpl):
     plain: CPUAttentionBackendImpl | None = None  # vLLM's own, for causal rows
     packed: PackedCache | None = None
     packed_at = 0  # address of the cache in `packed`
-
-    def as_in(self, kind: type[CPUAttentionBackendImpl]) -> CPUAttentionBackendImpl:
-        """Return the same layer in another implementation."""
-        return kind(
-            self.num_heads,
-            self.head_size,
-            self.scale,
-            self.num_kv_heads,
-            None,
-            self.window,
-            self.cache_dtype,
-            self.soft_cap,
-            sinks=self.sinks,
-        )
 
     def packed_cache(self, kv_cache: Tensor) -> PackedCache | None:
         """Return the packed cache; None: it is not packed."""

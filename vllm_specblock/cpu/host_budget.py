@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm_specblock.engine import adaptive
 from vllm_specblock.engine.adaptive import TreeBudgetManager
 from vllm_specblock.engine.patches import Function, replaces
+from vllm_specblock.feedback.controller import PLAIN
 
 if TYPE_CHECKING:
     import torch
@@ -71,9 +72,8 @@ def measure_steps(runner: model_runner.GPUModelRunner) -> None:
             runner.model.compute_logits(hidden_states[:rows])
             drafting = clock.seconds(*manager.marks)
             took = max(clock.seconds(start, clock.mark()) - drafting, 1e-6)
-            draft = drafts[brief]
             verify[rows] = min(took, verify.get(rows, np.inf))
-            draft[requests] = min(drafting, draft.get(requests, np.inf))
+            drafts[brief][requests] = min(drafting, drafts[brief].get(requests, np.inf))
     manager.brief = False
     runner.speculator.forget_warm_up()
     manager.controller.cost.measured(verify, *drafts)
@@ -94,16 +94,26 @@ class HostBudgetManager(TreeBudgetManager):
 
     _unknown = 0.0
     _padded = staticmethod(padded)
+    # The budget of the next step, if these are its drafts, by slot.
+    _planned: tuple[dict[int, int] | None, int] = None, 0
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         self._confidence_probs[input_batch.idx_mapping] = confidence_probs[: input_batch.num_reqs]
         # Host memory.
         self._stale_confidences[self._stale_idx].np[:] = self._confidence_probs.numpy()
-        self.barren, slots = False, input_batch.idx_mapping_np
+        self.barren, self._planned, self.controller.selective = False, (None, 0), True
         if self._begun is not None and not self.all_paused:
+            slots = input_batch.idx_mapping_np
             drafts = np.where(self.undrafted[slots], 0, self.num_speculative_steps)
-            given = self._survival(slots, drafts)[1], len(slots), self._sampling(slots)
-            self.barren = not self.controller.pays(*given, self._padded)
+            nodes = self._nodes(slots.tolist(), drafts, len(slots))
+            self._planned = dict(zip(slots.tolist(), drafts.tolist())), nodes
+            self.barren = nodes == PLAIN
+
+    def _nodes(self, slots: list[int], drafts: np.ndarray, rows: int) -> int:
+        planned, nodes = self._planned
+        if rows == len(slots) and planned == dict(zip(slots, drafts.tolist())):
+            return nodes
+        return super()._nodes(slots, drafts, rows)
 
 
 def install() -> None:

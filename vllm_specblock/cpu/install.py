@@ -19,10 +19,9 @@ from vllm_specblock.cpu.kernels import overrides
 from vllm_specblock.cpu.runner import hidden
 from vllm_specblock.cpu.top_k_top_p import apply_top_k_top_p
 from vllm_specblock.drafters.common.layers import RMSNorm
-from vllm_specblock.engine import compat
-from vllm_specblock.engine.compile_cache import load_compiled_models
+from vllm_specblock.engine import compat, patches
 from vllm_specblock.engine.device import DEVICES
-from vllm_specblock.engine.patches import PATCHES, Function, patch, replaces
+from vllm_specblock.engine.patches import Function, patch, replaces
 from vllm_specblock.options import TargetError
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 def install() -> None:
     """Replace slow or unsupported kernels and allow CUSTOM attention. Idempotent."""
-    if "cpu kernels" in PATCHES:
+    if "cpu kernels" in patches.PATCHES:
         return
     from vllm import _custom_ops  # noqa: F401 - loads the kernels
     from vllm.triton_utils.dispatcher import register_kernels
@@ -45,7 +44,7 @@ def install() -> None:
     found = overrides()
     with hidden("llvmlite"):
         register_kernels(found)
-    PATCHES["cpu kernels"] = register_kernels
+    patches.PATCHES["cpu kernels"] = register_kernels
     # The interpreter does not support the loop over rows in its kernels.
     topk_topp_sampler.HAS_TRITON = False
     patch(topk_topp_sampler, "apply_top_k_top_p_pytorch", lambda original: apply_top_k_top_p)
@@ -57,7 +56,7 @@ def install() -> None:
     RMSNorm.loop = rms_norm
     DEVICES["cpu"] = CpuDevice()
     register_backend(AttentionBackendEnum.CUSTOM, CpuDevice.attention)
-    load_compiled_models()
+    patches.load_compiled_models()
     sleeping_waits.install()
     _accept_custom_attention()
 

@@ -17,11 +17,5 @@ class CpuTreeMLAImpl(TreeMLAImpl, CPUMLAImpl):
 class CpuTreeMLABackend(TreeMLABackend):
     """Registered as vLLM's CUSTOM backend on a CPU."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [
-        *TreeMLABackend.supported_dtypes,
-        torch.float32,
-    ]
-
-    @staticmethod
-    def get_impl_cls() -> type[CpuTreeMLAImpl]:
-        return CpuTreeMLAImpl
+    supported_dtypes: ClassVar = [*TreeMLABackend.supported_dtypes, torch.float32]
+    get_impl_cls = staticmethod(lambda: CpuTreeMLAImpl)

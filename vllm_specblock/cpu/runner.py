@@ -80,7 +80,14 @@ def prepare() -> None:
                 "An engine of this process has loaded vLLM's runner without Triton: create the one "
                 "with 'specblock' first, or set VLLM_USE_V2_MODEL_RUNNER=1 before Python starts."
             )
-        _find_triton()
+        from vllm.platforms import current_platform
+
+        # vLLM replaces the first runner's kernels only while there is no Triton.
+        with hidden("llvmlite"):
+            current_platform.register_triton_kernel_overrides()
+        triton_interpreter.enable()
+        importlib.reload(triton_utils.importing)
+        importlib.reload(triton_utils)
     from vllm_specblock.cpu import install
 
     install.install()
@@ -100,15 +107,3 @@ def hidden(package: str) -> Iterator[None]:
         yield
     finally:
         sys.modules.update(found)
-
-
-def _find_triton() -> None:
-    from vllm import triton_utils
-    from vllm.platforms import current_platform
-
-    # vLLM replaces the first runner's kernels only while there is no Triton.
-    with hidden("llvmlite"):
-        current_platform.register_triton_kernel_overrides()
-    triton_interpreter.enable()
-    importlib.reload(triton_utils.importing)
-    importlib.reload(triton_utils)

@@ -24,14 +24,15 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.engine.compat import reallocated
+from vllm_specblock.engine.draft_allocation import reallocate_drafts
 from vllm_specblock.engine.patches import Function, replaces
 from vllm_specblock.engine.scheduler import UNDRAFTED
-from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator, marked
+from vllm_specblock.feedback.acceptance_estimator import AcceptanceEstimator
 from vllm_specblock.feedback.controller import Step
 from vllm_specblock.feedback.step_cost import BRIEF, LOOKUP, WHOLE
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
-from vllm_specblock.triton_kernels.feedback.write_survival import Later
-from vllm_specblock.triton_kernels.verify.reallocate_drafts import DraftStarts, reallocate_drafts
+from vllm_specblock.triton_kernels.feedback.write_survival import Later, marked
+from vllm_specblock.triton_kernels.verify.reallocate_drafts import DraftStarts
 
 if TYPE_CHECKING:
     from vllm_specblock.engine.runner.speculator import TreeSpeculator
@@ -74,6 +75,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         # [requests, N] fp32, in batch order.
         self.confidence, self.skipped = speculator.draft_token_confidence_probs, speculator.skipped
         self.resumes = self.on_host or not self.skipped.has_caches
+        self.waits = self.on_host and not speculator.adapts  # adaptation learns from prompts, too
         self.acceptance = AcceptanceEstimator(speculator.device)
         self.undrafted, self.samples = speculator.undrafted, speculator.samples
         # The controller decides whether drafters draft all of their blocks.
@@ -99,10 +101,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self._observe(*begun[1:], now, sampling)
         trees = bool(draft_tokens) and not self.all_paused
         if trees:
-            confidence, survival = self._survival(slots, np.array([*drafts.values()]))
-            most = max(0, min(sum(drafts.values()), self._max_total_logits - count))
-            limits = rows, most, sampling, self._padded
-            nodes = self.controller.budget(survival, count, *limits, marked(confidence))
+            nodes = max(0, self._nodes(slots, np.array([*drafts.values()]), rows))
         self._batch_budget = drafts, others, nodes
         if decodes:
             behind = self.skipped.behind(slots)
@@ -117,19 +116,16 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         """Return whether most requests sample."""
         return bool(2 * self.samples[slots].sum() > len(slots))  # a host array
 
-    def _survival(
-        self, slots: Sequence[int] | np.ndarray, drafts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the confidences of trees and their survival, [R, N] each; drafts: [R], how many.
-
-        Survival is 0 beyond them.
-        """
+    def _nodes(self, slots: list[int], drafts: np.ndarray, rows: int) -> int:
+        """Return the budget of a step of `rows` without nodes; drafts: [R], how many there are."""
         confidence = self._stale_confidences[self._stale_idx].np[slots]
         survival = confidence.cumprod(axis=1, dtype=np.float64)
         # The confidences of a new request are 1 until it has drafts.
         survival[survival[:, -1] == 1] = self._unknown
         survival[np.arange(survival.shape[1]) >= drafts[:, None]] = 0
-        return confidence, survival
+        most = max(0, min(int(drafts.sum()), self._max_total_logits - len(slots)))  # a host array
+        limits = len(slots), rows, most, self._sampling(slots), self._padded
+        return self.controller.budget(survival, *limits, marked(confidence))
 
     def _observe(self, step: Step, start: Any, now: Any, sampling: bool) -> None:
         """Learn from the steps that ended; a step is timed to the beginning of the next one."""
@@ -171,9 +167,16 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     # ---- within a step: what the speculator reports ----
 
     def is_paused(self, batch: InputBatch) -> bool:
-        """Return `all_paused`; a batch of prompts that drafters cannot read later ends a pause."""
-        if not self.resumes and batch.is_prefilling_np[: batch.num_reqs].all():  # a host array
+        """Return `all_paused`; a batch of prompts that drafters cannot read later ends a pause.
+
+        On a CPU drafters do not read prompts where the batch will have no gain.
+        """
+        prompts = batch.is_prefilling_np[: batch.num_reqs]
+        if not self.resumes and prompts.all():  # a host array
             self.all_paused = self.controller.paused = False
+        elif self.waits and not self.all_paused and prompts.any():  # a host array
+            sampling = self._sampling(batch.idx_mapping_np)
+            self.all_paused = self.controller.stops(batch.num_reqs, sampling)
         return self.all_paused
 
     def learn(self, verified: VerifiedTrees) -> None:

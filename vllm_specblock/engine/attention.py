@@ -152,25 +152,13 @@ class TreeAttentionBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
-
-    @staticmethod
-    def get_impl_cls() -> type[TreeAttentionImpl]:
-        return TreeAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
-        return TreeAttentionMetadataBuilder
-
+    get_name = staticmethod(lambda: "CUSTOM")
+    get_impl_cls = staticmethod(lambda: TreeAttentionImpl)
+    get_builder_cls = staticmethod(lambda: TreeAttentionMetadataBuilder)
     # Text-only requests have no multimodal prefix.
     supports_sliding_window = supports_sink = supports_mm_prefix = classmethod(lambda cls: True)
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # A slot of a layer is one contiguous row to copy.
-        return (KVCacheLayout.LBNHC,)
+    # A slot of a layer is one contiguous row to copy.
+    supported_kv_cache_layouts = classmethod(lambda cls: (KVCacheLayout.LBNHC,))
 
 
 class TreeAttentionImpl(AttentionImpl):

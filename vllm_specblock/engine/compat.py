@@ -33,13 +33,7 @@ class Hook(NamedTuple):
 
     Attributes:
         file: in the folder `vllm`; "" for an import.
-        need: one of
-            `name(a, b)`: a function with these parameters; a last `...` stands for others;
-            `name: a b`: a class that defines these names or sets them on `self`, or a function with
-                these parameters;
-            `name ~ text ... text`: source with these pieces in this order, white space aside;
-            `name ~ text || text`: source with one of them; `name !~ text`: source without it;
-            `from vllm.module import name`. Without a name the whole file is meant.
+        need: as `vllm_hooks.txt` describes it, or `from vllm.module import name`.
         breaks: what fails without it.
     """
 

@@ -73,18 +73,10 @@ class TreeMLABackend(MLACommonBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16"]
 
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
+    get_name = staticmethod(lambda: "CUSTOM")
+    get_impl_cls = staticmethod(lambda: TreeMLAImpl)
+    get_builder_cls = staticmethod(lambda: TreeMLABuilder)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return []  # any
-
-    @staticmethod
-    def get_impl_cls() -> type[TreeMLAImpl]:
-        return TreeMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TreeMLABuilder]:
-        return TreeMLABuilder

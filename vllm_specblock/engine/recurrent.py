@@ -35,7 +35,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specblock.engine.attention import after_trees
+from vllm_specblock.engine.attention import ReadsTreeMask, after_trees
 from vllm_specblock.engine.runner.step_batch import rows_without_drafts
 from vllm_specblock.verify.recurrence import (
     Paths,
@@ -110,10 +110,8 @@ def tree_backend(plain: type[AttentionBackend]) -> type[AttentionBackend]:
             super().__init__(spec, names, config, device)
             self.supports_update_block_table = False  # of a step without drafts alone
 
-        @classmethod
-        def get_varlen_cudagraph_max_query_len(cls, config: VllmConfig, spec: KVCacheSpec) -> int:
-            # vLLM asks before it builds a budget manager, on a CPU, too.
-            return config.num_speculative_tokens + 1
+        # vLLM asks before it builds a budget manager, on a CPU, too.
+        get_varlen_cudagraph_max_query_len = ReadsTreeMask.get_varlen_cudagraph_max_query_len
 
         def build(
             self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, **_: Any
@@ -169,7 +167,7 @@ class RecurrentLayer(ABC):
     @property
     def states(self) -> Tensor:
         """[slots, H, K, V]."""
-        raise NotImplementedError
+        return self.layer.kv_cache[1].transpose(2, 3)
 
     def forward(self, **given: Tensor) -> None:
         """Write the last tensor, [rows, …], the output; requests without drafts run vLLM's."""
@@ -227,10 +225,6 @@ class RecurrentLayer(ABC):
 class Mamba2Layer(RecurrentLayer):
     replaced = "conv_ssm_forward"
 
-    @property
-    def states(self) -> Tensor:
-        return self.layer.kv_cache[1].transpose(2, 3)
-
     def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
         layer, (projected,) = self.layer, inputs
         sizes = [layer.tped_intermediate_size, layer.tped_conv_size, layer.tped_dt_size]
@@ -270,12 +264,9 @@ class GatedDeltaNetLayer(RecurrentLayer):
 
     @property
     def states(self) -> Tensor:
-        states = self.layer.kv_cache[1]
-        if not ON_CPU:
-            return states.transpose(2, 3)
+        states = super().states
         # vLLM's kernels for CPUs take the memory of [V, K] as [K, V].
-        slots, heads, value, key = states.shape
-        return states.view(slots, heads, key, value)
+        return self.layer.kv_cache[1].view(states.shape) if ON_CPU else states
 
     def verify(self, step: RecurrentTreeMetadata, *inputs: Tensor) -> Tensor:
         layer, (x, b, a) = self.layer, inputs

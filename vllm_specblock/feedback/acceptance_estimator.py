@@ -7,18 +7,20 @@ expected accepted tokens.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.triton_kernels.feedback.write_survival import SeenNodes, write_survival_triton
-from vllm_specblock.triton_kernels.feedback.write_survival_numba import write_survival_numba
-from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.feedback.write_survival_numba import (
+    BINS_PER_NAT,
+    write_survival_numba,
+)
+from vllm_specblock.triton_kernels.op import Op, op
 
 write_survival = op(write_survival_triton)(write_survival_numba)
 
-BINS_PER_NAT, NUM_BINS = 4, 32
-"""A bin spans a quarter nat; the last one also holds all scores below −8 nats."""
+NUM_BINS = 32
+"""The last one also holds all scores below −8 nats."""
 
 PRIOR = 4.0
 """Prior nodes of each bin, reached as often as their scores predict."""
@@ -45,17 +47,19 @@ class AcceptanceEstimator:
 
     def learn_from(self, verified: VerifiedTrees) -> None:
         """Learn from the verdicts on a step's trees."""
-        counts = verified.judged & verified.logprob.isfinite()
-        kind = (verified.temperature > 0).long()[:, None]
-        place = (-BINS_PER_NAT * verified.logprob).clamp(0, NUM_BINS - 1e-3)  # 0: most confident
-        cell = (kind * NUM_BINS + place.long()).flatten()
-        nodes = torch.stack([counts, verified.reached & counts]).flatten(1).float()
-        # Sums of integers do not depend on the order; sums of decayed numbers would.
-        new = self._seen.new_zeros(2, 2 * NUM_BINS).index_add_(1, cell, nodes)
-        keep = torch.where(counts.any(), self.decay, 1.0)
-        self._seen.mul_(keep).add_(new.view_as(self._seen))
+        learn_scores(self._seen, verified, self.decay)
 
 
-def marked(steps: np.ndarray) -> np.ndarray:
-    """Return the nodes that are marked as `later`, [R, N] bool, from [R, N] fp32."""
-    return (steps.view(np.int32) & 1).astype(bool)
+@Op
+def learn_scores(seen: torch.Tensor, verified: VerifiedTrees, decay: float) -> None:
+    """Add the verdicts to `seen`, [2, 2, bins] fp32: verified and reached nodes, greedy and not."""
+    counts = verified.judged & (verified.logprob > float("-inf"))  # not NaN, either
+    score = torch.where(counts, verified.logprob, 0)
+    kind = (verified.temperature > 0).long()[:, None]
+    place = (-BINS_PER_NAT * score).clamp(0, NUM_BINS - 1e-3)  # 0: most confident
+    cell = (kind * NUM_BINS + place.long()).flatten()
+    nodes = torch.stack([counts, verified.reached & counts]).flatten(1).float()
+    # Sums of integers do not depend on the order; sums of decayed numbers would.
+    new = seen.new_zeros(2, 2 * NUM_BINS).index_add_(1, cell, nodes)
+    keep = torch.where(counts.any(), decay, 1.0)
+    seen.mul_(keep).add_(new.view_as(seen))

@@ -32,6 +32,10 @@ HORIZON = 64
 """Steps in which drafting has to win back the time to read prompts and missed rows."""
 
 
+PLAIN = -1
+"""A budget: no node is worth verifying, and the step is to be plain, if it can be (`selective`)."""
+
+
 class Step(NamedTuple):
     """Measurements of a step of decoding requests."""
 
@@ -83,7 +87,7 @@ class Controller:
     | drafting | two plain steps | every LONGEST steps, or 2 TRIAL while the gain is uncertain |
     | all blocks, one block | the other | later blocks gain less, or more, than they cost; for \
 TRIAL steps after 2 TRIAL … LONGEST |
-    | drafting | paused | it lost LOSS steps in total against plain steps |
+    | drafting | paused | it lost LOSS steps in total, or prompts come to a batch without gain |
     | paused | drafting | another batch size or kind of sampling has a gain |
     | paused | trying | this kind of sampling is new |
     | paused | trying | the pause has paid for TRIAL steps, or after LONGEST; later if the last \
@@ -102,14 +106,15 @@ trial cost more than its share |
         self._kind = 0, 0  # class of the batch size, sampling
         self._rate = 0.0  # λ; 0: unknown
         self._gain, self._steps = 1.0, 0
-        self._rows, self._expected = 1, 0.0  # rows of the step; expected tokens of its nodes
+        self._rows, self._expected = 1, 0.0  # rows of the next step; expected tokens of its nodes
+        self._running = 0.0  # expected tokens of the current step's
         # Share of drafters with weights in proposals; cost of prompts, per step.
         self._asked, self._prompts = 1.0, 0.0
         # Gain of later blocks per request, and the trees that it was learned from, by `_kind`.
         self._later: dict[tuple[int, int], tuple[float, int]] = {}
         # The proposal to come; whole ones in a row; all since a trial, and how many until the next.
         self._by, self._whole, self._proposals, self._wait = WHOLE, 0, 0, 2 * TRIAL
-        self.selective = False  # steps whose trees do not pay are plain (`pays`)
+        self.selective = self._spared = False  # steps in which no node pays are plain; some were
         self._lost, self._paid = 0.0, 0.0  # lost by drafting, in plain steps; saved for trials
         self._since, self._trial = 0, 0  # steps since a trial; steps left of the current one
 
@@ -122,7 +127,7 @@ trial cost more than its share |
             self._asked += 0.1 * ((step.by != LOOKUP) - self._asked)
         self._prompts *= 1 - 1 / HORIZON
         if step.trees and step.accepted is not None:
-            self._yields[sampling].verified(self._expected, step.accepted)
+            self._yields[sampling].verified(self._running, step.accepted)
 
     def observe_prompts(self, requests: int, by: int, seconds: float) -> None:
         """Learn from a proposal that also read prompts; drafting has to win back their time."""
@@ -137,7 +142,7 @@ trial cost more than its share |
         draft = share * self.cost.draft(requests, self._by)
         draft += (1 - share) * self.cost.draft(requests, LOOKUP)
         cost = self.cost.verify(requests * (1 + nodes)) + draft + self._prompts
-        spared = self.selective * np.maximum(1 - requests * nodes, 0)  # share of plain steps
+        spared = self._spared * np.maximum(1 - requests * nodes, 0)  # share of plain steps
         cost -= spared * (self.cost.verify(requests) - self.cost.plain(requests))
         drafting = float((requests * (1 + tokens) / cost).max())
         plain = requests / self.cost.plain(requests)
@@ -154,7 +159,7 @@ trial cost more than its share |
         padded: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,
         later: np.ndarray | None = None,
     ) -> int:
-        """Return how many nodes to verify in a step.
+        """Return how many nodes to verify in a step, or PLAIN.
 
         Args:
             survival: [R, N], descending in each row; 0 where there is no node.
@@ -164,12 +169,20 @@ trial cost more than its share |
             later: [R, N] bool, nodes of drafters' later blocks; None: there are none.
         """
         known, kind = self._yields[sampling], _kind(requests, sampling)
-        now_and_then = self._see(survival, requests, sampling)
+        now_and_then = (self._steps + 1) % (2 * TRIAL) == 0
         best = np.sort(survival[survival > 0])[::-1][:most]
         tokens = np.concatenate(([0.0], np.cumsum(best)))
-        sizes = padded(rows + np.arange(len(tokens)))
-        value = known.correction * tokens - self._rate * self.cost.verify(sizes)
-        nodes = int(value.argmax())
+        costs = self.cost.verify(padded(rows + np.arange(len(tokens))))
+        gained = known.correction * tokens
+        if self.selective and self._rate and rows == requests:
+            looks = now_and_then and self.cost.doubt(rows + 2, requests) > NOISE
+            extra = costs - self.cost.plain(requests)
+            if not looks and (gained <= self._rate * extra)[1:].all():  # a host array
+                self._spared = True
+                self._see(survival, requests, sampling)
+                return PLAIN
+        self._see(survival, requests, sampling)
+        nodes = int((gained - self._rate * costs).argmax())
         if now_and_then and self.cost.doubt(rows + 2 * nodes + 2, requests) > NOISE:
             nodes = 2 * nodes + 2  # to learn the cost of more
         nodes = min(int(padded(np.array([rows + nodes]))[0]) - rows, len(best))
@@ -180,44 +193,20 @@ trial cost more than its share |
             taken = later & (survival >= best[nodes - 1])
             sizes = rows + nodes - np.array([taken.sum(), 0])
             saved = self._rate * np.diff(self.cost.verify(sizes))[0]
-            gained = float(known.correction * survival[taken].sum() - saved)  # host arrays
+            more = float(known.correction * survival[taken].sum() - saved)  # host arrays
             mean, trees = self._later.get(kind, (0.0, 0))
             trees = min(trees + requests, TREES // 4)
-            self._later[kind] = mean + (gained - requests * mean) / trees, trees
+            self._later[kind] = mean + (more - requests * mean) / trees, trees
         return nodes
 
-    def pays(
-        self,
-        survival: np.ndarray,
-        requests: int,
-        sampling: bool,
-        padded: Callable[[np.ndarray], np.ndarray],
-    ) -> bool:
-        """Return whether any node of new trees is worth verifying; arguments as in `budget`.
-
-        If not, the next step is to be plain, and `budget` is not asked.
-        """
-        looks = (self._steps + 1) % (2 * TRIAL) == 0
-        if not self._rate or (looks and self.cost.doubt(requests + 2, requests) > NOISE):
-            return True
-        tokens = np.sort(survival[survival > 0])[::-1].cumsum()
-        sizes = padded(requests + 1 + np.arange(len(tokens)))
-        extra = self.cost.verify(sizes) - self.cost.plain(requests)
-        if (self._yields[sampling].correction * tokens > self._rate * extra).any():  # a host array
-            return True
-        self.selective = True
-        self._see(survival, requests, sampling)
-        return False
-
-    def _see(self, survival: np.ndarray, requests: int, sampling: bool) -> bool:
-        """Learn from new trees; return whether this is one in 2 TRIAL steps."""
+    def _see(self, survival: np.ndarray, requests: int, sampling: bool) -> None:
+        """Learn from new trees."""
         known, kind = self._yields[sampling], _kind(requests, sampling)
         known.trees.extend(survival[survival[:, 0] < 1])  # 1: unknown
         self._steps += 1
         now_and_then = self._steps % (2 * TRIAL) == 0
         if now_and_then or len(known.trees) < 16 or kind != self._kind or not self._rate:
             self._gain, self._kind = self.gain(requests, sampling), kind
-        return now_and_then
 
     def brief(self, requests: int, sampling: bool = False) -> bool:
         """Decide whether the next proposal is of the drafters' first block only."""
@@ -246,7 +235,7 @@ trial cost more than its share |
     def drafts(self, requests: int, sampling: bool = False, behind: int = 0) -> bool:
         """Decide whether this step drafts; else the next is plain. behind: missed rows."""
         before, self._kind = self._kind, _kind(requests, sampling)
-        self._since += 1
+        self._since, self._running = self._since + 1, self._expected
         if self._trial:
             self._paid -= self._extra(requests)  # by current estimates
         if self._trial > 1:
@@ -273,6 +262,13 @@ trial cost more than its share |
             elif doubt and self._since >= wait:
                 self._trial = 2  # the first still drafts at its end; the second is timed
         return self.paused == (self._trial > 0)
+
+    def stops(self, requests: int, sampling: bool) -> bool:
+        """Pause before drafters read prompts, if the batch is known to have no gain."""
+        known = len(self._yields[sampling].trees) >= 16 and not (self.paused or self._trial)
+        if known and self.gain(requests, sampling) < 1:
+            self.paused, self._lost, self._paid, self._since = True, 0.0, 0.0, 0
+        return self.paused and not self._trial
 
     def _extra(self, requests: int) -> float:
         """Return the additional cost of a step that drafts."""

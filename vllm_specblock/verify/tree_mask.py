@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.op import op, views
 from vllm_specblock.triton_kernels.tree.node_bits import words_for
 from vllm_specblock.triton_kernels.verify.build_tree_mask import (
     BatchRows,
@@ -61,15 +62,15 @@ def build_tree_mask(
     rows: BatchRows, depth: torch.Tensor, ancestors: torch.Tensor, out: MaskTensors
 ) -> None:
     """Write the mask and positions of a batch to `out`; `depth` and `ancestors` as in `fill`."""
+    rows, to, (depths, above) = views(rows), views(out), views([depth, ancestors])
     num_rows, num_requests = len(rows.position), len(rows.req_idx)
-    torch.add(rows.position, 1, out=out.prefix_len[:num_rows])
-    out.mask_words[:num_rows] = 0
-    out.position[:num_rows] = rows.position
+    to.prefix_len[:num_rows] = rows.position + 1
+    to.mask_words[:num_rows] = 0
+    to.position[:num_rows] = rows.position
 
-    node = rows.node.long()
-    root = rows.position[rows.row] - node
-    out.prefix_len[rows.row] = root.int()
-    out.mask_words[rows.row] = ancestors[rows.row_req_idx, node]
-    by_depth = root + depth[rows.row_req_idx, node]
-    out.position[rows.row] = out.node_position[: len(node)] = by_depth
-    out.tree_start[:num_requests] = rows.seq_len[:num_requests] - rows.node_start.diff()
+    root, of = rows.position[rows.row] - rows.node, (rows.row_req_idx, rows.node)
+    to.prefix_len[rows.row] = root
+    to.mask_words[rows.row] = above[of]
+    by_depth = root + depths[of]
+    to.position[rows.row] = to.node_position[: len(root)] = by_depth
+    to.tree_start[:num_requests] = rows.seq_len[:num_requests] - np.diff(rows.node_start)

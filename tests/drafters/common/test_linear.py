@@ -150,7 +150,7 @@ CONFIG = small_drafter(head_dim=64, rope_theta=5e5).config
 def by_definition(base, dtype, config):
     """cos and signed sin of every position, [T, K, 1, D]."""
     position = base[:, None] + torch.arange(CONFIG.block_size)
-    angle = position[..., None, None].float() * inverse_frequencies(config)[0]
+    angle = position[..., None, None].float() * inverse_frequencies(config, config.head_dim)[0]
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 

@@ -1,4 +1,4 @@
-"""Commands that take a GPU where one is: answers, features, training, evaluation."""
+"""Commands that take a GPU where one is: answers, features, training, evaluation, serving."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from support.engines import TARGET
+from lib.server import Server
+from openai import OpenAI
+from support.engines import DRAFTER, TARGET, make_engine
 from torch.nn.attention.flex_attention import flex_attention
 from typer.testing import CliRunner
+from vllm import SamplingParams
 
 from vllm_specblock.cli.main import app
 from vllm_specblock.train import attention
@@ -62,7 +65,7 @@ def test_training(prompts, data, tmp_path, monkeypatch):
         "batch": 2, "steps": 2, "rank_from": 1, "hold_out": 1, "eval_every": 1, "device": "cuda",
         "precision": "fp32",
     }  # fmt: skip
-    for name, more in (("first", {}), ("drafter", {"features": str(stored)})):
+    for name, more in (("first", {"device": "auto"}), ("drafter", {"features": str(stored)})):
         path = tmp_path / f"{name}.json"  # YAML as well
         path.write_text(json.dumps(config | more | {"out": str(tmp_path / name)}))
         specblock("train", path)
@@ -71,3 +74,24 @@ def test_training(prompts, data, tmp_path, monkeypatch):
     specblock("eval", out, "--target", TARGET, "--data", prompts, *options, "--json", figures)
     found = json.loads(figures.read_text())
     assert "H100" in found["device"] and found["results"]
+
+
+def test_serve(tmp_path):
+    """An answer through HTTP is plain vLLM's, and has accepted drafts in it."""
+    path, model, prompt = tmp_path / "serve.yaml", str(TARGET), PROMPTS[1]
+    options = ENGINE | {"dtype": "float32", "max_model_len": 256, "gpu_memory_utilization": 0.02}
+    asked = {"method": "specblock", "model": str(DRAFTER)}
+    path.write_text(json.dumps(options | {"model": model, "speculative_config": asked}))
+    server = Server(["--config", str(path)], tmp_path / "log", {}, tmp_path)
+    try:
+        server.wait()
+        client = OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+        given = {"model": model, "prompt": prompt, "max_tokens": 32, "temperature": 0}
+        text = client.completions.create(**given).choices[0].text
+        accepted = server.metrics()["vllm:spec_decode_num_accepted_tokens_total"]
+    finally:
+        server.close()
+    plain = make_engine(None, **options)
+    ids = plain.llm.get_tokenizer().encode(prompt)
+    ((wanted,),) = plain.generate([ids], SamplingParams(temperature=0, max_tokens=32))
+    assert text == wanted.text and accepted > 0

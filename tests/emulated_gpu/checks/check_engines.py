@@ -16,13 +16,6 @@ from typing import Any
 import pytest
 from families import FAMILIES, VOCAB
 from family_engine import draw_weights
-
-# Read by vLLM when it is imported.
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ["TRITON_F32_DEFAULT"] = "ieee"
-
 from support.adapters import LORA, in_turn
 from support.engines import (
     EAGLE3,

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from typing import Any
 
 import pytest
-
-# Read by vLLM when it is imported.
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-import _emulated_gpu
 from support.engines import EAGLE3, FULL_GRAPHS, Engine, make_engine, prompts
 from vllm import SamplingParams
 
@@ -44,6 +36,8 @@ def make(method: str) -> Engine:
 
 def count(engine: Engine, requests: int) -> dict[str, float]:
     """Return per step: graphs launched, their nodes, and what is launched or copied outside."""
+    import _emulated_gpu  # wants torch's libraries to be loaded
+
     llm = engine.llm.llm_engine
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     for i, text in enumerate(prompts(count=requests, shared=4)):

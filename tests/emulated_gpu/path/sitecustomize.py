@@ -11,6 +11,7 @@ FOLLOWERS = {
     "torch": "emulated_gpu.operators",
     "triton.runtime.interpreter": "emulated_gpu.triton_launches",
     "vllm._custom_ops": "emulated_gpu.vllm_operators",
+    "vllm.model_executor.layers.logits_processor": "emulated_gpu.vllm_operators",
     "vllm.vllm_flash_attn.flash_attn_interface": "emulated_gpu.vllm_operators",
     "vllm.v1.sample.ops.topk_topp_sampler": "emulated_gpu.vllm_operators",
     "vllm.v1.worker.gpu.spec_decode.adaptive_verification": "emulated_gpu.vllm_operators",

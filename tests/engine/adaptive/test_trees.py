@@ -20,7 +20,7 @@ from support.matrix import (
 from vllm.platforms import current_platform
 
 from vllm_specblock.engine.runner import speculator
-from vllm_specblock.feedback.controller import Controller
+from vllm_specblock.feedback.controller import PLAIN, Controller
 
 on_the_host = pytest.mark.skipif(
     not current_platform.is_cpu(), reason="on a GPU vLLM measures costs, and makes no experiments"
@@ -84,7 +84,7 @@ def test_budgets_that_come_and_go_change_no_token(engine, reference, verified, m
 def test_trees_that_do_not_pay_leave_plain_steps(engine, reference, monkeypatch, verified):
     no_pause(engine, monkeypatch)
     manager = engine.runner.adaptive_verification
-    monkeypatch.setattr(manager.controller, "pays", lambda *_: False)
+    monkeypatch.setattr(manager.controller, "budget", lambda *_: PLAIN)
     Checker()(engine, half_sampled(), reference("half sampled", half_sampled()))
     # While prompts come, steps are not weighed.
     assert len(verified) > 20 and sum(drafts > 0 for drafts, _ in verified) < len(verified) / 4
@@ -210,6 +210,16 @@ def test_steps_are_observed_as_they_were(engine, reference, monkeypatch, verifie
     assert max(step.accepted / step.requests for step in drafted) > 1
     assert all(step.seconds > step.draft_seconds > 0 for step in seen if step.drafted)
     assert any(step.read for step in seen if step.drafted and not step.trees), "missed rows"
+
+
+@on_the_host
+def test_prompts_are_not_read_where_a_batch_has_no_gain(engine, reference, monkeypatch):
+    no_pause(engine, monkeypatch)
+    controller, prompts = engine.runner.adaptive_verification.controller, []
+    monkeypatch.setattr(controller, "stops", lambda *_: True)
+    monkeypatch.setattr(controller, "observe_prompts", lambda *given: prompts.append(given))
+    Checker()(engine, half_sampled(), reference("half sampled", half_sampled()))
+    assert not prompts
 
 
 @on_the_host

@@ -74,7 +74,7 @@ def test_angles_are_those_of_vllm(name, layout, kind, tmp_path):
     with set_current_vllm_config(VllmConfig()):
         wanted = get_rope(D, 128, rope_parameters=parameters, dtype=torch.float32).cos_sin_cache
     shape = from_json(raw, "config.json")
-    frequency, factor = inverse_frequencies(shape, shape.rotary_dim)
+    frequency, factor = inverse_frequencies(shape, shape.rotary_dim or D)
     angle = torch.arange(100)[:, None] * frequency
     found = factor * torch.cat([angle.cos(), angle.sin()], 1)
     torch.testing.assert_close(found, wanted[:100], rtol=1e-4, atol=1e-4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.engines import DRAFTER, EMULATED, assert_identical, make_engine
+from support.engines import DRAFTER, assert_identical, make_engine
 from support.learned import write_learned, write_peagle
 from support.matrix import PROMPTS, half_sampled, params
 
@@ -24,8 +24,6 @@ SECOND = {"model": str(DRAFTER)}
 def test_tokens_are_vllms_own_and_drafts_are_accepted(
     kind, beside, tmp_path, reference, monkeypatch
 ):
-    if kind == "falcon" and EMULATED:
-        pytest.skip("the emulated GPU has no cuDNN, which runs an LSTM")
     greedy = reference("baselines", params(len(ASKED), max_tokens=NEW_TOKENS), ASKED)
     write_learned(tmp_path, kind, ASKED, [one.tokens for (one,) in greedy])
     if kind == "dspark":

@@ -16,6 +16,7 @@ from support.committed import served_trees
 from support.eagle3 import SIZES, small_eagle3, speculators_json
 from support.engines import TARGET, make_engine, note_calls, record_drafts
 from support.matrix import PROMPTS, params
+from support.targets import LLAMA3
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import CandidateSampler
 
 from vllm_specblock.drafters.dflash.drafter import DFlashDrafter
@@ -56,13 +57,7 @@ def flat() -> dict:
         attention_bias=True,
         mlp_bias=True,
         rope_theta=5000.0,
-        rope_scaling={
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
+        rope_scaling=LLAMA3 | {"original_max_position_embeddings": 64},
         eagle_aux_hidden_state_layer_ids=LAYERS,
         eagle_config={"norm_before_fc": True, "use_aux_hidden_state": True},
     )

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_specblock.engine.compile_cache import load_compiled_models
-from vllm_specblock.engine.patches import PATCHES
+from vllm_specblock.engine.patches import PATCHES, load_compiled_models
 
 if torch.cuda.is_available():
     pytest.skip("of vLLM's CPU build", allow_module_level=True)

@@ -105,6 +105,7 @@ def pause(engine, monkeypatch, when) -> None:
     """Pause drafting after the steps for whose number `when` is true."""
     controller, steps = engine.runner.adaptive_verification.controller, count()
     monkeypatch.setattr(controller, "drafts", lambda *_: not when(next(steps)))
+    monkeypatch.setattr(controller, "stops", lambda *_: False)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

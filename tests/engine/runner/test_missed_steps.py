@@ -33,7 +33,7 @@ def pause_by_hand(engine: Engine, monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(manager, "is_paused", lambda batch: pause.on)
     monkeypatch.setattr(manager.controller, "drafts", lambda *_: not pause.on)
     monkeypatch.setattr(manager.controller, "brief", lambda *_: False)
-    monkeypatch.setattr(manager.controller, "pays", lambda *_: True)
+    monkeypatch.setattr(manager.controller, "budget", lambda *_: 1)
     choose = manager.get_num_tokens
 
     def get_num_tokens(*args) -> int:

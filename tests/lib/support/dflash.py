@@ -14,34 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from vllm_specblock.drafters.dflash.config import from_json
 from vllm_specblock.drafters.dflash.model import DFlashModel
 
-# Keys of a published checkpoint's config.json; sizes are ours.
-PUBLISHED = {
-    "architectures": ["DFlashDraftModel"],
-    "attention_bias": False,
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "block_size": 5,
-    "dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 3, 5]},
-    "dtype": "bfloat16",
-    "head_dim": 8,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "layer_types": ["full_attention", "full_attention"],
-    "max_position_embeddings": 2048,
-    "model_type": "qwen3",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "num_target_layers": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 64,
-}
-"""DFlash's."""
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+PUBLISHED: dict[str, Any] = json.loads((FIXTURES / "dflash.json").read_text())
+"""Keys of a published DFlash checkpoint's config.json; sizes are ours."""
 
 WINDOWS = PUBLISHED | {
     "num_hidden_layers": 3,

@@ -71,6 +71,7 @@ def no_pause(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     manager = engine.runner.adaptive_verification
     manager.all_paused = False
     patch.setattr(manager.controller, "drafts", lambda *_: True)
+    patch.setattr(manager.controller, "stops", lambda *_: False)
 
 
 def to_the_limit() -> list[SamplingParams]:

@@ -25,8 +25,12 @@ from vllm_specblock.triton_kernels.attention.tree_attention_batch import TreeAtt
 from vllm_specblock.triton_kernels.feedback.record_step import record_step
 from vllm_specblock.triton_kernels.ngram import continuations_numba
 
+from vllm_specblock.commit import committed_tokens, move_path
+from vllm_specblock.engine.metrics.counters import count_step
+from vllm_specblock.engine.runner.tree_states import store_trees
 from vllm_specblock.feedback.acceptance_estimator import write_survival
 
+WRITING = count_step, move_path, record_step, write_survival
 _FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy}
 
 
@@ -106,7 +110,7 @@ class Recorder(TorchDispatchMode):
         def again() -> None:
             nonlocal results
             found = loop(*args)
-            results = results or found
+            results = found if results is None else results
             for old, fresh in zip(tree_leaves(results), tree_leaves(found)):
                 old.copy_(fresh)
 
@@ -138,8 +142,9 @@ def recording(graph: RecordedGraph, *args, **kwargs):
         for note, module, name in (
             (recorder.whole, cpu_packing, "store_packed"),
             (recorder.whole, cpu_packing, "move_packed"),
-            (recorder.whole, record_step, "reference"),
-            (recorder.whole, write_survival, "reference"),
+            *((recorder.whole, op, "reference") for op in WRITING),
+            (recorder.made, committed_tokens, "reference"),
+            (recorder.made, store_trees, "reference"),
             (recorder.made, continuations_numba, "follow_numba"),
         ):
             patch.setattr(module, name, partial(note, getattr(module, name)))

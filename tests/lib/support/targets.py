@@ -8,6 +8,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 8192
+"""A scaling of RoPE."""
+
 
 def tiny_target(**changes) -> LlamaForCausalLM:
     """A random Llama, by default of 20 tokens and 5 layers, far from uniform, that never ends."""

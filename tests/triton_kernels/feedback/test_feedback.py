@@ -23,10 +23,10 @@ from vllm_specblock.triton_kernels.feedback.record_step import (
     StepToRecord,
     record_step,
 )
-from vllm_specblock.triton_kernels.feedback.write_survival import Later, SeenNodes
+from vllm_specblock.triton_kernels.feedback.write_survival import Later, SeenNodes, marked
 
 from vllm_specblock.engine.metrics.counters import DrafterCounters
-from vllm_specblock.feedback.acceptance_estimator import NUM_BINS, AcceptanceEstimator, marked
+from vllm_specblock.feedback.acceptance_estimator import NUM_BINS, AcceptanceEstimator
 from vllm_specblock.feedback.calibration import DraftCalibration
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 

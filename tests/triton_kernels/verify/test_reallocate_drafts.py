@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support.tensors import assert_equal, column
-from vllm_specblock.triton_kernels.verify.reallocate_drafts import DraftStarts, reallocate_drafts
+from vllm_specblock.triton_kernels.verify.reallocate_drafts import DraftStarts
+
+from vllm_specblock.engine.draft_allocation import reallocate_drafts
 
 GARBAGE = -7
 

@@ -60,14 +60,12 @@ class Rotary(nn.Module):
         return torch.cos(angle, out=cos), torch.sin(angle, out=sin)  # no launch to round
 
 
-def inverse_frequencies(
-    config: NetworkShape, rotary_dim: int | None = None
-) -> tuple[Tensor, float]:
-    """Return radians per position [rotary_dim/2] float32, and YaRN's factor on cos and sin (or 1).
+def inverse_frequencies(config: NetworkShape, dim: int) -> tuple[Tensor, float]:
+    """Return radians per position [dim/2] float32, and YaRN's factor on cos and sin (or 1).
 
-    rotary_dim: dimensions that turn; default: D.
+    dim: dimensions that turn.
     """
-    dim, scaling = rotary_dim or config.head_dim, config.rope_scaling
+    scaling = config.rope_scaling
     if scaling is None or rope_type(scaling) == "default":
         return 1.0 / config.rope_theta ** (torch.arange(0, dim, 2).float() / dim), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # takes a second

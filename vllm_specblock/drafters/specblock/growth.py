@@ -55,7 +55,7 @@ class Expansion:
         wanted = torch.arange(B, device=device) < width.clamp(min=1)[:, None]
         self.unwanted = torch.where(wanted, 0.0, NEVER)  # [4, B] by bucket
         self.closed = torch.where(width > 0, 0, CLOSED)  # [4] by bucket
-        self.rows = self.block = 0
+        self.block = 0
         self.open: list[torch.Tensor] = []  # per block [R, rows·K·B], keys as starts
         self.started: list[torch.Tensor] = []  # per block [R, S], hashes of the starts' texts
 
@@ -81,8 +81,10 @@ class Expansion:
             # The root is no start.
             self.started.append(torch.where(starts.valid, path_hash, ROOT_HASH))
         R, rows, K, B = token.shape
-        here = slice(self.rows, self.rows + rows)
-        cells = slice(1 + self.rows * K * B, 1 + (self.rows + rows) * K * B)
+        here, cells = (
+            slice(count(self.block - 1), count(self.block))
+            for count in (self.shape.rows, self.shape.count)
+        )
         tokens, hashes, keys, parents = self.fields[..., cells].view(4, R, rows, K, B).unbind()
         scores = self.score[:, cells].view(R, rows, K, B)
         # Rounding may leave a certain token's log-probability above 0; a child's score must
@@ -99,7 +101,6 @@ class Expansion:
         parents[:, :, 1:] = self.index[here, :-1, :1]
         tie = self.tie[here] + (key & _DEPTH)[..., None, None]
         rank_key(scores, tie, out=keys)
-        self.rows += rows
 
         if self.block == self.shape.num_blocks:
             return self.select()
@@ -122,7 +123,8 @@ class Expansion:
         """
         K, B, S = self.shape.block_size, self.shape.width, self.shape.num_starts
         if self.started and not self.shape.by_level:
-            order, winner = join(self.key[:, : self.count], self.path_hash[:, : self.count])
+            count = self.shape.count(self.block)
+            order, winner = join(self.key[:, :count], self.path_hash[:, :count])
             place = torch.arange(order.shape[1], device=order.device)
             best = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, winner == place)
             path_hash = self.path_hash[:, 1 : order.shape[1], None]
@@ -140,23 +142,17 @@ class Expansion:
             node, self.token.gather(1, node), drafted // K, drafted % K, valid=key < CLOSED
         )
 
-    @property
-    def count(self) -> int:
-        """Candidates so far, the root included."""
-        return 1 + self.index[: self.rows].numel()
-
     def select(self) -> DraftTree:
         """Join nodes of equal text, keep the best N, put them in order."""
-        token, path_hash, key, parent = (field[:, : self.count] for field in self.fields)
-        score = self.score[:, : self.count]
+        token, path_hash, key, parent = self.fields
         shape, texts = self.shape, None if self.shape.by_level else path_hash
-        given = Candidates(token, parent, score, key, texts)
+        given = Candidates(token, parent, self.score, key, texts)
         return select(given, shape.budget, shape.max_depth)[0]
 
     def blocks(self) -> torch.Tensor:
         """Return the block, 1 … M, of each node of the trees: [R, N] int64, 0 if unused."""
-        shape, made = self.shape, slice(self.count)
-        candidate, _ = keep(self.key[:, made], self.path_hash[:, made], shape.budget)
+        shape = self.shape
+        candidate, _ = keep(self.key, self.path_hash, shape.budget)
         row = (candidate - 1) // (shape.block_size * shape.width)
         block = 1 + (row + shape.num_starts - 1) // shape.num_starts
         return torch.where(candidate > 0, block, 0)

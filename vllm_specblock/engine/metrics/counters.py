@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_specblock.feedback.verified_trees import VerifiedTrees
 from vllm_specblock.triton_kernels.feedback.count_step import Drafted, count_step_triton
 from vllm_specblock.triton_kernels.feedback.device_clock import begin_span_triton, end_span_triton
-from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.op import op, views
+from vllm_specblock.triton_kernels.optional_numba import njit
 from vllm_specblock.triton_kernels.verify.verification_result import VerificationResult
 
 Counts = dict[tuple[str, int], int]
@@ -109,26 +112,35 @@ def count_step(
     total: torch.Tensor, result: VerificationResult, drafted: Drafted | None = None
 ) -> None:
     """See `DrafterCounters.count`; `total` is that of `DrafterCounters`."""
-    # The root has origin 0, and so has padding after the end of the path.
-    node = torch.arange(result.origin.shape[1] + 1, device=total.device)
-    seen = torch.nn.functional.pad(result.origin[result.req_idx], (1, 0))
-    seen = seen * (node <= result.num_run[:, None])
-    kinds = torch.arange(1, _KINDS + 1, dtype=torch.uint8, device=total.device)[:, None, None]
-    parts = seen, seen.gather(1, result.path), seen[:, 1:2]
-    total[: 3 * _KINDS] += torch.stack([(x == kinds).sum((1, 2)) for x in parts], 1).flatten()
+    nodes, split = (result.req_idx, result.num_run, result.path, result.origin), 3 * _KINDS
+    sums, *given = views([total, *nodes])
+    _count_nodes(sums, *given)
     if drafted is None:
         return
-    live = drafted.live != 0
-    one = drafted.other_size is None
-    sizes = [drafted.size] if one else [drafted.size, drafted.other_size]
-    nothing = torch.zeros_like(live)
-    second, agreed = (nothing, nothing) if one else (drafted.second, drafted.agreed)
-    table = torch.stack([*sizes, second.int(), agreed.int()]) * live
-    trees = table[: len(sizes)] > 0
-    betas = [torch.ones_like(live) if x is None else x for x in (drafted.beta, drafted.other_beta)]
-    thousandths = (torch.stack(betas[: len(sizes)]) * 1000 + 0.5).long() * trees
-    rows = [table, trees, trees.all(0, keepdim=True), live[None], thousandths]
-    total[3 * _KINDS :] += torch.cat(rows).sum(1)
+    live, second, agreed, *trees = views(drafted)
+    live = live != 0
+    sizes = [size * live for size in trees[::2] if size is not None]
+    there = [size > 0 for size in sizes]
+    second, agreed = (second[live] != 0, agreed[live] != 0) if trees[2] is not None else ((), ())
+    betas = [live if beta is None else beta for beta in trees[1::2]]
+    thousandths = [(beta * 1000 + 0.5).astype(int)[drew] for beta, drew in zip(betas, there)]
+    both = np.logical_and.reduce(there)
+    rows = *sizes, second, agreed, *there, both, live, *thousandths
+    sums[split:] += [np.sum(row, dtype=int) for row in rows]
+
+
+@njit
+def _count_nodes(total: Any, req_idx: Any, num_run: Any, path: Any, origin: Any) -> None:
+    for request in range(len(req_idx)):
+        by = origin[req_idx[request]]
+        run = min(num_run[request], len(by))
+        for node in range(run):
+            if by[node]:
+                total[3 * by[node] - 3] += 1
+                total[3 * by[node] - 1] += node == 0
+        for node in path[request]:  # 0, the root, fills it beyond its end
+            if 0 < node <= run and by[node - 1]:
+                total[3 * by[node - 1] - 2] += 1
 
 
 def tally(total: Sequence[int], num_drafters: int) -> Counts:

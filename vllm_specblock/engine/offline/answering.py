@@ -84,7 +84,7 @@ class Answering:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
-        from vllm_specblock.engine.compile_cache import load_compiled_models
+        from vllm_specblock.engine.patches import load_compiled_models
 
         load_compiled_models()  # of plain vLLM, too
         self.llm = LLM(**arguments)

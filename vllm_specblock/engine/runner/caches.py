@@ -186,10 +186,5 @@ class DraftMetadataBuilder(CacheOnlyAttentionMetadataBuilder):
 class DraftAttentionBackend(CacheOnlyAttentionBackend):
     """Attention backend that names the drafter's cache layout to vLLM."""
 
-    @staticmethod
-    def get_builder_cls() -> type[DraftMetadataBuilder]:
-        return DraftMetadataBuilder
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBNHC,)
+    get_builder_cls = staticmethod(lambda: DraftMetadataBuilder)
+    supported_kv_cache_layouts = classmethod(lambda cls: (KVCacheLayout.LBNHC,))

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specblock.commit import move_path
-from vllm_specblock.committed import CommittedTokens, MissedRows
+from vllm_specblock.committed import MissedRows
 from vllm_specblock.drafters.registry import drafter_kind
 from vllm_specblock.engine import draft_models
 from vllm_specblock.engine.adaptive import OURS, TreeBudgetManager
@@ -239,7 +239,8 @@ class TreeSpeculator(DraftModelSpeculator):
             if batch.num_draft_tokens:  # drafted before the pause
                 verified, committed = self.settle(self._eager(batch, slot_mappings, states))
                 self.counters.count(verified)
-                missed, kv_slot = partial(MissedRows.of, committed), committed.kv_slot
+                if skipped.has_caches:
+                    missed, kv_slot = partial(MissedRows.of, committed), committed.kv_slot
             skipped.skip(kv_slot, missed, ~(declined & paused))
             if adaptive is not None and not (paused or undrafted):
                 adaptive.drafted(adaptive.clock.mark(), asked=False)
@@ -292,7 +293,7 @@ class TreeSpeculator(DraftModelSpeculator):
             write_survival(req_idx, kept.score, committed.temperature, *found)
         return tokens
 
-    def settle(self, rows: StepBatch) -> tuple[VerifiedTrees, CommittedTokens]:
+    def settle(self, rows: StepBatch) -> tuple[VerifiedTrees, Any]:
         """Commit the accepted paths, and learn from them; return the rows to advance on."""
         paths, trees, has_drafts = rows.accepted_rows, self.tree_states, rows.batch.num_draft_tokens
         if has_drafts:
@@ -323,6 +324,7 @@ class TreeSpeculator(DraftModelSpeculator):
             masks=torch.zeros(2, batch.num_reqs, dtype=torch.int64, device=self.device),
             chain=async_tensor_h2d(chains, device=self.device) if chains.any() else None,
             pad=self.pad_rows,
+            text_only=not (self.pad_rows or self.num_layers or self.skipped.has_caches),
         )
 
     def _no_trees(self, req_idx: torch.Tensor, confidence: float = 1.0) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,16 @@ from vllm_specblock.committed import CommittedTokens
 from vllm_specblock.engine.runner.tree_states import TreeStates
 from vllm_specblock.triton_kernels.kv_cache.commit import AcceptedRows
 from vllm_specblock.triton_kernels.kv_cache.committed_tokens import StepRows
+
+
+class TextRows(NamedTuple):
+    """What of `CommittedTokens` a drafter reads that follows the text alone."""
+
+    text: torch.Tensor
+    req_idx: torch.Tensor
+    position: torch.Tensor  # [R] int64, of the newest rows alone
+    last: torch.Tensor
+    temperature: torch.Tensor
 
 
 def rows_without_drafts(batch: InputBatch) -> np.ndarray:
@@ -47,18 +58,22 @@ class StepBatch:
     # A request with drafts gets D rows for its path, so that shapes follow from the schedule.
     # False, on the host: it gets as many as it needs, or a few more.
     pad: bool = True
+    text_only: bool = False  # no drafter reads more, and the host has `TextRows`
 
     def __post_init__(self) -> None:
         batch, num_reqs, device = self.batch, self.batch.num_reqs, self.block_table.device
         base = rows_without_drafts(batch)
 
         def put(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
-            return async_tensor_h2d(array.astype(dtype, copy=False), device=device)
+            made = torch.from_numpy(array.astype(dtype, copy=False))
+            return async_tensor_h2d(made, device=device) if self.pad else made
 
         self.base = put(base)
         prompt_done = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens[:num_reqs]
         self.goes_on = put(prompt_done >= batch.prefill_len_np, bool)  # [R], has a root
         self.read_accepted(batch.idx_mapping)
+        if self.text_only:
+            return
         has_drafts = base < batch.num_scheduled_tokens[:num_reqs]
         path = most = has_drafts * self.tree_states.max_depth
         if not self.pad:
@@ -83,14 +98,16 @@ class StepBatch:
         path, accepted = self.tree_states.path[slot], self.tree_states.accepted[slot]
         self.accepted_rows = AcceptedRows(start, self.base, path, accepted)
 
-    def committed(
-        self, num_layers: int, text: torch.Tensor, temperature: torch.Tensor
-    ) -> CommittedTokens:
-        """Return the rows that drafters advance on; they read `num_layers` layers.
+    def committed(self, num_layers: int, text: torch.Tensor, temperature: torch.Tensor) -> Any:
+        """Return the CommittedTokens or TextRows of drafters that read `num_layers` layers.
 
         text: [slots, max_model_len] int32, this step's tokens included; temperature: [slots] fp32.
         """
         batch = self.batch
+        if self.text_only:
+            start, base, _, accepted = self.accepted_rows
+            slots, newest = batch.idx_mapping.long(), batch.positions[start + base - 1] + accepted
+            return TextRows(text, slots, newest, torch.arange(len(slots)), temperature[slots])
         own = self.request, self.local, self.row_start
         of_batch = batch.positions, self.slot_mapping, batch.idx_mapping
         step = StepRows(*self.accepted_rows, *own, *of_batch, text, temperature, *self.masks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_specblock.tree import DraftTree
-from vllm_specblock.triton_kernels.op import op
+from vllm_specblock.triton_kernels.op import op, views
 from vllm_specblock.triton_kernels.tree.node_bits import climb, words_for
 from vllm_specblock.triton_kernels.tree.store_tree import KeptTrees, store_trees_triton
 
@@ -72,10 +72,8 @@ def store_trees(
     if paused is not None and (empty := paused[req_idx]).any():  # a host tensor
         requests, nodes = tree.token.shape
         tree = tree.where(empty, DraftTree.empty(requests, nodes, tree.token.device))
-    kept.parent[req_idx] = tree.parent
-    kept.depth[req_idx, 1:] = tree.depth.long()
-    kept.score[req_idx] = tree.logprob
-    kept.ancestors[req_idx] = tree.ancestors
-    kept.origin[req_idx] = tree.origins()
-    kept.accepted.index_fill_(0, req_idx.long(), 0)
+    new = tree.parent, tree.depth, tree.logprob, tree.ancestors, tree.origins()
+    to, (slots, parent, depth, score, ancestors, origin) = views(kept), views([req_idx, *new])
+    to.parent[slots], to.depth[slots, 1:], to.score[slots] = parent, depth, score
+    to.ancestors[slots], to.origin[slots], to.accepted[slots] = ancestors, origin, 0
     return tree.token if tokens is None else tokens.copy_(tree.token)

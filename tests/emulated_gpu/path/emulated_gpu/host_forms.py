@@ -38,13 +38,13 @@ from vllm_specblock.triton_kernels.tree.merge_trees_numba import merge_trees_num
 from vllm_specblock.triton_kernels.tree.select_tree import Candidates
 from vllm_specblock.triton_kernels.tree.select_tree_numba import select_numba
 from vllm_specblock.triton_kernels.verify.accept_path import DrawnRows
-from vllm_specblock.triton_kernels.verify.reallocate_drafts import reallocate_drafts
 
 from emulated_gpu.triton_launches import tensors
 from emulated_gpu.vllm_operators import fa3_fwd, reshape_and_cache_flash
 from vllm_specblock.commit import committed_tokens
 from vllm_specblock.cpu import batches, gumbel, sampling  # noqa: F401 - fill `REPLACED`
 from vllm_specblock.cpu.kernels import REPLACED
+from vllm_specblock.engine.draft_allocation import reallocate_drafts
 from vllm_specblock.engine.metrics.counters import count_step
 from vllm_specblock.engine.runner.tree_states import store_trees
 from vllm_specblock.feedback.acceptance_estimator import write_survival

@@ -22,11 +22,13 @@ def install() -> None:
     import _emulated_gpu
 
     LIBRARY.impl("_fused_rms_norm_backward", fused_rms_norm_backward, "CPU")
+    LIBRARY.impl("_thnn_fused_lstm_cell", fused_lstm_cell, "CPU")
     replace([*with_cuda_kernel("aten::"), "aten::copy_"])
     # A CPU has fused attention under another name only.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.enabled = False
     if os.environ.get("EMU_POISON") == "1":
         _emulated_gpu.install_poison()
 
@@ -38,6 +40,15 @@ def fused_rms_norm_backward(grad, x, normalized_shape, rstd, weight, output_mask
     scaled, unit = grad if weight is None else grad * weight, x * rstd
     of_x = (scaled - unit * (scaled * unit).mean(inner, keepdim=True)) * rstd
     return of_x.to(x.dtype), None if weight is None else (grad * unit).sum(outer).to(weight.dtype)
+
+
+def fused_lstm_cell(of_input, of_state, cell, *biases):
+    """Return the new state and cell, and the gates."""
+    gates = of_input + of_state + sum(bias for bias in biases if bias is not None)
+    enter, keep, value, leave = gates.chunk(4, -1)
+    enter, keep, value, leave = enter.sigmoid(), keep.sigmoid(), value.tanh(), leave.sigmoid()
+    cell = keep * cell + enter * value
+    return leave * cell.tanh(), cell, torch.cat([enter, keep, value, leave], -1)
 
 
 def with_cuda_kernel(prefix: str) -> list[str]:

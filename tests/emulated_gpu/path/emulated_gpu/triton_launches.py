@@ -109,8 +109,8 @@ def patch_interpreter(interpreter: ModuleType) -> None:
 
 
 def sort_by_numpy(interpreter: ModuleType) -> None:
-    """Replace networks of exchanges and scans element by element: most of an engine's time."""
-    tl, plain_scan = interpreter.tl, interpreter.ScanOps.generic_scan
+    """Replace networks of exchanges: most of an engine's time."""
+    tl = interpreter.tl
 
     def sort(x, dim=None, descending=False):
         assert x.dtype.is_int() and dim is None and not descending
@@ -123,14 +123,7 @@ def sort_by_numpy(interpreter: ModuleType) -> None:
         handle = interpreter.TensorHandle(np.ascontiguousarray(data), x.handle.dtype)
         return tl.core.tensor(handle, tl.block_type(x.dtype, list(data.shape)))
 
-    def generic_scan(self, input):
-        if self.combine_fn.__name__ != "larger":
-            return plain_scan(self, input)
-        largest = (np.maximum.accumulate(x.handle.data, axis=self.axis) for x in input)
-        return [self.to_tensor(data, x.dtype) for data, x in zip(largest, input)]
-
     tl.sort, tl.topk = sort, topk
-    interpreter.ScanOps.generic_scan = generic_scan
 
 
 def check_accesses(interpreter: ModuleType) -> None:

@@ -35,6 +35,9 @@ def install() -> None:
     adaptive = sys.modules.get("vllm.v1.worker.gpu.spec_decode.adaptive_verification")
     if adaptive is not None:
         adaptive._PROFILE_REPLAYS = 1  # of each step that it times at the start
+    logits = sys.modules.get("vllm.model_executor.layers.logits_processor")
+    if logits is not None:
+        logits.has_flashinfer = lambda: False  # whose top-k nvcc would compile first
 
 
 def normed(x, weight, epsilon):
