@@ -13,8 +13,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import torch
-
+from vllm_specblock.triton_kernels.op import views
 from vllm_specblock.triton_kernels.optional_numba import njit
 
 Function = Callable[..., Any]
@@ -52,8 +51,6 @@ def _launcher(path: str, function: Function, compiled: bool) -> Function:
     def launch(*args: Any, **kwargs: Any) -> None:
         given = dict(zip(names, args)) | kwargs
         values = [given[name] for name in wanted]
-        if compiled:
-            values = [x.numpy() if isinstance(x, torch.Tensor) else x for x in values]
-        function(*values)
+        function(*(views(values) if compiled else values))
 
     return launch
