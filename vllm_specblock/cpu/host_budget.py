@@ -101,7 +101,7 @@ class HostBudgetManager(TreeBudgetManager):
         self._confidence_probs[input_batch.idx_mapping] = confidence_probs[: input_batch.num_reqs]
         # Host memory.
         self._stale_confidences[self._stale_idx].np[:] = self._confidence_probs.numpy()
-        self.barren, self._planned, self.controller.selective = False, (None, 0), True
+        self.barren, self._planned = False, (None, 0)
         if self._begun is not None and not self.all_paused:
             slots = input_batch.idx_mapping_np
             drafts = np.where(self.undrafted[slots], 0, self.num_speculative_steps)

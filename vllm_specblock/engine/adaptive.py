@@ -72,6 +72,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self.marks = self.clock.mark(), self.clock.mark()
         self._timed: deque[tuple[Step, Any, Any, tuple[Any, Any], bool]] = deque()
         self.controller, states = speculator.controller, speculator.tree_states
+        self.controller.selective = self.on_host
         # [requests, N] fp32, in batch order.
         self.confidence, self.skipped = speculator.draft_token_confidence_probs, speculator.skipped
         self.resumes = self.on_host or not self.skipped.has_caches
